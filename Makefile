@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands on a fresh machine with Python and make: `make train` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More for pip, for example an index of CPU-only wheels.
+PIP_FLAGS ?=
+# More for pytest, for example `make pytest PYTEST_FLAGS="-x tests/unit"`.
+PYTEST_FLAGS ?=
+
+BIN := $(VENV)/bin
+# One thread per rank: two ranks with a pool of threads each fight over the same cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train test lint format types contracts pytest bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train      train a small model on 2 CPU ranks"
+	@echo "make test       lint, types, import contracts, tests"
+	@echo "make lint       ruff alone; 'make format' repairs what it can"
+	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
+	@echo "make clean      remove the virtual environment and caches"
+
+# The stamp, not the folder, says that the environment is complete and newer than its description.
+# An environment that somebody else made is completed, not replaced.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/01_fully_shard.py
+
+test: lint types contracts pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+types: $(VENV)/.installed
+	$(BIN)/python -m mypy
+
+contracts: $(VENV)/.installed
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/.installed
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.fsdp
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

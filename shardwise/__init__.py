@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""shardwise: sharded training with whole-matrix optimizers, as configurations of one idea.
+
+    import shardwise as sw
+
+    mesh = sw.init_mesh(dp=8)
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh, placements=sw.zero(3))
+    sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from shardwise import comm
+from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
+from shardwise.memory import LEDGER as ledger
+from shardwise.mesh import init_mesh
+from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
+from shardwise.precision import Precision
+from shardwise.shard.fully_shard import fully_shard
+from shardwise.shard.module import ShardedModule, register_fsdp_forward_method, share_comm_ctx
+from shardwise.tensor import ShardedTensor
+
+__version__ = "0.1.0"
+__all__ = [
+    "ELEMENT",
+    "ROW",
+    "TENSOR",
+    "Grain",
+    "Partial",
+    "Placements",
+    "Precision",
+    "Replicate",
+    "Shard",
+    "ShardedModule",
+    "ShardedTensor",
+    "comm",
+    "fully_shard",
+    "hfsdp",
+    "hsdp",
+    "init_mesh",
+    "ledger",
+    "register_fsdp_forward_method",
+    "rows",
+    "share_comm_ctx",
+    "zero",
+]

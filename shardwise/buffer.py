@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffer: many parameters in one flat storage, spread over a mesh by placements.
+
+    layout of 3 shards      | wq rows 0-3 | wk 0-1 | wk 2-3 | wv rows 0-3 | wo rows 0-3 |.pad.|
+    placements [S], rank 1                         | wk 2-3 | wv rows 0-3 |
+    placements [R], any     | wq rows 0-3 | wk rows 0-3     | wv rows 0-3 | wo rows 0-3 |.pad.|
+
+A rank's part is always one contiguous range of the layout, so a gathered buffer *is* the parameters: no
+copy out, no reassembly. ``redistribute`` walks from one list of placements to another, one axis at a time:
+
+    from     to       what happens
+    Shard    Rep.     all-gather, from the outermost sharded axis inwards
+    Rep.     Shard    each rank keeps its range (no communication)
+    Partial  Shard    reduce-scatter, from the innermost axis outwards
+    Partial  Rep.     all-reduce
+    Rep.     Partial  a new name for the same bytes, where the sum is an average
+
+``relayout`` moves pieces between two layouts of the same parameters: cut rows to whole tensors and back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import comm
+from shardwise.layout import Layout, exchange
+from shardwise.memory import Block
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, as_placement, shard_range
+from shardwise.tensor import Cut, ShardedTensor, Version
+
+
+class Ranks:
+    """A data-parallel mesh as one rank sees it: axes outer to inner, and its place on each."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.axes = comm.mesh_axes(mesh)
+        self.sizes = tuple(axis.size for axis in self.axes)
+        self.coordinate = tuple(axis.rank for axis in self.axes)
+
+    def num_shards(self, placements: Sequence[Placement]) -> int:
+        """Into how many shards these placements cut a buffer."""
+        pairs = zip(placements, self.sizes, strict=True)
+        return math.prod(size for placement, size in pairs if placement == SHARD)
+
+    def held(self, placements: Sequence[Placement], num_shards: int) -> tuple[int, int]:
+        """The first of ``num_shards`` shards this rank holds, and how many."""
+        return shard_range(placements, self.sizes, self.coordinate, num_shards)
+
+    def joint(self, placements: Sequence[Placement]) -> tuple[comm.Axis, list[int]]:
+        """All sharded axes as one, and the shard that each of its ranks holds."""
+        sharded = [axis for axis, placement in enumerate(placements) if placement == SHARD]
+        if len(sharded) == 1:
+            return self.axes[sharded[0]], list(range(self.sizes[sharded[0]]))
+        names = self.mesh.mesh_dim_names
+        assert names is not None, "a mesh of several axes is named, checked at construction"
+        group = self.mesh[tuple(names[axis] for axis in sharded)]._flatten().get_group()
+        # The flattened group counts the inner axis fastest; shards count the outer axis fastest.
+        spans = [range(self.sizes[axis]) for axis in sharded]
+        shards = [
+            shard_range(
+                [SHARD] * len(sharded),
+                [len(span) for span in spans],
+                coordinate,
+                math.prod(len(span) for span in spans),
+            )[0]
+            for coordinate in itertools.product(*spans)
+        ]
+        return comm.as_axis(group, "+".join(names[axis] for axis in sharded)), shards
+
+
+class Buffer:
+    """Flat storage + layout + placements."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        ranks: Ranks,
+        placements: Sequence[Placement],
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: str,
+        *,
+        lane: str = "compute",
+        pin: bool = False,
+    ) -> None:
+        self.layout, self.ranks = layout, ranks
+        self.placements = tuple(as_placement(placement) for placement in placements)
+        self.first_shard, self.num_shards = ranks.held(self.placements, layout.num_shards)
+        numel = self.num_shards * layout.shard_size
+        self.block = Block(numel, dtype, device, kind, lane=lane, pin=pin)
+        self.version = Version()
+
+    @property
+    def flat(self) -> Tensor:
+        """This rank's range of the layout, one dimension, padding included."""
+        return self.block.tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.block.tensor.dtype
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Changes whenever the contents may have: an op on a DTensor of it, or on a plain view."""
+        return self.version.count, self.flat._version
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """For each parameter: elements [low, high) of it are here, from ``offset`` of ``flat`` on."""
+        begin = self.first_shard * self.layout.shard_size
+        found = []
+        for index, start in enumerate(self.layout.starts):
+            low, high = self.layout.piece(index, self.first_shard, self.num_shards)
+            found.append((low, high, start + low - begin if high > low else 0))
+        return tuple(found)
+
+    def view(self, index: int) -> Tensor:
+        """This rank's piece of one parameter: whole rows as ``[rows, ...]``, else flat."""
+        low, high, offset = self.pieces[index]
+        shape = self.layout.piece_shape(index, low, high)
+        return self.flat[offset : offset + high - low].view(shape)
+
+    def cut(self, index: int) -> Cut:
+        """Where the pieces of one parameter lie, for its DTensors."""
+        assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
+        sharded = tuple(placement == SHARD for placement in self.placements)
+        return Cut(self.layout, index, self.ranks.mesh, sharded)
+
+    def dtensor(self, index: int) -> ShardedTensor:
+        """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""
+        return ShardedTensor(self.view(index), self.cut(index), version=self.version)
+
+    def like(self, placements: Sequence[Placement], kind: str | None = None) -> Buffer:
+        """A new buffer of the same layout and dtype under other placements, not filled."""
+        flat = self.flat
+        return Buffer(
+            self.layout, self.ranks, placements, flat.dtype, flat.device, kind or self.block.kind
+        )
+
+    def part_of(self, other: Buffer) -> Tensor:
+        """The range of ``other`` that this buffer holds: where a gather puts it."""
+        size = self.layout.shard_size
+        begin = (self.first_shard - other.first_shard) * size
+        assert 0 <= begin and begin + self.flat.numel() <= other.flat.numel()
+        return other.flat[begin : begin + self.flat.numel()]
+
+    # ------------------------------------------------------------------ moving bytes
+
+    def gather(self, out: Buffer) -> comm.Pending:
+        """Fill ``out`` (the same placements with fewer Shards), casting to its dtype on the way.
+
+        Every stage but the last is waited for: the next one sends what it brought.
+        """
+        mine = self.part_of(out)
+        steps = [
+            axis
+            for axis, (here, there) in enumerate(zip(self.placements, out.placements, strict=True))
+            if here == SHARD and there != SHARD
+        ]
+        direct = len(steps) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
+        if mine.data_ptr() != self.flat.data_ptr() and not direct:
+            mine.copy_(self.flat, non_blocking=True)
+        pending = comm.Pending()
+        placements = list(self.placements)
+        for axis in steps:  # outermost first: a gather joins neighbouring ranges
+            shard = self.flat if direct else self._range_of(out, placements)
+            placements[axis] = REPLICATE
+            pending.wait()
+            whole = self._range_of(out, placements)
+            pending = comm.all_gather(whole, shard, self.ranks.axes[axis])
+        return pending
+
+    def _range_of(self, out: Buffer, placements: Sequence[Placement]) -> Tensor:
+        """The part of ``out`` that this rank holds once it is at ``placements``."""
+        first, count = self.ranks.held(placements, self.layout.num_shards)
+        size = self.layout.shard_size
+        begin = (first - out.first_shard) * size
+        return out.flat[begin : begin + count * size]
+
+    def redistribute(
+        self, placements: Sequence[Placement], *, average: bool = False, out: Buffer | None = None
+    ) -> Buffer:
+        """The same values under other placements; reductions sum, or average over the axis.
+
+        Synchronous, and the source stays as it is. Shards must stay a suffix of the mesh at each step.
+        """
+        target = tuple(as_placement(placement) for placement in placements)
+        current: Buffer = self
+        for axis, goal in self._route(target):
+            step = list(current.placements)
+            step[axis] = goal
+            last = tuple(step) == target
+            result = out if last and out is not None else current.like(step)
+            current._transition(axis, current.placements[axis], goal, result, average)
+            current = result
+        if current is self:
+            current = out if out is not None else self.like(target)
+            current.flat.copy_(self.flat)
+        return current
+
+    def _route(self, target: tuple[Placement, ...]) -> list[tuple[int, Placement]]:
+        """One-axis steps in an order that keeps every Shard inside the sharded suffix."""
+        changes = [
+            (axis, there)
+            for axis, (here, there) in enumerate(zip(self.placements, target, strict=True))
+            if here != there
+        ]
+        unshard = [step for step in changes if self.placements[step[0]] == SHARD]
+        rest = [step for step in changes if self.placements[step[0]] != SHARD]
+        return unshard + rest[::-1]  # gathers from outside in, scatters from inside out
+
+    def _transition(
+        self, axis: int, here: Placement, there: Placement, out: Buffer, average: bool
+    ) -> None:
+        link = self.ranks.axes[axis]
+        divisor = link.size if average else None
+        if here == SHARD and there == REPLICATE:
+            comm.all_gather(out.flat, self.flat, link).wait()
+        elif here == REPLICATE and there == SHARD:
+            out.flat.copy_(out.part_of(self))
+        elif here == PARTIAL and there == SHARD:
+            comm.reduce_scatter(out.flat, self.flat, link, divisor=divisor).wait()
+        elif here == PARTIAL and there == REPLICATE:
+            out.flat.copy_(self.flat)
+            comm.all_reduce(out.flat, link, divisor=divisor).wait()
+        elif here == REPLICATE and there == PARTIAL:
+            # An average of equal terms is the term; for a sum, one rank keeps it and others hold 0.
+            out.flat.copy_(self.flat) if average or link.rank == 0 else out.flat.zero_()
+        else:
+            raise ValueError(
+                f"a buffer cannot go from {here} to {there} on axis '{link.name}': "
+                f"go through Replicate() first"
+            )
+
+    def relayout(self, layout: Layout, out: Buffer | None = None) -> Buffer:
+        """The same parameters under another layout with as many shards, by one exact exchange.
+
+            rows cut       rank 0 | A rows 0-5 | B 0-1 |      rank 1 | B rows 2-7 |
+            whole tensors  rank 0 | A rows 0-5 |              rank 1 | B rows 0-7 |
+        """
+        shards = self.ranks.num_shards(self.placements)
+        if not self.layout.num_shards == layout.num_shards == shards:
+            raise ValueError(
+                f"relayout moves pieces between ranks that hold one shard each: these placements "
+                f"make {shards} shards, the layouts have {self.layout.num_shards} and "
+                f"{layout.num_shards}; plan the target for as many shards as ranks"
+            )
+        flat = self.flat
+        if out is None:
+            out = Buffer(
+                layout, self.ranks, self.placements, flat.dtype, flat.device, self.block.kind
+            )
+        link, shard_of = self.ranks.joint(self.placements)
+        rank_of = {shard: rank for rank, shard in enumerate(shard_of)}
+        moves = exchange(self.layout, layout)
+        outgoing = [move for move in moves if move.source == self.first_shard]
+        incoming = [move for move in moves if move.target == self.first_shard]
+        # Both sides list what they exchange by peer, then by place in the model.
+        outgoing.sort(key=lambda move: (rank_of[move.target], move.index, move.lo))
+        incoming.sort(key=lambda move: (rank_of[move.source], move.index, move.lo))
+        sizes, out_sizes = [0] * link.size, [0] * link.size
+        for move in outgoing:
+            sizes[rank_of[move.target]] += move.hi - move.lo
+        for move in incoming:
+            out_sizes[rank_of[move.source]] += move.hi - move.lo
+        sent = [self._elements(move.index, move.lo, move.hi) for move in outgoing]
+        source = torch.cat(sent) if sent else flat.new_empty(0)
+        received = flat.new_empty(sum(out_sizes))
+        comm.all_to_all(received, source, out_sizes, sizes, link).wait()
+        position = 0
+        for move in incoming:
+            length = move.hi - move.lo
+            out._elements(move.index, move.lo, move.hi).copy_(received[position : position + length])
+            position += length
+        return out
+
+    def _elements(self, index: int, low: int, high: int) -> Tensor:
+        """Elements [low, high) of one parameter, which must lie here, as a flat view."""
+        here, _, offset = self.pieces[index]
+        return self.flat[offset + low - here : offset + high - here]

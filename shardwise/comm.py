@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only caller of collectives: one spelling for NCCL, gloo and torch's ``fake`` backend.
+
+    all_gather      | a |   |   |  ->  | a | b | c |     every rank ends with all shards
+    reduce_scatter  | a1 b1 c1 |   ->  | a1+a2+a3  |     every rank ends with its shard of the sum
+    all_reduce      | a1 |         ->  | a1+a2+a3  |
+    all_to_all      | for 0 | for 1 |  ->  | from 0 | from 1 |     any sizes, exact
+
+On NCCL the native collectives run on the current stream. On gloo all of them are written over
+point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-scatter is an
+all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits of a
+gradient depend neither on the strategy nor on who computes them.
+
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+ReduceName = Literal["sum", "max", "min"]
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_TAG_LIMIT = 1 << 30  # gloo takes 31 bits
+# Below this an all-reduce is one exchange of everything, above it a reduce-scatter and a gather.
+_ONE_ROUND_BYTES = 1 << 16
+
+
+@dataclass(eq=False)
+class Axis:
+    """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
+
+    name: str
+    group: Any  # a ProcessGroup
+    size: int
+    rank: int
+    backend: str
+    peers: tuple[int, ...]  # global ranks, by rank on the axis
+    _sent: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def point_to_point(self) -> bool:
+        return self.backend == "gloo"
+
+    def next_tag(self, operation: str) -> int:
+        """Messages of one operation are matched by their count, the same on all ranks. Operations
+        count apart: a rank that reduces late still gathers in step with the others."""
+        count = self._sent[operation] = self._sent.get(operation, 0) + 1
+        return (count * len(_OPERATIONS) + _OPERATIONS.index(operation)) % _TAG_LIMIT
+
+    def separate(self) -> Axis:
+        """The same ranks on a communicator of their own (collective over the default group):
+        two collectives on one NCCL communicator never overlap, on two streams or not."""
+        return self._subgroup(self.peers, self.name)
+
+    def split(self, size: int) -> Axis:
+        """This rank's run of ``size`` neighbours on the axis (collective over the default group)."""
+        key = (self, size)
+        if key not in _SPLITS:
+            first = self.rank // size * size
+            _SPLITS[key] = self._subgroup(self.peers[first : first + size], f"{self.name}/{size}")
+        return _SPLITS[key]
+
+    def _subgroup(self, mine: tuple[int, ...], name: str) -> Axis:
+        everyone: list[Any] = [mine]
+        if self.backend != "fake":
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+        group = None
+        for peers in sorted(set(everyone)):  # every rank makes every group, in one order
+            made = dist.new_group(list(peers))
+            group = made if peers == mine else group
+        rank = mine.index(self.peers[self.rank])
+        return Axis(name, group, len(mine), rank, self.backend, mine)
+
+
+GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
+_SPLITS: dict[tuple[Axis, int], Axis] = {}
+_AXES: WeakKeyDictionary[Any, Axis] = WeakKeyDictionary()
+
+
+def as_axis(group: GroupLike, name: str = "group") -> Axis:
+    """The Axis of a process group; one per group, so that its message tags stay in step."""
+    if isinstance(group, Axis):
+        return group
+    axis = _AXES.get(group)
+    if axis is None:
+        axis = Axis(
+            name=name,
+            group=group,
+            size=dist.get_world_size(group),
+            rank=dist.get_rank(group),
+            backend=str(dist.get_backend(group)),
+            peers=tuple(dist.get_process_group_ranks(group)),
+        )
+        _AXES[group] = axis
+    return axis
+
+
+def mesh_axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """The axes of a mesh, outer to inner."""
+    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    return tuple(as_axis(mesh.get_group(index), names[index]) for index in range(mesh.ndim))
+
+
+# ------------------------------------------------------------------------------ counting
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
+    one to be scattered, the reduced one; what this rank sends to each peer for an all-to-all."""
+
+    operation: str
+    axis: str
+    size: int
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave this rank under a bandwidth-optimal algorithm."""
+        if self.operation in ("all_to_all", "broadcast"):
+            return self.nbytes
+        once = self.nbytes * (self.size - 1) // self.size
+        return 2 * once if self.operation == "all_reduce" else once
+
+
+_recorders: list[list[Call]] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Call]]:
+    """List every collective issued by this process while the context is open."""
+    calls: list[Call] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        # by identity: two lists that happen to be equal are still two recorders
+        _recorders[:] = [other for other in _recorders if other is not calls]
+
+
+def _count(operation: str, axis: Axis, nbytes: int) -> None:
+    if _recorders:
+        call = Call(operation, axis.name, axis.size, nbytes)
+        for calls in _recorders:
+            calls.append(call)
+
+
+# ------------------------------------------------------------------------------ pending work
+
+
+class Pending:
+    """A collective under way. ``wait`` makes its result usable by what the caller issues next.
+
+    On NCCL that is already so on the stream that issued it, and ``wait`` does nothing. On gloo it
+    blocks the host until the messages are through, then runs what is left to do locally.
+    """
+
+    __slots__ = ("_finish", "_what", "_works")
+
+    def __init__(
+        self,
+        what: str = "",
+        works: Sequence[Any] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._what, self._works, self._finish = what, works, finish
+
+    def wait(self) -> None:
+        works, finish = self._works, self._finish
+        if not works and finish is None:
+            return
+        self._works, self._finish = (), None
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._what} failed: {error}") from error
+        if finish is not None:
+            finish()
+
+
+_DONE = Pending()
+
+
+
+def _messages(
+    operation: str,
+    axis: Axis,
+    outgoing: Sequence[Tensor | None],
+    incoming: Sequence[Tensor | None],
+    finish: Callable[[], None] | None = None,
+) -> Pending:
+    """Send ``outgoing[peer]`` and receive ``incoming[peer]``, skipping this rank and empty ones."""
+    tag = axis.next_tag(operation)
+    what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
+    works = []
+    # Start with the next rank, so that not everybody talks to rank 0 first.
+    for step in range(1, axis.size):
+        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        message = incoming[source]
+        if message is not None and message.numel():
+            works.append(dist.irecv(_wire(message), axis.peers[source], axis.group, tag))
+        message = outgoing[target]
+        if message is not None and message.numel():
+            works.append(dist.isend(_wire(message), axis.peers[target], axis.group, tag))
+    return Pending(what, works, finish)
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """What gloo can carry: float8 types travel as bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _on_host(axis: Axis, *tensors: Tensor) -> bool:
+    """Whether gloo is asked to carry device memory, which has to be staged through the host."""
+    return axis.point_to_point and any(tensor.device.type != "cpu" for tensor in tensors)
+
+
+def _needs_device(axis: Axis, tensor: Tensor) -> bool:
+    return axis.backend == "nccl" and tensor.device.type == "cpu"
+
+
+def _device_of(axis: Axis) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _no_float8(operation: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        raise TypeError(
+            f"{operation} cannot add {tensor.dtype} values: no backend sums 8-bit floats; "
+            f"reduce in bfloat16 or float32"
+        )
+
+
+def _native(new: str, old: str) -> Callable[..., Any]:
+    """torch 2.13 renamed two collectives; 2.11 has only the old names."""
+    return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------ the collectives
+
+
+def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
+    """``out`` = the shards of all ranks, in rank order. ``shard`` may be this rank's part of ``out``."""
+    axis = as_axis(group)
+    assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
+    if axis.size == 1:
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard)
+        return _DONE
+    _count("all_gather", axis, out.nbytes)
+    if _on_host(axis, out):
+        host = torch.empty(out.shape, dtype=out.dtype)
+        parts = list(host.view(-1).chunk(axis.size))
+        parts[axis.rank].copy_(shard)
+        _gather_messages(axis, parts).wait()
+        out.copy_(host)
+        return _DONE
+    if axis.point_to_point:
+        parts = list(out.view(-1).chunk(axis.size))
+        if parts[axis.rank].data_ptr() != shard.data_ptr():
+            parts[axis.rank].copy_(shard)
+        return _gather_messages(axis, parts)
+    if out.element_size() == 1:
+        out, shard = out.view(torch.uint8), shard.view(torch.uint8)
+    _native("all_gather_single", "all_gather_into_tensor")(out, shard, group=axis.group)
+    return _DONE
+
+
+def _gather_messages(axis: Axis, parts: list[Tensor]) -> Pending:
+    mine = parts[axis.rank]
+    return _messages("all_gather", axis, [mine] * axis.size, parts)
+
+
+def reduce_scatter(
+    out: Tensor, full: Tensor, group: GroupLike, *, divisor: float | None = None
+) -> Pending:
+    """``out`` = this rank's shard of the sum over ranks, divided by ``divisor`` (default: no
+    division). ``out`` may be this rank's part of ``full``; ``full`` is read until ``wait``."""
+    axis = as_axis(group)
+    assert full.numel() == out.numel() * axis.size and out.dtype == full.dtype
+    _no_float8("reduce_scatter", full)
+    if axis.size == 1:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full)
+        if divisor not in (None, 1):
+            out.div_(divisor)
+        return _DONE
+    _count("reduce_scatter", axis, full.nbytes)
+    if _on_host(axis, full):
+        host = torch.empty(out.shape, dtype=out.dtype)
+        _reduce_messages(axis, host, full.cpu(), divisor).wait()
+        out.copy_(host)
+        return _DONE
+    if axis.point_to_point:
+        return _reduce_messages(axis, out, full, divisor)
+    operation, rest = _native_sum(axis, divisor)
+    _native("reduce_scatter_single", "reduce_scatter_tensor")(
+        out, full, op=operation, group=axis.group
+    )
+    if rest is not None:
+        out.div_(rest)
+    return _DONE
+
+
+def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | None) -> Pending:
+    parts = list(full.view(-1).chunk(axis.size))
+    received = [
+        parts[peer] if peer == axis.rank else torch.empty_like(parts[peer])
+        for peer in range(axis.size)
+    ]
+
+    def finish() -> None:
+        _sum_in_rank_order(out, received, divisor)
+
+    return _messages("reduce_scatter", axis, parts, received, finish)
+
+
+def _sum_in_rank_order(
+    out: Tensor, terms: Sequence[Tensor], divisor: float | None, op: ReduceName = "sum"
+) -> None:
+    narrow = out.is_floating_point() and out.element_size() < 4
+    combine = _LOCAL_REDUCE[op]
+    if narrow and op == "sum":
+        total = terms[0].float()
+        for term in terms[1:]:
+            total.add_(term)
+        if divisor not in (None, 1):
+            total.div_(divisor)
+        out.copy_(total.view_as(out))
+        return
+    flat = out.view(-1)
+    # The first sum goes into fresh memory where ``out`` aliases a term that is still to be read.
+    aliased = any(term.data_ptr() == flat.data_ptr() for term in terms[2:])
+    target = torch.empty_like(flat) if aliased else flat
+    combine(terms[0].view(-1), terms[1].view(-1), out=target)
+    for term in terms[2:]:
+        combine(target, term.view(-1), out=target)
+    if divisor not in (None, 1):
+        target.div_(divisor)
+    if aliased:
+        flat.copy_(target)
+
+
+def _native_sum(axis: Axis, divisor: float | None) -> tuple[Any, float | None]:
+    """The reduce op that sums and divides in one pass, or a plain sum and what is left to divide."""
+    if divisor in (None, 1):
+        return dist.ReduceOp.SUM, None
+    if divisor == axis.size:
+        return dist.ReduceOp.AVG, None
+    if axis.backend == "nccl":
+        return dist._make_nccl_premul_sum(1.0 / divisor), None  # type: ignore[attr-defined,operator]
+    return dist.ReduceOp.SUM, divisor
+
+
+def all_reduce(
+    tensor: Tensor, group: GroupLike, op: ReduceName = "sum", *, divisor: float | None = None
+) -> Pending:
+    """``tensor`` = the sum (maximum, minimum) over ranks, in place, the same bits on every rank."""
+    axis = as_axis(group)
+    _no_float8("all_reduce", tensor)
+    if axis.size == 1:
+        if divisor not in (None, 1):
+            tensor.div_(divisor)
+        return _DONE
+    if _on_host(axis, tensor) or _needs_device(axis, tensor):
+        elsewhere = tensor.cpu() if axis.point_to_point else tensor.to(_device_of(axis))
+        all_reduce(elsewhere, axis, op, divisor=divisor).wait()
+        tensor.copy_(elsewhere)
+        return _DONE
+    _count("all_reduce", axis, tensor.nbytes)
+    if axis.point_to_point:
+        return _all_reduce_messages(axis, tensor, op, divisor)
+    operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
+    dist.all_reduce(tensor, op=operation, group=axis.group)
+    if rest is not None:
+        tensor.div_(rest)
+    return _DONE
+
+
+def _all_reduce_messages(
+    axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
+) -> Pending:
+    flat = tensor.view(-1)
+    if tensor.nbytes <= _ONE_ROUND_BYTES:
+        terms = [flat.clone() if r == axis.rank else torch.empty_like(flat) for r in range(axis.size)]
+
+        def add_up() -> None:
+            _sum_in_rank_order(flat, terms, divisor, op)
+
+        return _messages("all_reduce", axis, [terms[axis.rank]] * axis.size, terms, add_up)
+
+    length = -(-flat.numel() // axis.size)
+    parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
+    mine = parts[axis.rank]
+    received = [mine if r == axis.rank else torch.empty_like(mine) for r in range(axis.size)]
+
+    def share() -> None:
+        _sum_in_rank_order(mine, received, divisor, op)
+        _messages("all_reduce", axis, [mine] * axis.size, parts).wait()
+
+    return _messages("all_reduce", axis, parts, received, share)
+
+
+def all_to_all(
+    out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: GroupLike
+) -> Pending:
+    """Send ``sizes[peer]`` elements of ``source`` to each peer; ``out`` receives ``out_sizes``."""
+    axis = as_axis(group)
+    assert out.numel() == sum(out_sizes) and source.numel() == sum(sizes)
+    if axis.size == 1:
+        out.copy_(source)
+        return _DONE
+    remote = sum(size for peer, size in enumerate(sizes) if peer != axis.rank)
+    _count("all_to_all", axis, remote * source.element_size())
+    if _on_host(axis, out):
+        host = torch.empty(out.shape, dtype=out.dtype)
+        _all_to_all_messages(axis, host, source.cpu(), out_sizes, sizes).wait()
+        out.copy_(host)
+        return _DONE
+    if axis.point_to_point:
+        return _all_to_all_messages(axis, out, source, out_sizes, sizes)
+    if out.element_size() == 1:
+        out, source = out.view(torch.uint8), source.view(torch.uint8)
+    dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=axis.group)
+    return _DONE
+
+
+def _all_to_all_messages(
+    axis: Axis, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+) -> Pending:
+    outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
+    incoming[axis.rank].copy_(outgoing[axis.rank])
+    return _messages("all_to_all", axis, outgoing, incoming)
+
+
+def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
+    """``tensor`` = that of the rank ``source`` of the axis."""
+    axis = as_axis(group)
+    if axis.size == 1:
+        return _DONE
+    if _on_host(axis, tensor) or _needs_device(axis, tensor):
+        elsewhere = tensor.cpu() if axis.point_to_point else tensor.to(_device_of(axis))
+        broadcast(elsewhere, axis, source).wait()
+        tensor.copy_(elsewhere)
+        return _DONE
+    _count("broadcast", axis, tensor.nbytes)
+    wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    dist.broadcast(wire, axis.peers[source], group=axis.group)
+    return _DONE
+
+
+def agree(values: Sequence[Any], group: GroupLike) -> list[Any]:
+    """The small Python object of every rank, in rank order: for checks at construction only."""
+    axis = as_axis(group)
+    everyone: list[Any] = [None] * axis.size
+    if axis.size == 1 or axis.backend == "fake":
+        return [values] * axis.size
+    dist.all_gather_object(everyone, values, group=axis.group)
+    return everyone

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every parameter lies in one flat buffer, and which shard holds which piece of it.
+
+A buffer is ``num_shards`` ranges of ``shard_size`` elements. Parameters are packed parameter-major:
+each one is contiguous, so a gathered buffer *is* the parameters and nothing is copied out. Shards
+are cut where ``shard_size`` says, through parameters, but never through a *grain*:
+
+    wq and wk (4 rows of 64), grain row;   wo (1 row of 64), grain tensor;   3 shards
+
+    address  0                192               384               576
+             | wq0  wq1  wq2  | wq3  wk0  wk1   | wk2  wk3  wo    |
+    shard    |       0        |        1        |        2        |
+
+    rank 0 | wq rows 0-2               |     one all-gather of equal ranges puts
+    rank 1 | wq row 3  | wk rows 0-1   |     whole parameters side by side
+    rank 2 | wk rows 2-3      | wo     |
+
+The rule behind all of it: a boundary B inside a parameter that starts at s must satisfy
+``(B - s) % grain == 0``. So whoever is crossed twice needs ``shard_size % grain == 0``:
+
+    shard_size % grain == 0       crossed anywhere              |a0 a1 a2|a3 a4 a5|a6 a7 ..
+    else, two shards at most      shifted so a cut is legal     |.. b0 b1|b2 b3 ..|
+    else, one shard at most       kept whole, filling a gap     |b4 b5 cc|
+
+Making every row size divide ``shard_size`` explodes for odd shapes (1009 and 1013: a million). So
+``plan`` tries a few moduli, packs greedily under each, and keeps the smallest buffer;
+``plan_groups`` makes several buffers where a single one would still be mostly padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import gcd, lcm, prod
+
+ALIGNMENT = 64  # elements; every parameter starts at a multiple, as vector loads and TMA want
+_ENDLESS = 1 << 62  # an address behind every parameter
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # (offsets, sizes)
+
+
+@dataclass(frozen=True)
+class Grain:
+    """The smallest piece of a parameter that may not be cut."""
+
+    kind: str
+    count: int = 1  # rows in a piece (kind "rows"), pieces in a tensor (kind "tensor")
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("element", "rows", "tensor"):
+            raise ValueError(f"grain kind {self.kind!r} is unknown: use element, rows or tensor")
+        if self.count < 1 or (self.kind == "element" and self.count != 1):
+            raise ValueError(f"a grain {self.kind!r} of count {self.count} cannot exist: use 1")
+
+    def size(self, shape: Shape) -> int:
+        """Elements in one grain of a parameter of this shape (its last grain may be smaller)."""
+        if self.kind == "element":
+            return 1
+        length, row = (shape[0], prod(shape[1:])) if shape else (1, 1)
+        return row * (self.count if self.kind == "rows" else -(-length // self.count))
+
+    def __str__(self) -> str:
+        if self.kind == "rows":
+            return "row" if self.count == 1 else f"rows({self.count})"
+        return self.kind if self.count == 1 else f"{self.kind}/{self.count}"
+
+
+ELEMENT, ROW, TENSOR = Grain("element"), Grain("rows"), Grain("tensor")
+
+
+def rows(count: int) -> Grain:
+    """Pieces of ``count`` whole rows: 32 for an MXFP8 block."""
+    return Grain("rows", count)
+
+
+def tensor_fraction(parts: int) -> Grain:
+    """Pieces of ``1/parts`` of the parameter, in whole rows."""
+    return Grain("tensor", parts)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter to be laid out."""
+
+    name: str
+    shape: Shape
+    grain: Grain = ROW
+
+    def __post_init__(self) -> None:
+        if self.shape and min(self.shape) <= 0:
+            raise ValueError(
+                f"parameter {self.name!r} of shape {tuple(self.shape)} holds no elements: "
+                "remove it, or exclude it from sharding"
+            )
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @cached_property
+    def grain_size(self) -> int:
+        """Elements that stay together; the whole parameter where the grain is larger than it."""
+        return min(self.grain.size(self.shape), self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters packed in a buffer of ``num_shards * shard_size`` elements. See ``plan``."""
+
+    items: tuple[Item, ...]
+    num_shards: int
+    shard_size: int
+    starts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.shard_size < 1 or len(self.starts) != len(self.items):
+            raise ValueError(
+                f"{self.num_shards} shards of {self.shard_size}, {len(self.starts)} starts for "
+                f"{len(self.items)} parameters: need 1 or more shards and a start for each"
+            )
+        if len({item.name for item in self.items}) < len(self.items):
+            name = Counter(item.name for item in self.items).most_common(1)[0][0]
+            raise ValueError(f"two parameters are named {name!r}: give each its own name")
+        size, end, before = self.shard_size, 0, ""
+        for start, item in sorted(zip(self.starts, self.items, strict=True), key=lambda x: x[0]):
+            numel, grain = item.numel, item.grain_size
+            first_cut = size - start % size  # elements before the first boundary
+            if start % ALIGNMENT:
+                problem = f"is not at a multiple of {ALIGNMENT}"
+            elif start < end:
+                problem = f"overlaps {before!r}, which ends at {end}"
+            elif start + numel > self.numel:
+                problem = f"ends outside the buffer of {self.numel} elements"
+            elif first_cut < numel and first_cut % grain:
+                problem = f"has a {item.grain} of {grain} elements cut at element {first_cut}"
+            elif first_cut + size < numel and size % grain:
+                problem = f"has a {item.grain} of {grain} elements cut every {size} elements"
+            else:
+                end, before = start + numel, item.name
+                continue
+            raise ValueError(f"parameter {item.name!r} at {start} {problem}: use plan()")
+
+    @property
+    def numel(self) -> int:
+        return self.num_shards * self.shard_size
+
+    @cached_property
+    def payload(self) -> int:
+        return sum(item.numel for item in self.items)
+
+    @property
+    def padding(self) -> int:
+        return self.numel - self.payload
+
+    def piece(self, index: int, first_shard: int, num_shards: int = 1) -> tuple[int, int]:
+        """The elements [lo, hi) of a parameter that lie in a run of shards; lo == hi where none."""
+        if not 0 <= first_shard <= first_shard + num_shards <= self.num_shards:
+            raise ValueError(
+                f"shards {first_shard} to {first_shard + num_shards} of a layout of "
+                f"{self.num_shards}: ask for shards that exist"
+            )
+        numel, low = self.items[index].numel, first_shard * self.shard_size - self.starts[index]
+        high = low + num_shards * self.shard_size
+        return min(max(low, 0), numel), min(max(high, 0), numel)
+
+    def piece_shape(self, index: int, lo: int, hi: int) -> Shape:
+        """``(rows, *rest)`` where [lo, hi) is whole rows, else flat; ``()`` for a whole scalar."""
+        shape = self.items[index].shape
+        if not shape:
+            return () if hi > lo else (0,)
+        row = prod(shape[1:])
+        if lo < hi and (lo % row or hi % row):
+            return (hi - lo,)
+        return ((hi - lo) // row, *shape[1:])
+
+    def holders(self, index: int) -> range:
+        """The shards that hold something of a parameter."""
+        start, numel = self.starts[index], self.items[index].numel
+        return range(start // self.shard_size, (start + numel - 1) // self.shard_size + 1)
+
+    def chunks(self, index: int, lo: int, hi: int) -> tuple[Box, ...]:
+        """The elements [lo, hi) as boxes, in order, as checkpoints describe them.
+
+        row 1    . . a a a        lo and hi inside rows give up to three boxes in 2-D:
+        row 2    b b b b b        the end of a row, whole rows, the beginning of a row
+        row 3    c c . . .
+        """
+        return tuple(_boxes(self.items[index].shape, lo, hi))
+
+    def picture(self, width: int = 72) -> str:
+        """One strip per shard, to scale, for humans: names, rows, and dots where padding lies."""
+        strips = [["."] * width + ["|"] for _ in range(self.num_shards)]
+        for index, item in enumerate(self.items):
+            row = prod(item.shape[1:])
+            for shard in self.holders(index):
+                lo, hi = self.piece(index, shard)
+                unit, word = (1, "elements") if lo % row or hi % row else (row, "rows")
+                span = "" if hi - lo == item.numel else f" {word} {lo // unit}-{hi // unit - 1}"
+                base = self.starts[index] - shard * self.shard_size
+                left = (base + lo) * width // self.shard_size
+                cells = (base + hi) * width // self.shard_size - left
+                strips[shard][left : left + cells] = f"| {item.name}{span}"[:cells].ljust(cells)
+        digits = len(str(self.num_shards - 1))
+        return "\n".join(f"shard {r:>{digits}} {''.join(s)}" for r, s in enumerate(strips))
+
+
+def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
+    if lo >= hi:
+        return
+    if not shape:
+        yield (), ()
+        return
+    rest, row = shape[1:], prod(shape[1:])
+    at = lo
+    while at < hi:
+        first, skip = divmod(at, row)
+        if skip or hi - at < row:  # a part of one row
+            end = min(hi, (first + 1) * row)
+            for offsets, sizes in _boxes(rest, skip, end - first * row):
+                yield (first, *offsets), (1, *sizes)
+        else:
+            end = hi // row * row
+            yield (first, *(0 for _ in rest)), (end // row - first, *rest)
+        at = end
+
+
+# -- Planning. It sees (numel, grain) alone, and equal parameters are placed together: hundreds of
+# -- experts cost as much as one, and a repeated layer is found in the cache whatever its names.
+
+_Kind = tuple[int, int]  # (numel, grain)
+
+
+def plan(items: Sequence[Item], num_shards: int) -> Layout:
+    """Pack parameters into equal shards with little padding, alike on every rank."""
+    if not items or num_shards < 1:
+        raise ValueError(f"{len(items)} parameters over {num_shards} shards: need 1 or more each")
+    shard_size, starts = _plan(_kinds(items), num_shards)
+    return Layout(tuple(items), num_shards, shard_size, starts)
+
+
+def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]:
+    """Indices for one buffer or several, each to be planned alone, so that padding never explodes.
+
+    A buffer more is a collective more. Grain sizes therefore share one unless that costs over a
+    sixteenth (or 2 % and one grain per shard, if that is less) more than a buffer for each.
+    """
+    everything = tuple(range(len(items)))
+    whole, kinds = plan(items, num_shards), _kinds(items)
+    if whole.padding * 50 <= whole.payload:
+        return [everything]
+    families: dict[_Kind, list[int]] = {}
+    for index, (numel, grain) in enumerate(kinds):
+        odd = 1 < grain < numel and grain % ALIGNMENT  # an aligned start is rarely a legal one
+        # Whole tensors ask nothing of the shard size, so they are one family.
+        family = (numel if odd else 0, grain if grain < numel else 0)
+        families.setdefault(family, []).append(index)
+
+    def payload(group: Sequence[int]) -> int:
+        return sum(kinds[index][0] for index in group)
+
+    def cost(group: Sequence[int]) -> int:
+        return num_shards * _plan(tuple(kinds[index] for index in group), num_shards)[0]
+
+    groups: list[tuple[list[int], int]] = []  # each with what its families cost alone
+    for family in sorted(families.values(), key=payload, reverse=True):
+        alone = cost(family)
+        for position, (members, members_alone) in enumerate(groups):
+            joint, joint_alone = sorted(members + family), members_alone + alone
+            one_grain_more = num_shards * max(kinds[index][1] for index in joint)
+            bound = min(joint_alone * 17 // 16, payload(joint) * 51 // 50 + one_grain_more)
+            if cost(joint) <= max(joint_alone, bound):
+                groups[position] = (joint, joint_alone)
+                break
+        else:
+            groups.append((family, alone))
+    return sorted(tuple(group) for group, _ in groups)
+
+
+def _kinds(items: Sequence[Item]) -> tuple[_Kind, ...]:
+    return tuple((item.numel, item.grain_size) for item in items)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@lru_cache(maxsize=1024)
+def _plan(kinds: tuple[_Kind, ...], num_shards: int) -> tuple[int, tuple[int, ...]]:
+    """The shard size and every start."""
+    # Coarse grains first: they ask most of their start, and the fine ones then fill the gaps.
+    counts = sorted(Counter(kinds).items(), key=lambda entry: (-entry[0][1], -entry[0][0]))
+    size = _search(counts, num_shards, ALIGNMENT, _ENDLESS)
+    if any(1 < grain < numel and grain % ALIGNMENT for numel, grain in kinds):
+        # Shards that start unaligned make slower kernels: they have to save over a percent.
+        size = _search(counts, num_shards, 1, size - ALIGNMENT - size // 100) or size
+    found: dict[_Kind, list[int]] = {kind: [] for kind, _ in counts}
+    for kind, start, count in _place(counts, size)[1]:
+        stride = _round_up(kind[0], ALIGNMENT)
+        found[kind].extend(range(start, start + count * stride, stride))
+    starts = {kind: iter(sorted(addresses)) for kind, addresses in found.items()}
+    return size, tuple(next(starts[kind]) for kind in kinds)
+
+
+def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: int) -> int:
+    """The smallest shard size found, a multiple of ``unit`` below ``limit``, or 0.
+
+    The moduli tried are those that let the j largest parameters be crossed anywhere. A shard must
+    then hold half of the next one, which is crossed once at most.
+    """
+    payload = sum(numel * count for (numel, _), count in counts)
+    floor = max(-(-payload // num_shards), max(grain for (_, grain), _ in counts))
+    cuttable = [kind for kind, _ in counts if kind[1] < kind[0] and num_shards > 1]
+    lows, modulus = {}, unit
+    for numel, grain in sorted(cuttable, reverse=True):
+        lows[modulus] = max(floor, numel // 2)
+        if (modulus := lcm(modulus, grain)) > 2 * payload:
+            break
+    else:
+        lows[modulus] = floor
+    best = 0
+    for modulus, low in sorted(lows.items(), reverse=True):
+        size, failed = _round_up(low, modulus), 0
+        while size < limit and (end := _place(counts, size)[0]) > num_shards * size:
+            failed = size
+            needed = -(-end // num_shards) if end < _ENDLESS else size + size // 32
+            size = max(size + modulus, _round_up(needed, modulus))
+        if size >= limit:
+            continue
+        best = limit = size
+        while failed and best - failed > max(modulus, best >> 8):  # a jump too far: halve it
+            size = failed + _round_up((best - failed) // 2, modulus)
+            if _place(counts, size)[0] <= num_shards * size:
+                best = limit = size
+            else:
+                failed = size
+        if best - floor <= floor >> 7:
+            break  # within a percent of no padding at all
+    return best
+
+
+def _place(counts: list[tuple[_Kind, int]], size: int) -> tuple[int, list[tuple[_Kind, int, int]]]:
+    """First fit under one shard size: where it all ends, and (kind, start, how many in a row)."""
+    free, placed = [(0, _ENDLESS)], []
+    for kind, count in counts:
+        numel, grain = kind
+        stride = _round_up(numel, ALIGNMENT)
+        regular = size % grain == 0 == stride % grain
+        spaces, free = free, []
+        for low, high in spaces:
+            while count and high - low >= numel:
+                start = _first_start(low, numel, grain, size)
+                if start + numel > high:
+                    break
+                # Copies follow each other to the shard's end, or beyond where cuts stay legal.
+                edge = high if regular and start % grain == 0 else (start // size + 1) * size
+                copies = (min(edge, high) - start + stride - numel) // stride
+                copies = min(count, max(copies, 1))
+                placed.append((kind, start, copies))
+                if start - low >= ALIGNMENT:
+                    free.append((low, start))
+                low = start + (copies - 1) * stride + numel
+                count -= copies
+            if high - low >= ALIGNMENT:
+                free.append((low, high))
+        if count:
+            return _ENDLESS, placed
+    return free[-1][0], placed
+
+
+def _first_start(low: int, numel: int, grain: int, size: int) -> int:
+    """The first address from ``low`` on where a parameter may lie, or ``_ENDLESS``.
+
+    low       start           boundary
+    |.........| grain | grain | grain | grain ..      (boundary - start) % grain == 0
+    """
+    start = _round_up(low, ALIGNMENT)
+    # Alignments repeat, of boundaries with the first period and of grains with the second.
+    for _ in range(ALIGNMENT // gcd(size, ALIGNMENT) + 1):
+        boundary = (start // size + 1) * size
+        if start + numel <= boundary:
+            return start
+        most = (boundary - start) // grain
+        for before in range(most, max(most - ALIGNMENT // gcd(grain, ALIGNMENT), -1), -1):
+            if size % grain and numel - before * grain > size:
+                break
+            if (boundary - before * grain) % ALIGNMENT == 0:
+                return boundary - before * grain
+        start = _round_up(boundary, ALIGNMENT)
+    return _ENDLESS
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements [lo, hi) of parameter ``index`` go from one layout's shard to another layout's."""
+
+    index: int
+    lo: int
+    hi: int
+    source: int
+    target: int
+
+
+def exchange(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """What goes where between layouts of the same parameters, by parameter, then by element.
+
+    source  | shard 0         | shard 1         |
+    target  | shard 0  | shard 1    | shard 2   |
+    moves   | 0 to 0   |0 to 1|1 to 1| 1 to 2   |
+    """
+    for ours, theirs in zip(source.items, target.items, strict=False):
+        if (ours.name, ours.shape) != (theirs.name, theirs.shape):
+            raise ValueError(f"{ours} meets {theirs}: plan both layouts from the same parameters")
+    if len(source.items) != len(target.items):
+        raise ValueError(
+            f"{len(source.items)} parameters meet {len(target.items)}: plan both from the same"
+        )
+    moves = []
+    for index, item in enumerate(source.items):
+        hi = 0
+        while (lo := hi) < item.numel:
+            giver = (source.starts[index] + lo) // source.shard_size
+            taker = (target.starts[index] + lo) // target.shard_size
+            hi = min(source.piece(index, giver)[1], target.piece(index, taker)[1])
+            moves.append(Move(index, lo, hi, giver, taker))
+    return tuple(moves)

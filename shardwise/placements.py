@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one buffer is spread over the mesh: values only, no communication.
+
+Every parameter lives in three buffers: the *compute* weight that forward and backward read, the
+*grad*, and the *main* weight (the only truth) with the optimizer state beside it. A strategy is
+nothing but three lists of placements, one entry per data-parallel mesh axis, outer to inner:
+
+    strategy   compute   grad            main
+    zero(0)    R         Partial         R         data parallel
+    zero(1)    R         Partial         S         distributed optimizer
+    zero(2)    R         S               S
+    zero(3)    S         S               S         fully sharded
+    hsdp()     [R, S]    [Partial, S]    [R, S]
+    hfsdp()    [R, S]    [Partial, S]    [S, S]
+
+``grad`` says where gradients *accumulate* between microbatches. The last microbatch takes them on
+to ``main``'s placement: a Partial axis is reduce-scattered where main is sharded and all-reduced
+where main is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis holds the same bytes."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank of the axis holds one term of a sum: a gradient before its reduction."""
+
+    def __str__(self) -> str:
+        return "Partial"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every rank of the axis holds one contiguous range of the flat buffer."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dim != 0:
+            raise ValueError(
+                f"Shard({self.dim}): buffers are flat and cut along rows, so only Shard(0) exists"
+            )
+
+    def __str__(self) -> str:
+        return "S"
+
+
+Placement: TypeAlias = Replicate | Partial | Shard
+REPLICATE, PARTIAL, SHARD = Replicate(), Partial(), Shard()
+
+
+def as_placement(value: Any) -> Placement:
+    """Accept our own values and torch's ``Replicate()``, ``Partial()``, ``Shard(0)``."""
+    if isinstance(value, Replicate | Partial | Shard):
+        return value
+    ours = {"Replicate": Replicate, "Partial": Partial, "Shard": Shard}.get(type(value).__name__)
+    if ours is None:
+        raise ValueError(f"{value!r} is no placement; use Replicate(), Partial() or Shard()")
+    return Shard(value.dim) if ours is Shard else ours()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placements:
+    """The three placement lists of one strategy, one entry per data-parallel axis."""
+
+    compute: tuple[Placement, ...]
+    grad: tuple[Placement, ...]
+    main: tuple[Placement, ...]
+
+    def __init__(
+        self, *, compute: Sequence[Any], grad: Sequence[Any], main: Sequence[Any]
+    ) -> None:
+        for name, values in (("compute", compute), ("grad", grad), ("main", main)):
+            object.__setattr__(self, name, tuple(as_placement(value) for value in values))
+        problems = self._problems()
+        if problems:
+            raise ValueError(f"{self} cannot work: " + "; ".join(problems))
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.main)
+
+    def __str__(self) -> str:
+        lists = ((n, getattr(self, n)) for n in ("compute", "grad", "main"))
+        return "Placements(" + ", ".join(f"{n}=[{', '.join(map(str, v))}]" for n, v in lists) + ")"
+
+    def _problems(self) -> list[str]:
+        problems = []
+        if not len(self.compute) == len(self.grad) == len(self.main) >= 1:
+            problems.append("the three lists need one entry per data-parallel axis, at least one")
+        if PARTIAL in self.compute or PARTIAL in self.main:
+            problems.append("only a grad can be Partial; weights are Replicate or Shard")
+        for name in ("compute", "grad", "main"):
+            flags = [value == SHARD for value in getattr(self, name)]
+            if flags != sorted(flags):
+                problems.append(
+                    f"{name} shards an outer axis but not the inner ones: sharded axes must be a "
+                    f"suffix, so that a rank's part is one contiguous range"
+                )
+        for axis, (compute, grad, main) in enumerate(
+            zip(self.compute, self.grad, self.main, strict=False)
+        ):
+            if compute == SHARD and main != SHARD:
+                problems.append(f"axis {axis}: compute is sharded, so main must be (use Shard())")
+            if grad == SHARD and main != SHARD:
+                problems.append(f"axis {axis}: grad is sharded, so main must be (use Partial())")
+            if grad == REPLICATE:
+                problems.append(f"axis {axis}: a grad accumulates as Partial() or Shard()")
+        return problems
+
+
+def zero(stage: int) -> Placements:
+    """ZeRO stage 0 (data parallel), 1 (distributed optimizer), 2, or 3 (fully sharded)."""
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero({stage!r}): the stages are 0, 1, 2 and 3")
+    return Placements(
+        compute=[SHARD if stage >= 3 else REPLICATE],
+        grad=[SHARD if stage >= 2 else PARTIAL],
+        main=[SHARD if stage >= 1 else REPLICATE],
+    )
+
+
+def hsdp() -> Placements:
+    """Fully sharded inside, replicated outside: a 2-D mesh, outer to inner."""
+    return Placements(
+        compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[REPLICATE, SHARD]
+    )
+
+
+def hfsdp() -> Placements:
+    """As :func:`hsdp`, with main weights and optimizer state sharded over the outer axis too."""
+    return Placements(compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[SHARD, SHARD])
+
+
+def shard_range(
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    num_shards: int,
+) -> tuple[int, int]:
+    """Which of ``num_shards`` equal shards a rank holds: the first, and how many.
+
+    The inner axis is the major one, so that a gather over the outer axis joins neighbours:
+
+        mesh (2 outer, 2 inner), [S, S]      rank (outer, inner)  (0,0) (1,0) (0,1) (1,1)
+                                             shard                  0     1     2     3
+        gathered over the outer axis: [R, S]                      |----0-1----|----2-3----|
+    """
+    index, parts = 0, 1
+    for placement, size, position in zip(
+        reversed(placements), reversed(sizes), reversed(coordinate), strict=True
+    ):
+        if placement == SHARD:
+            index, parts = index * size + position, parts * size
+    assert num_shards % parts == 0, (num_shards, parts)
+    count = num_shards // parts
+    return index * count, count

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Precision: one frozen value that says in which dtype each of the three buffers lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_NAMES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+DtypeLike = str | torch.dtype | None
+
+
+def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
+    """``None``, a torch floating dtype, or one of the short names."""
+    dtype = _NAMES.get(value) if isinstance(value, str) else value
+    if value is not None and (dtype is None or not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ValueError(
+            f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
+            f"16, 32 or 64 bits, or None to keep what the parameter has"
+        )
+    return dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own.
+
+    Args:
+        weights: the compute weights that forward and backward read.
+        reduce: gradients on the wire. ``None``: the dtype of ``weights``.
+        main: the main weights, their gradients and (by way of them) the optimizer state.
+        outputs: floating-point outputs of a wrapped module are cast to it.
+        cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
+    """
+
+    weights: DtypeLike = None
+    reduce: DtypeLike = None
+    main: DtypeLike = None
+    outputs: DtypeLike = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("weights", "reduce", "main", "outputs"):
+            object.__setattr__(self, field, as_dtype(getattr(self, field), field))
+
+    @classmethod
+    def from_torch(cls, policy: Any) -> Precision:
+        """From ``torch.distributed.fsdp.MixedPrecisionPolicy``."""
+        return cls(
+            weights=policy.param_dtype,
+            reduce=policy.reduce_dtype,
+            outputs=policy.output_dtype,
+            cast_inputs=policy.cast_forward_inputs,
+        )
+
+    def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Of the compute weight of a parameter; integer parameters are never cast."""
+        return _choose(self.weights, parameter, parameter)
+
+    def main_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Of the main weight of a parameter, and of its gradient as the optimizer sees it."""
+        return _choose(self.main, parameter, parameter)
+
+    def wire_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """Of the gradient while it is reduced."""
+        return _choose(self.reduce, self.compute_dtype(parameter), parameter)
+
+
+def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> torch.dtype:
+    assert not isinstance(wanted, str)
+    return default if wanted is None or not parameter.is_floating_point else wanted

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fully_shard``: from a module to a unit. Everything is checked before anything changes.
+
+    module tree --> parameters not owned by an inner unit --> groups alike in dtype and trainability
+                --> one flat buffer each --> the module's class and hooks
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwise import comm
+from shardwise.buffer import Ranks
+from shardwise.layout import ROW, Grain, Item, plan_groups
+from shardwise.mesh import data_mesh, default_mesh
+from shardwise.placements import SHARD, Placements, hsdp, zero
+from shardwise.precision import Precision
+from shardwise.shard.group import Group
+from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.unit import Unit
+from shardwise.tensor import ShardedTensor
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", bound="nn.Module | list[nn.Module]")
+GrainChoice = Callable[[str, nn.Parameter], Grain]
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    precision: Precision | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    grain: GrainChoice | None = None,
+    unused_parameters: str = "error",
+    memory: str = "caching",
+    unify_streams: bool = False,
+) -> M:
+    """Spread a module's parameters, gradients and optimizer state over a mesh, in place.
+
+    Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no inner
+    call owns; they are gathered before the module's forward and released after it, together.
+
+    Args:
+        module: a module, or a list of modules that run one after another as one unit.
+        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes are used if it names them, else all axes.
+        placements: ``zero(0..3)``, ``hsdp()``, ``hfsdp()`` or your own :class:`Placements`. Default: fully
+            sharded, replicated over the outer axis of a 2-D mesh.
+        precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
+        reshard_after_forward: release after forward and gather again in backward (True), keep (False), keep
+            1/k and gather again from k neighbours (an int), or True except for the root (None).
+        offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the host.
+        ignored_params: left alone: not sharded, not moved, not reduced.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate and which shard.
+        grain: the smallest piece of a parameter that may not be cut; rows by default.
+        unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
+        memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
+        unify_streams: all communication on one stream: less overlap, less peak; the root's choice holds.
+    """
+    modules = list(module) if isinstance(module, list) else [module]
+    roots = _outermost(modules)
+    mesh = _choose_mesh(mesh, dp_mesh_dims)
+    placements = placements or (zero(3) if mesh.ndim == 1 else hsdp())
+    problems = _problems(roots, mesh, placements, unused_parameters, memory)
+    problems += _policy_problems(precision, mp_policy, offload_policy, shard_placement_fn, roots)
+    if problems:
+        raise ValueError("fully_shard: " + "; ".join(problems))
+    precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
+    found = _parameters(roots, ignored_params or set())
+    _check_parameters(found)
+    ranks = Ranks(mesh)
+    _check_ranks_agree(found, ranks, placements)
+    kept_axis, release = _after_forward(reshard_after_forward, ranks, placements)
+    device = _device(mesh)
+    values = _same_values(found, ranks, device)
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
+    groups, where = [], {}
+    for members in _groups(found, ranks.num_shards(placements.main), grain):
+        chosen = [found[position] for position in members]
+        items = [Item(f.name, tuple(f.parameter.shape), _grain(f, grain)) for f in chosen]
+        tensors = [values[position] for position in members]
+        for index, position in enumerate(members):
+            where[position] = (len(groups), index)
+        groups.append(
+            Group(items, tensors, ranks, placements, precision, device, offload=offload, pin=pin)
+        )
+    del values
+    places = [
+        (parameters, name, *where[position])
+        for position, f in enumerate(found)
+        for parameters, name in f.places
+    ]
+    unit = Unit(
+        type(roots[0]).__name__ if roots else "empty",
+        roots,
+        groups,
+        places,
+        release_after_forward=release,
+        kept_axis=kept_axis,
+        unused=unused_parameters,
+        options={"memory": memory, "unify": unify_streams},
+    )
+    _install(roots, unit, device)
+    unit.forsaken = [(f.name, weakref.ref(f.parameter)) for f in found]
+    return module
+
+
+# ------------------------------------------------------------------------------ finding parameters
+
+
+@dataclass(eq=False)
+class _Found:
+    """One parameter and every place it is registered at."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[dict[str, Any], str]]
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Drop repetitions, and modules inside another of the list."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    unique: list[nn.Module] = []
+    for module in modules:
+        if id(module) not in inner and all(module is not other for other in unique):
+            unique.append(module)
+    return unique
+
+
+def _parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[_Found]:
+    """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
+    found: dict[int, _Found] = {}
+    skipped = {id(parameter) for parameter in ignored}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        if id(module) in seen or unit_of(module) is not None:
+            return
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in skipped:
+                continue
+            entry = found.setdefault(id(parameter), _Found(f"{path}{name}", parameter, []))
+            entry.places.append((module._parameters, name))
+        for name, child in module.named_children():
+            visit(child, f"{path}{name}.")
+
+    for number, root in enumerate(roots):
+        visit(root, f"{number}." if len(roots) > 1 else "")
+    return list(found.values())
+
+
+def _check_parameters(found: Sequence[_Found]) -> None:
+    problems = []
+    for f in found:
+        parameter = f.parameter
+        if isinstance(parameter, ShardedTensor):
+            problems.append(
+                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap both "
+                f"modules in one call with a list, or leave both to the root"
+            )
+        elif isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"fully_shard: '{f.name}' is a DTensor on {parameter.device_mesh}: sharding what tensor "
+                f"parallelism has cut already is not supported yet; wrap plain parameters"
+            )
+        elif parameter.is_complex() or (
+            parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1
+        ):
+            problems.append(
+                f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
+                f"train in float32, bfloat16 or float16"
+            )
+        elif parameter.numel() == 0:
+            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
+    if problems:
+        raise ValueError("fully_shard: " + "; ".join(problems))
+
+
+def _grain(found: _Found, choice: GrainChoice | None) -> Grain:
+    return choice(found.name, found.parameter) if choice is not None else ROW
+
+
+def _groups(
+    found: Sequence[_Found], num_shards: int, grain: GrainChoice | None
+) -> list[tuple[int, ...]]:
+    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so odd in
+    their rows that packing them together would cost more than it saves."""
+    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for position, f in enumerate(found):
+        alike.setdefault((f.parameter.dtype, f.parameter.requires_grad), []).append(position)
+    groups = []
+    for positions in alike.values():
+        items = [
+            Item(found[p].name, tuple(found[p].parameter.shape), _grain(found[p], grain))
+            for p in positions
+        ]
+        for members in plan_groups(items, num_shards):
+            groups.append(tuple(positions[member] for member in members))
+    return groups
+
+
+# ------------------------------------------------------------------------------ checks
+
+
+def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
+    if mesh is None:
+        return default_mesh()
+    if dims is not None:
+        names = []
+        for wanted in (dims.replicate, dims.shard):
+            names += [wanted] if isinstance(wanted, str) else list(wanted or ())
+        missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
+        if missing:
+            raise ValueError(
+                f"dp_mesh_dims names {missing}, but the mesh has axes {mesh.mesh_dim_names}"
+            )
+        return mesh[tuple(names)]
+    return data_mesh(mesh)
+
+
+def _problems(
+    roots: Sequence[nn.Module], mesh: DeviceMesh, placements: Placements, unused: str, memory: str
+) -> list[str]:
+    problems = []
+    if not roots:
+        problems.append("an empty list of modules")
+    for module in roots:
+        if unit_of(module) is not None:
+            problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and (
+            type(module).forward is nn.Module.forward
+        ):
+            problems.append(
+                f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
+                f"them as a list"
+            )
+    if mesh.ndim != placements.num_axes:
+        problems.append(
+            f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
+            f"{mesh.mesh_dim_names or ''} has {mesh.ndim}: use zero(0..3) on one axis, hsdp() or "
+            f"hfsdp() on two, or Placements with {mesh.ndim} entries each"
+        )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        problems.append("a mesh of several axes needs mesh_dim_names")
+    if mesh.get_coordinate() is None:
+        problems.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+    if unused not in ("error", "zeros"):
+        problems.append(f"unused_parameters={unused!r}: 'error' or 'zeros'")
+    if memory not in ("caching", "trace"):
+        problems.append(f"memory={memory!r}: 'caching' or 'trace'")
+    return problems
+
+
+def _policy_problems(
+    precision: Precision | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload: OffloadPolicy | None,
+    placement: Callable[[nn.Parameter], Any] | None,
+    roots: Sequence[nn.Module],
+) -> list[str]:
+    problems = []
+    if precision is not None and mp_policy is not None:
+        problems.append("precision and mp_policy say the same thing twice; pass one")
+    if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):
+        problems.append(f"offload_policy={offload!r}: OffloadPolicy() or CPUOffloadPolicy()")
+    if placement is not None:
+        for root in roots:
+            for name, parameter in root.named_parameters():
+                wanted = placement(parameter)
+                if wanted is not None and getattr(wanted, "dim", None) not in (0, -parameter.ndim):
+                    raise NotImplementedError(
+                        f"shard_placement_fn wants {wanted} for '{name}': buffers are flat and cut "
+                        f"along rows, so only Shard(0) or None can hold"
+                    )
+    return problems
+
+
+def _check_ranks_agree(found: Sequence[_Found], ranks: Ranks, placements: Placements) -> None:
+    """Every rank must wrap the same parameters under the same placements, or collectives hang."""
+    mine = [str(placements)] + [
+        f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} "
+        f"{'trainable' if f.parameter.requires_grad else 'frozen'}"
+        for f in found
+    ]
+    for axis in ranks.axes:
+        for rank, theirs in enumerate(comm.agree(mine, axis)):
+            if theirs != mine:
+                differs = [
+                    f"{ours} / {other}"
+                    for ours, other in zip(mine, theirs, strict=False)
+                    if ours != other
+                ]
+                what = differs[:4] or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
+                raise ValueError(
+                    f"fully_shard: the ranks do not wrap the same module: rank {axis.rank} / rank "
+                    f"{rank} of axis '{axis.name}': {'; '.join(what)}. Build the same model on "
+                    f"every rank"
+                )
+
+
+def _after_forward(
+    wanted: bool | int | None, ranks: Ranks, placements: Placements
+) -> tuple[comm.Axis | None, bool | None]:
+    """(the axis of k ranks that keep the weights between forward and backward, whether to release)."""
+    if wanted is None or isinstance(wanted, bool):
+        return None, wanted
+    axis = ranks.axes[-1]
+    if placements.compute[-1] != SHARD:
+        raise ValueError(
+            f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
+            f"there is nothing to reshard; pass None"
+        )
+    if wanted < 1 or axis.size % wanted:
+        raise ValueError(
+            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis '{axis.name}'"
+        )
+    if wanted == 1:
+        return None, False
+    return (None, True) if wanted == axis.size else (axis.split(wanted), True)
+
+
+# ------------------------------------------------------------------------------ building
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _same_values(found: Sequence[_Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
+    """Initial values, the same on every rank: where they differ, the first rank's are taken."""
+    values: list[Tensor] = [f.parameter for f in found]
+    sums = [_checksum(value) for value in values]
+    for axis in ranks.axes:
+        everyone = comm.agree(sums, axis)
+        differing = [
+            position
+            for position in range(len(values))
+            if any(theirs[position] != everyone[0][position] for theirs in everyone)
+        ]
+        if differing:
+            logger.warning(
+                "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking the "
+                "values of its rank 0. Seed all ranks alike to avoid the broadcast",
+                axis.name,
+                len(differing),
+                found[differing[0]].name,
+            )
+        for position in differing:
+            original = values[position]
+            value = original.detach().to(device, copy=True).contiguous()
+            comm.broadcast(value, axis).wait()
+            values[position] = value.requires_grad_(original.requires_grad)
+            for name, attribute in vars(original).items():
+                setattr(values[position], name, attribute)
+        sums = everyone[0]
+    return values
+
+
+def _checksum(value: Tensor) -> int:
+    """Of the bits; 0 for a parameter that has no values yet."""
+    if value.is_meta:
+        return 0
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
+    return int(bits.sum(dtype=torch.int64).item())
+
+
+def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> None:
+    """Swap parameters, move buffers, change classes, add hooks. Undone if anything fails."""
+    classes = [type(root) for root in roots]
+    before = [(parameters, name, parameters[name]) for parameters, name, *_ in unit.places]
+    try:
+        unit.hide(force=True)
+        for root in roots:
+            _move_buffers(root, device)
+            root.__class__ = _wrapped_class(type(root))
+            root._shardwise_unit = unit  # type: ignore[assignment]
+    except Exception:
+        for root, original in zip(roots, classes, strict=True):
+            root.__class__ = original
+            root.__dict__.pop("_shardwise_unit", None)
+        for parameters, name, parameter in before:
+            parameters[name] = parameter
+        raise
+    for root in roots:
+        root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
+        root.register_forward_hook(_post_forward)
+        root.register_state_dict_pre_hook(_rest_first)
+        root.register_load_state_dict_pre_hook(_rest_before_load)
+
+
+def _move_buffers(root: nn.Module, device: torch.device) -> None:
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+_classes: dict[type, type] = {}
+
+
+def _wrapped_class(original: type) -> type:
+    if original not in _classes:
+        _classes[original] = type(f"FSDP{original.__name__}", (ShardedModule, original), {})
+    return _classes[original]
+
+
+def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit._pre_forward(module, args, kwargs)
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit.post_forward(output)
+
+
+def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A state dict shows the parameters at rest, whatever was kept gathered."""
+    unit = unit_of(module)
+    if unit is not None:
+        unit.hide()
+
+
+def _rest_before_load(
+    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    unit = unit_of(module)
+    if unit is not None:
+        unit.hide()
+    if metadata.get("assign_to_params_buffers", False):
+        raise NotImplementedError(
+            "load_state_dict(assign=True) would replace views of the flat buffers by strangers; "
+            "load with assign=False"
+        )

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of one group: accumulated, packed, reduced, published.
+
+One microbatch of one group, and what is alive:
+
+    param.grad  --pack-->  packed (wire dtype, whole)  --reduce-scatter-->  main grad (fp32, shard)
+
+Where gradients wait for later microbatches before they are reduced:
+
+    partial    whole and unreduced: zero(0), zero(1), or without gradient sync
+    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp before the last microbatch
+
+Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.buffer import Buffer
+from shardwise.memory import Caching, Source
+from shardwise.placements import PARTIAL, SHARD, Placements
+from shardwise.shard.runtime import Runtime
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter as forward sees it: a view of gathered memory.
+
+    A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the first
+    contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite asks
+    ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient, or none.
+    """
+
+    _gradients: weakref.ref[Gradients] | None
+    _index: int
+    _added: bool
+
+    @staticmethod
+    def empty(requires_grad: bool) -> WholeParameter:
+        parameter = WholeParameter(torch.empty(0), requires_grad=requires_grad)
+        parameter._gradients, parameter._index, parameter._added = None, 0, False
+        return parameter
+
+    @property
+    def main_grad(self) -> Tensor:
+        """Where this microbatch's gradient is summed, ready to be added to."""
+        view, fresh = self.fresh_main_grad()
+        if fresh:
+            view.zero_()
+            self._home._written.add(self._index)
+        return view
+
+    def fresh_main_grad(self) -> tuple[Tensor, bool]:
+        """The same memory, and whether its contents are undefined and to be overwritten."""
+        return self._home.destination(self._index)
+
+    @property
+    def _home(self) -> Gradients:
+        gradients = self._gradients() if self._gradients is not None else None
+        if gradients is None:
+            raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
+        return gradients
+
+    @property
+    def grad_added_to_main_grad(self) -> bool:
+        return self._added
+
+    @grad_added_to_main_grad.setter
+    def grad_added_to_main_grad(self, value: bool) -> None:
+        self._added = bool(value)
+        if value:
+            self._home._written.add(self._index)
+            self._home.on_written(self._index)
+
+
+class Gradients:
+    """What one group does with its gradients."""
+
+    def __init__(
+        self,
+        main_weight: Buffer,
+        placements: Placements,
+        sharded: Sequence[nn.Parameter],
+        unsharded: Sequence[WholeParameter],
+        *,
+        wire_dtype: torch.dtype,
+        device: torch.device,
+        pin: bool,
+    ) -> None:
+        self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
+        self.main_weight = main_weight
+        self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
+        self.ranks, self.layout = main_weight.ranks, main_weight.layout
+        # A custom divisor for the whole mesh; None: the mean over its ranks.
+        self.divisor: float | None = None
+        self.sum_only = False
+        self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
+        self.last = True  # whether they go all the way to the main grad
+        self.source: Source = Caching()
+        # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
+        self.on_written: Callable[[int], None] = _ignore
+        for index, parameter in enumerate(unsharded):
+            parameter._gradients, parameter._index = weakref.ref(self), index
+        # Buffers are made when first used; None costs nothing for frozen groups.
+        self._packed: Buffer | None = None
+        self._partial: Buffer | None = None
+        self._inner: Buffer | None = None
+        self._main: Buffer | None = None
+        self._dtensors: list[Tensor] = []
+        self._views: dict[int, list[Tensor]] = {}
+        self._open: Buffer | None = None
+        self._open_fresh = True
+        self._written: set[int] = set()  # asked for membership only, never iterated
+        self._in_flight = False
+        self._stamp: Any = None
+
+    # ------------------------------------------------------------------ where gradients go
+
+    def begin(self, *, sync: bool, last: bool) -> None:
+        """A backward starts: will its gradients be reduced, and all the way?"""
+        waiting = [placement == PARTIAL for placement in self.placements.grad]
+        self.last = sync and (last or not any(waiting))
+        self.keep = not sync or (all(waiting) and not last)
+
+    def destination(self, index: int) -> tuple[Tensor, bool]:
+        """The memory for one parameter's gradient in this microbatch, and whether it is undefined."""
+        target = self._open_target()
+        return self._views_of(target)[index], self._open_fresh and index not in self._written
+
+    def _open_target(self) -> Buffer:
+        if self._open is None:
+            target, self._open_fresh = self._choose()
+            target.block.acquire(self._source_of(target))
+            self._open = target
+        return self._open
+
+    def _choose(self) -> tuple[Buffer, bool]:
+        """Which buffer this microbatch is summed in, and whether its contents are undefined."""
+        if self.keep or (self._partial is not None and self._partial.block.live):
+            self._partial = self._partial or self._whole_buffer(
+                self.main_weight.dtype, "grad_accumulator"
+            )
+            return self._partial, not self._partial.block.live
+        main_fresh = self._main_is_fresh()
+        # Nothing is scattered and nothing cast: sum in the main grad itself and reduce it in place.
+        unscattered = self.ranks.num_shards(self.placements.main) == 1
+        if (
+            unscattered
+            and self.wire_dtype == self.main_weight.dtype
+            and self.device == self.main_weight.flat.device
+            and self.last
+            and (main_fresh or self._alone)
+        ):
+            main = self._main_buffer()
+            if not main_fresh:
+                self._repair_main()
+            return main, main_fresh
+        self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
+        return self._packed, True
+
+    @property
+    def _alone(self) -> bool:
+        return all(size == 1 for size in self.ranks.sizes) and not self._custom_divisor
+
+    @property
+    def _custom_divisor(self) -> bool:
+        return self.divisor is not None or self.sum_only
+
+    def _whole_buffer(self, dtype: torch.dtype, kind: str) -> Buffer:
+        everywhere = (PARTIAL,) * len(self.ranks.sizes)
+        buffer = Buffer(self.layout, self.ranks, everywhere, dtype, self.device, kind)
+        buffer.block.release(_CACHING)
+        buffer.block.moved = partial(self._views.pop, id(buffer), None)
+        return buffer
+
+    def _main_buffer(self) -> Buffer:
+        if self._main is None:
+            weight = self.main_weight
+            self._main = Buffer(
+                self.layout,
+                self.ranks,
+                weight.placements,
+                weight.dtype,
+                weight.flat.device,
+                "grad",
+                pin=self.pin and weight.flat.device.type == "cpu",
+            )
+            self._dtensors = [self._main.dtensor(index) for index in range(len(self.sharded))]
+        return self._main
+
+    def _source_of(self, buffer: Buffer) -> Source:
+        """Only the packed gradients come and go within one backward; the others outlive it."""
+        return self.source if buffer is self._packed else _CACHING
+
+    def _views_of(self, buffer: Buffer) -> list[Tensor]:
+        views = self._views.get(id(buffer))
+        if views is None:
+            views = [buffer.view(index) for index in range(len(self.unsharded))]
+            self._views[id(buffer)] = views
+        return views
+
+    # ------------------------------------------------------------------ one microbatch
+
+    def reduce(self, runtime: Runtime) -> None:
+        """Take the gradients of this microbatch as far as ``begin`` said."""
+        if self._in_flight:
+            runtime.drain()
+        last = self.last
+        target = self._open_target()
+        self._pack(target)
+        self._open, self._written = None, set()
+        if self.keep:
+            self._stamp = self.main_weight.state
+            return
+        if target is self._partial and self.wire_dtype != target.dtype:
+            self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
+            self._packed.block.acquire(self.source)
+            self._packed.flat.copy_(target.flat)
+            target.block.release(_CACHING)
+            target = self._packed
+        if last:
+            self._main_buffer().block.acquire(_CACHING)
+        self._in_flight = True
+        runtime.launch(self._reduction(runtime, target, last), self._finish(target, last))
+
+    def _pack(self, target: Buffer) -> None:
+        """Bring the grads that autograd left into ``target``, in one pass over all of them."""
+        views = self._views_of(target)
+        into, values = [], []
+        for index, parameter in enumerate(self.unsharded):
+            grad, parameter.grad = parameter.grad, None
+            if parameter._added:
+                parameter._added = False
+            elif grad is not None:
+                into.append(views[index])
+                values.append(grad)
+            elif self._open_fresh:
+                views[index].zero_()
+        if into:
+            combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
+            combine(into, values)
+
+    def _reduction(self, runtime: Runtime, target: Buffer, last: bool) -> Iterator[comm.Pending]:
+        """Issue the collectives one after another; the caller waits between them."""
+        lanes = runtime.lanes
+        current, lane = target.flat, "reduce"
+        steps = self._steps(last)
+        main = self._main if last else None
+        fresh = last and self._main_is_fresh()
+        if last and not fresh:
+            self._repair_main()
+        inner_live = self._inner is not None and self._inner.block.live
+        divisors = self._divisors(steps)
+        for position, (axis, scatter, outer) in enumerate(steps):
+            if outer and lane == "reduce":
+                if inner_live:  # the earlier microbatches join before the outer reduction
+                    current = self._join_inner(current)
+                    inner_live = False
+                lane = "outer"
+                lanes.join("outer", "reduce")
+            with lanes.on(lane):  # type: ignore[arg-type]
+                link = runtime.reduce_axis(self.ranks.axes[axis])
+                if not scatter:
+                    yield comm.all_reduce(current, link, divisor=divisors[position])
+                    continue
+                final = position == len(steps) - 1
+                if (
+                    final
+                    and fresh
+                    and main is not None
+                    and main.dtype == current.dtype
+                    and main.flat.device == current.device
+                ):
+                    out = main.flat
+                else:
+                    out = current.new_empty(current.numel() // link.size)
+                runtime.hold(out)
+                yield comm.reduce_scatter(out, current, link, divisor=divisors[position])
+                current = out
+        if last and not steps and self.divisor not in (None, 1):
+            with lanes.on("reduce"):
+                current.div_(self.divisor)  # type: ignore[arg-type]
+        with lanes.on(lane):  # type: ignore[arg-type]
+            if inner_live and last:
+                current = self._join_inner(current)
+            self._store(current, last, fresh)
+
+    def _steps(self, last: bool) -> list[tuple[int, bool, bool]]:
+        """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
+        grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
+        inside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == SHARD]
+        outside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == PARTIAL]
+        steps = [(axis, True, False) for axis in inside]
+        if last:
+            # With no sharded axis inside, nothing "waited": it is all one reduction.
+            waited = bool(inside)
+            steps += [(axis, main[axis] == SHARD, waited) for axis in outside]
+        return [step for step in steps if sizes[step[0]] > 1]
+
+    def _divisors(self, steps: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
+        """Each axis averages over itself; a custom divisor is applied whole by the first."""
+        if self.sum_only and self.divisor is None:
+            return [None] * len(steps)
+        if self.divisor is None:
+            return [float(self.ranks.sizes[axis]) for axis, _, _ in steps]
+        # An outer step that comes alone (the inner axes have one rank) must divide itself.
+        return [self.divisor if position == 0 else None for position in range(len(steps))]
+
+    def _join_inner(self, current: Tensor) -> Tensor:
+        assert self._inner is not None
+        total = self._inner.flat.add_(current)
+        return total if total.dtype == current.dtype else total.to(current.dtype)
+
+    def _store(self, value: Tensor, last: bool, fresh: bool) -> None:
+        if last:
+            assert self._main is not None
+            into = self._main.flat
+            if into.data_ptr() == value.data_ptr():
+                return
+        else:
+            if self._inner is None:
+                self._inner = Buffer(
+                    self.layout,
+                    self.ranks,
+                    self.placements.grad,
+                    self.main_weight.dtype,
+                    self.device,
+                    "grad_accumulator",
+                )
+                self._inner.block.release(_CACHING)
+            fresh = not self._inner.block.live
+            self._inner.block.acquire(_CACHING)
+            into = self._inner.flat
+            self._stamp = self.main_weight.state
+        if fresh:
+            into.copy_(value, non_blocking=True)
+        else:
+            into.add_(value.to(into.device))
+
+    def _finish(self, target: Buffer, last: bool) -> Callable[[], None]:
+        """What runs once the reduction is done and the compute lane has waited for it."""
+
+        def finish() -> None:
+            self._in_flight = False
+            if target is not self._main:
+                target.block.release(self._source_of(target))
+            if last:
+                if self._inner is not None:
+                    self._inner.block.release(_CACHING)
+                self._stamp = None
+                self._publish()
+
+        return finish
+
+    # ------------------------------------------------------------------ what the optimizer sees
+
+    def _publish(self) -> None:
+        """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
+        for parameter, whole, grad in zip(
+            self.sharded, self.unsharded, self._dtensors, strict=True
+        ):
+            if whole.requires_grad:
+                parameter.grad = grad
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter)
+
+    def _main_is_fresh(self) -> bool:
+        return all(parameter.grad is None for parameter in self.sharded)
+
+    def _repair_main(self) -> None:
+        """Some grads may be gone or replaced by the user's: make the buffer say what they say."""
+        main = self._main_buffer()
+        main.block.acquire(_CACHING)
+        for index, (parameter, ours) in enumerate(zip(self.sharded, self._dtensors, strict=True)):
+            grad = parameter.grad
+            if grad is ours:
+                continue
+            view = main.view(index)
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.to_local() if hasattr(grad, "to_local") else grad)
+
+    def tidy(self) -> None:
+        """Before a forward: give back the memory of gradients that the user dropped."""
+        if self._main is not None and self._main.block.live and self._main_is_fresh():
+            self._main.block.release(_CACHING)
+        if self._stamp is not None and self._stamp != self.main_weight.state:
+            names = [item.name for item in self.layout.items]
+            raise RuntimeError(
+                f"the main weights of {names} changed while gradients were still accumulating "
+                f"unreduced: the optimizer stepped before the last microbatch. Call "
+                f"set_is_last_backward(True), set_requires_all_reduce(True) and "
+                f"set_requires_gradient_sync(True) before the last backward of a step"
+            )
+
+    def discard(self) -> None:
+        """Forget everything that was accumulated (``reset_iter_state``)."""
+        for parameter in self.unsharded:
+            parameter.grad, parameter._added = None, False
+        for buffer in (self._packed, self._partial, self._inner):
+            if buffer is not None:
+                buffer.block.release(self._source_of(buffer))
+        self._open, self._written, self._stamp, self._in_flight = None, set(), None, False
+
+
+_CACHING = Caching()
+
+
+def _ignore(index: int) -> None:
+    """Nobody counts the gradients of a group that no unit owns."""

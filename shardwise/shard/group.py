@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group: parameters alike in dtype, packed in one flat buffer, and the life of their weights.
+
+    main      fp32, placements.main        the only truth; the parameters at rest are DTensors over it
+    compute   bf16, placements.compute     kept only where gathering it anew from main would cost an
+                                           extra axis each time (hfsdp)
+    whole     bf16, all replicated         what forward and backward read; alive between gather and release
+
+    zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|  --> released
+    zero(1)   main |##|  --cast + all-gather, once per optimizer step---->  whole |########|  kept
+    zero(0)   main |########|  is the whole weight itself, where the dtypes agree
+
+A group knows nothing of modules. ``gather`` is the one place where a compute weight is made from the main
+weight, and it compares versions: whoever wrote the main weight (any optimizer, a checkpoint, an init), the
+next gather sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.buffer import Buffer, Ranks
+from shardwise.layout import Item, plan
+from shardwise.memory import Block, Caching
+from shardwise.placements import REPLICATE, SHARD, Placements
+from shardwise.precision import Precision
+from shardwise.shard.gradient import Gradients, WholeParameter
+from shardwise.shard.runtime import Runtime
+
+
+class Group:
+    """One flat buffer of parameters: gathered, released and reduced together."""
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        values: Sequence[Tensor],
+        ranks: Ranks,
+        placements: Placements,
+        precision: Precision,
+        device: torch.device,
+        *,
+        offload: bool = False,
+        pin: bool = False,
+    ) -> None:
+        self.items, self.ranks, self.placements = tuple(items), ranks, placements
+        self.precision, self.offload, self.pin = precision, offload, pin
+        self.device = device
+        self.parameter_dtype = values[0].dtype
+        assert all(value.dtype == self.parameter_dtype for value in values)
+        self.layout = plan(self.items, ranks.num_shards(placements.main))
+        meta = any(value.is_meta for value in values)
+        self._born_late = False
+        self._build_main(
+            precision.main_dtype(self.parameter_dtype),
+            torch.device("meta") if meta else self._home,
+        )
+        if not meta:
+            self._fill_main(values)
+        self._build_compute()
+        self.sharded = [
+            nn.Parameter(self.main.dtensor(index), requires_grad=value.requires_grad)
+            for index, value in enumerate(values)
+        ]
+        self.unsharded = [WholeParameter.empty(value.requires_grad) for value in values]
+        self.gradients = self._build_gradients()
+        self._point_at_whole()
+        if not (self.persistent or self.aliased):
+            self.whole.block.release(Caching())
+        for original, sharded, whole in zip(values, self.sharded, self.unsharded, strict=True):
+            carry_attributes(original, sharded)
+            carry_attributes(original, whole)
+
+    # ------------------------------------------------------------------ construction
+
+    @property
+    def _home(self) -> torch.device:
+        """Where main weights live: with offload the host, else the device."""
+        return torch.device("cpu") if self.offload else self.device
+
+    def _build_main(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.main = Buffer(
+            self.layout,
+            self.ranks,
+            self.placements.main,
+            dtype,
+            device,
+            "main",
+            pin=self.pin and device.type == "cpu",
+        )
+        self.main.flat.zero_()  # padding too: it is never read, but it is sent
+
+    def _fill_main(self, values: Sequence[Tensor]) -> None:
+        for index, value in enumerate(values):
+            low, high, _ = self.main.pieces[index]
+            piece = value.detach().reshape(-1)[low:high]
+            self.main.view(index).view(-1).copy_(piece)
+
+    def _build_compute(self) -> None:
+        """Choose which of the compute buffers exist; see the picture above."""
+        everywhere = (REPLICATE,) * len(self.placements.main)
+        # main's dtype follows .to(), .half() and friends; the policy is applied to what it is now.
+        dtype = self.precision.compute_dtype(self.parameter_dtype)
+        held_whole = self.ranks.num_shards(self.placements.main) == 1
+        same = dtype == self.main.dtype and self.main.flat.device == self._whole_device
+        self.aliased = held_whole and same
+        self.persistent = SHARD not in self.placements.compute
+        self.compute: Buffer | None = None
+        # main.state when each buffer was last filled from it; None: never, or released since
+        self._filled: Any = None
+        self._compute_filled: Any = None
+        self._kept_filled: Any = None
+        self._kept: Block | None = None
+        self._kept_axis: comm.Axis | None = None
+        self._pending: comm.Pending | None = None
+        self._ready: Any = None
+        if self.aliased:
+            self.whole = self.main
+            return
+        device = self._whole_device
+        self.whole = Buffer(
+            self.layout, self.ranks, everywhere, dtype, device, "compute", lane="gather"
+        )
+        if not self.persistent and self.placements.compute != self.placements.main:
+            self.compute = Buffer(
+                self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
+            )
+        self.whole.block.moved = self._point_at_whole
+
+    @property
+    def _whole_device(self) -> torch.device:
+        return torch.device("meta") if self.main.flat.is_meta else self.device
+
+    def _build_gradients(self) -> Gradients:
+        return Gradients(
+            self.main,
+            self.placements,
+            self.sharded,
+            self.unsharded,
+            wire_dtype=self.precision.wire_dtype(self.parameter_dtype),
+            device=self._whole_device,
+            pin=self.pin,
+        )
+
+    def _point_at_whole(self) -> None:
+        """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
+        counters apart from the buffer's, so a gather is no in-place change to autograd."""
+        for index, parameter in enumerate(self.unsharded):
+            parameter.data = self.whole.view(index).detach()
+
+    def adopt(self) -> None:
+        """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the buffer."""
+        locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
+        views = [self.main.view(index) for index in range(len(self.items))]
+        same = all(
+            new.data_ptr() == old.data_ptr() and new.dtype == old.dtype and new.device == old.device
+            for new, old in zip(locals_, views, strict=True)
+        )
+        if same and not self.main.flat.is_meta:
+            return
+        dtypes, devices = {new.dtype for new in locals_}, {new.device for new in locals_}
+        if len(dtypes) > 1 or len(devices) > 1:
+            raise ValueError(
+                f"parameters {[item.name for item in self.items]} of one group were moved to "
+                f"different dtypes or devices ({dtypes}, {devices}); convert them together"
+            )
+        device = devices.pop()
+        if self.offload and device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"parameters are offloaded to the CPU and cannot move to {device}; "
+                f"the library brings them to the device for each forward"
+            )
+        if device.type != "meta" and not self.offload:
+            self.device = device
+        if dtypes != {self.main.dtype}:
+            self.parameter_dtype = next(iter(dtypes))
+        self._born_late = self._born_late or self.main.flat.is_meta
+        self._build_main(dtypes.pop(), device)
+        if device.type != "meta":
+            for index, local in enumerate(locals_):
+                self.main.view(index).copy_(local)
+        for index, parameter in enumerate(self.sharded):
+            fresh = self.main.dtensor(index)
+            parameter.grad = None
+            parameter._local_tensor = fresh._local_tensor  # type: ignore[attr-defined]
+            parameter._spec = fresh._spec  # type: ignore[attr-defined]
+            parameter.version = fresh.version  # type: ignore[attr-defined]
+        self._build_compute()
+        self.gradients = self._build_gradients()
+        self._point_at_whole()
+        if not (self.persistent or self.aliased):
+            self.whole.block.release(Caching())
+
+    def settle_initial_values(self) -> None:
+        """Values made after wrapping (meta device) may differ between replicas: take the first's."""
+        if self._born_late:
+            self._born_late = False
+            for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
+                if placement == REPLICATE:
+                    comm.broadcast(self.main.flat, axis).wait()
+
+    # ------------------------------------------------------------------ the life of the weights
+
+    @property
+    def fresh(self) -> bool:
+        """Whether ``whole`` holds, or will hold after ``wait``, what main holds now."""
+        return self.aliased or (self.whole.block.live and self._filled == self.main.state)
+
+    def gather(self, runtime: Runtime) -> None:
+        """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`."""
+        if self.fresh:
+            return
+        lanes = runtime.lanes
+        with lanes.on("gather"):
+            if self._pending is not None:
+                self._pending.wait()
+            self.whole.block.acquire(runtime.source)
+            if self._kept is not None and self._kept.live and self._kept_filled == self.main.state:
+                assert self._kept_axis is not None
+                self._pending = comm.all_gather(self.whole.flat, self._kept.tensor, self._kept_axis)
+            else:
+                self._pending = self._source().gather(self.whole)
+            self._ready = lanes.mark("gather")
+        self._filled = self.main.state
+
+    def wait(self, runtime: Runtime) -> None:
+        """What the caller computes next sees the whole weights."""
+        if self.aliased or self._pending is None:
+            return
+        self._pending.wait()
+        runtime.lanes.wait("compute", self._ready)
+        self._pending = self._ready = None
+        if self._kept is not None:
+            self._kept.release(runtime.source)
+
+    def release(self, runtime: Runtime) -> None:
+        """Give the whole weights back, on the lane that allocated them, once compute has read them."""
+        if self.persistent or self.aliased or not self.whole.block.live:
+            return
+        self.wait(runtime)
+        with runtime.lanes.on("gather"):
+            runtime.lanes.join("gather", "compute")
+            self.whole.block.release(runtime.source)
+        self._filled = None
+
+    def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
+        """Before a release: keep 1/k of the whole weights, so that only k ranks gather them again."""
+        if self.persistent or self.aliased:
+            return
+        whole = self.whole.flat
+        length = whole.numel() // axis.size
+        with runtime.lanes.on("gather"):
+            runtime.lanes.join("gather", "compute")
+            if self._kept is None:
+                self._kept = Block(length, whole.dtype, whole.device, "compute", lane="gather")
+            self._kept.acquire(runtime.source)
+            self._kept.tensor.copy_(whole[axis.rank * length : (axis.rank + 1) * length])
+        self._kept_axis, self._kept_filled = axis, self._filled
+
+    def _source(self) -> Buffer:
+        """The buffer that a gather starts from, up to date."""
+        if self.compute is None:
+            return self.main
+        if self._compute_filled != self.main.state:
+            self.main.gather(self.compute).wait()
+            self._compute_filled = self.main.state
+        return self.compute
+
+    def follow_trainability(self) -> None:
+        """``requires_grad_`` on a parameter at rest reaches the one that forward uses."""
+        for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
+            if sharded.requires_grad != whole.requires_grad:
+                whole.requires_grad_(sharded.requires_grad)
+
+    @property
+    def trainable(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.unsharded)
+
+
+
+
+def carry_attributes(source: Tensor, target: Tensor) -> None:
+    """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...) reaches
+    every tensor that stands for it."""
+    for name, value in vars(source).items():
+        if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
+            setattr(target, name, value)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ShardedModule: what a wrapped module can be asked, with the names of torch's ``FSDPModule``.
+
+A wrapped module changes its class in place to ``FSDP<Class>(ShardedModule, FSDPModule, Class)``, so
+``isinstance`` checks of accelerate, Lightning Fabric and torch pipelining hold, and so do names of
+parameters. What cannot hold here raises ``NotImplementedError`` with the reason.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.shard.unit import Unit, start_runtime
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a wrapped module, or None."""
+    return getattr(module, "_shardwise_unit", None)
+
+
+def units_of(module: nn.Module) -> Iterator[Unit]:
+    """The units of a module tree, each once, outer before inner."""
+    seen: list[Unit] = []
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None and unit not in seen:
+            seen.append(unit)
+            yield unit
+
+
+class UnshardHandle:
+    """Of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.expose()
+
+
+class ShardedModule(FSDPModule):
+    """Mixed into the class of a wrapped module."""
+
+    # [FSDP<Class>, ShardedModule, FSDPModule, Class, ...]
+    _orig_cls_mro_index: int = 3
+    _shardwise_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Slicing a container builds a new one: of the original class, not wrapped.
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        made = original.__new__(original, *args, **kwargs)  # type: ignore[call-overload]
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a wrapped module cannot be deep-copied: its parameters are views of shared buffers. "
+            "Copy the model before fully_shard, or load its state_dict into a second one"
+        )
+
+    # ------------------------------------------------------------------ weights by hand
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+        """Gather this module's own parameters (not those of wrapped modules inside it)."""
+        unit = self._ready_unit()
+        if not async_op:
+            unit.expose()
+            return None
+        unit.prefetch()
+        return UnshardHandle(unit)
+
+    def reshard(self) -> None:
+        """Release them again."""
+        self._ready_unit().rest()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop the iteration, gradients included."""
+        unit = self._ready_unit()
+        if not unit.is_root:
+            raise RuntimeError("reset_iter_state is for the root module: call it there")
+        unit.runtime.reset()
+        for inner in units_of(self):  # type: ignore[arg-type]
+            inner.rest()
+            for group in inner.groups:
+                group.gradients.discard()
+                for parameter in group.sharded:
+                    parameter.grad = None
+
+    def _ready_unit(self) -> Unit:
+        unit = self._shardwise_unit
+        if unit._runtime is None:
+            start_runtime(unit, self)  # type: ignore[arg-type]
+        return unit
+
+    def _get_fsdp_state(self) -> Unit:  # type: ignore[override]
+        return self._shardwise_unit
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        """``.to()``, ``.half()``, ``to_empty()``: the new values move into new flat buffers."""
+        units = list(units_of(self))  # type: ignore[arg-type]
+        for unit in units:
+            unit.rest()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for unit in units:
+            for group in unit.groups:
+                group.adopt()
+            unit.rebind()
+        return result
+
+    # ------------------------------------------------------------------ gradient accumulation
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is a step's last: only then do gradients that wait (zero(0), zero(1),
+        the outer axis of hsdp and hfsdp) go the rest of their way."""
+        self._each(True, lambda unit: setattr(unit, "last", is_last_backward))
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward reduces gradients at all; without, they add up whole on every rank."""
+        self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the outer axis too."""
+        self._each(recurse, lambda unit: setattr(unit, "reduce_outer", requires_all_reduce))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by this instead of the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor({factor}): the factor must be positive")
+        for group in self._shardwise_unit.groups:
+            group.gradients.divisor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum, never average, on the wire. The mean is then taken by a divisor of one's own."""
+        for group in self._shardwise_unit.groups:
+            group.gradients.sum_only = enable
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Whether a parameter without a gradient counts as zeros (else the backward names it)."""
+        self._each(recurse, lambda unit: setattr(unit, "unused", "zeros" if enable else "error"))
+
+    # ------------------------------------------------------------------ when weights are there
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the whole weights are released after forward and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}: "
+                f"a number is for fully_shard itself, where its groups of ranks are made"
+            )
+
+        def change(unit: Unit) -> None:
+            unit.release_after_forward, unit.kept_axis = reshard_after_forward, None
+
+        self._each(recurse, change)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether the whole weights are released after backward."""
+        self._each(
+            recurse, lambda unit: setattr(unit, "release_after_backward", reshard_after_backward)
+        )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False where backward does not read the weights (an embedding)."""
+        self._shardwise_unit.gather_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Whose weights to gather while this module computes forward, instead of the next one's."""
+        self._shardwise_unit.forward_prefetch = _references(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same in backward."""
+        self._shardwise_unit.backward_prefetch = _references(modules)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next forward's gathers wait for ``event`` instead of everything issued before."""
+        self._ready_unit().runtime.after_optimizer = event
+
+    # ------------------------------------------------------------------ communication
+
+    def set_reduce_scatter_max_input_buffers(self, max_bufs: int, *, recurse: bool = True) -> None:
+        """How many gradient buffers may be in flight; two by default."""
+        if not isinstance(max_bufs, int) or max_bufs < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers({max_bufs!r}): at least 1")
+        self._ready_unit().runtime.max_reductions = max_bufs
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reductions on communicators of their own, so that NCCL can overlap them with gathers."""
+        runtime = self._ready_unit().runtime
+        if not enable:
+            runtime.separate_reduce = False
+            return
+        axes = []
+        for unit in units_of(self):  # type: ignore[arg-type]
+            for group in unit.groups:
+                axes += [axis for axis in group.ranks.axes if axis not in axes]
+        runtime.separate_reductions(axes)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> NoReturn:
+        raise NotImplementedError(
+            "set_all_reduce_hook: gradients go to their main placement in one chain of collectives; "
+            "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        raise NotImplementedError(
+            "set_custom_all_gather: all collectives are issued by shardwise.comm, which counts them "
+            "and knows the backend; there is no per-module replacement"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        raise NotImplementedError(
+            "set_custom_reduce_scatter: all collectives are issued by shardwise.comm, which counts "
+            "them and knows the backend; there is no per-module replacement"
+        )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: buffers keep one storage for life, "
+                "so that views saved by autograd survive a release; NCCL's allocator cannot resize it"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: symmetric memory cannot be resized, and weights are released by "
+            "resizing their storage"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Gathers are always issued ahead of their use; there is nothing to switch."""
+
+    def _each(self, recurse: bool, change: Callable[[Unit], Any]) -> None:
+        units = units_of(self) if recurse else iter([self._shardwise_unit])  # type: ignore[arg-type]
+        for unit in units:
+            change(unit)
+
+
+def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:
+    units = [unit_of(module) for module in modules]
+    strangers = [type(m).__name__ for m, unit in zip(modules, units, strict=True) if unit is None]
+    if strangers:
+        raise ValueError(f"{strangers} are not wrapped by fully_shard and cannot be prefetched")
+    return [weakref.ref(unit) for unit in units if unit is not None]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have another method of a wrapped module treated like ``forward``."""
+    torch.distributed.fsdp.register_fsdp_forward_method(module, method_name)
+
+
+def share_comm_ctx(modules: list[ShardedModule]) -> None:
+    """Let several roots (pipeline stages of one rank) use the same lanes. Before their first forward."""
+    units = [unit_of(module) for module in modules]  # type: ignore[arg-type]
+    for unit in units:
+        if unit is None:
+            raise ValueError("share_comm_ctx takes modules wrapped by fully_shard")
+        if units[0] is not None:
+            unit.shared = units[0].shared
+

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runtime: what the units of one model share: lanes, memory, the order of units, reductions under way.
+
+    forward    unit 1 | unit 2 | unit 3        each prefetches the next of the recorded order
+    backward   unit 3 | unit 2 | unit 1        each prefetches the previous one
+    reductions         [3]      [2 3] -> [2]   at most two gradient buffers in flight
+
+The order is the one that the last forward really took. A unit that comes unexpected is gathered when it
+comes; one that was prefetched and never came is released at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.memory import Caching, Source, TracePool
+from shardwise.streams import Lanes
+
+
+class Member(Protocol):
+    """A unit, as far as the order of units is concerned."""
+
+    @property
+    def expects_backward(self) -> bool: ...
+
+    def prefetch(self) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def end_backward(self) -> list[str]: ...
+
+    def release_unused(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Reduction:
+    """A gradient reduction under way: collectives still to be waited for, and what comes after."""
+
+    collectives: Iterator[comm.Pending]
+    finish: Callable[[], None]
+    current: comm.Pending | None = None
+    done: Any = None
+    held: list[Tensor] = field(default_factory=list)
+
+
+class Runtime:
+    """One per root module, made at its first forward."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        lanes: Lanes | None = None,
+        memory: str = "caching",
+        unify: bool = False,
+    ) -> None:
+        self.lanes = lanes or Lanes(device, unify=unify)
+        self.source: Source = TracePool() if memory == "trace" else Caching()
+        self.max_reductions = 2
+        self.separate_reduce = False
+        self._reductions: deque[_Reduction] = deque()
+        self._launching: _Reduction | None = None
+        self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
+        self.units: list[weakref.ref[Member]] = []
+        self._order: list[weakref.ref[Member]] = []
+        self._recording: list[weakref.ref[Member]] = []
+        self._backward_position = 0
+        self._backward_task: int | None = None
+        self.settle_after_backward = False
+        self.after_optimizer: Any = None
+
+    # ------------------------------------------------------------------ the order of units
+
+    def begin_forward(self) -> None:
+        """The root's forward starts: what it records replaces the order of the last one."""
+        if self._recording:
+            self._order = self._recording
+        self._recording = []
+        # A gather must see what the optimizer wrote; and only that, where the user marked its end.
+        if self.after_optimizer is not None:
+            self.lanes.wait("gather", self.after_optimizer)
+            self.after_optimizer = None
+        else:
+            self.lanes.join("gather", "compute")
+
+    def end_forward(self) -> None:
+        """The root's forward is over."""
+        for reference in self._recording:
+            unit = reference()
+            if unit is not None:
+                unit.end_forward()
+
+    def expect(self, units: list[Member]) -> None:
+        """The order to assume for the very first forward."""
+        self.units = [weakref.ref(unit) for unit in units]
+        self._order = list(self.units)
+
+    def entered(self, unit: Member) -> Member | None:
+        """Note that ``unit`` runs now, and say which one is expected next."""
+        position = len(self._recording)
+        self._recording.append(weakref.ref(unit))
+        order = self._order
+        if position + 1 < len(order) and order[position]() is unit:
+            return order[position + 1]()
+        return None
+
+    def previous(self, unit: Member) -> Member | None:
+        """Which unit backward is expected to reach after ``unit``."""
+        order = self._recording or self._order
+        start = min(self._backward_position, len(order) - 1)
+        for position in range(start, -1, -1):
+            if order[position]() is unit:
+                self._backward_position = position
+                return order[position - 1]() if position else None
+        return None
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduce_axis(self, axis: comm.Axis) -> comm.Axis:
+        """The communicator for reductions: that of the gathers unless told to separate them."""
+        return self._reduce_axes.get(axis, axis) if self.separate_reduce else axis
+
+    def separate_reductions(self, axes: list[comm.Axis]) -> None:
+        """Give reductions communicators of their own (collective: every rank calls it)."""
+        self.separate_reduce = True
+        for axis in axes:
+            if axis not in self._reduce_axes:
+                self._reduce_axes[axis] = axis.separate()
+
+    def launch(self, collectives: Iterator[comm.Pending], finish: Callable[[], None]) -> None:
+        """Start a reduction. On a device all of it is issued now; on the host the first collective is,
+        and the rest follows when somebody waits."""
+        self.drain(self.max_reductions - 1)
+        reduction = _Reduction(collectives, finish)
+        lanes = self.lanes
+        lanes.join("reduce", "compute")  # the gradients were packed there
+        self._launching = reduction
+        reduction.current = next(collectives, None)
+        if lanes.asynchronous:
+            self._complete(reduction)
+            lanes.join("outer", "reduce")
+            reduction.done = lanes.mark("outer")
+        self._launching = None
+        self._reductions.append(reduction)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep ``tensor`` until the reduction being issued is done: another lane reads it."""
+        if self._launching is not None:
+            self._launching.held.append(tensor)
+
+    def drain(self, keep: int = 0) -> None:
+        """Finish the oldest reductions until at most ``keep`` are under way."""
+        while len(self._reductions) > keep:
+            reduction = self._reductions.popleft()
+            if not self.lanes.asynchronous:
+                self._complete(reduction)
+            self.lanes.wait("compute", reduction.done)
+            self.lanes.wait("reduce", reduction.done)  # what is held was allocated there
+            reduction.finish()
+
+    def _complete(self, reduction: _Reduction) -> None:
+        while reduction.current is not None:
+            reduction.current.wait()
+            reduction.current = next(reduction.collectives, None)
+
+    # ------------------------------------------------------------------ backward
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd is running: a forward that comes now is a recomputation."""
+        return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+
+    def begin_backward(self) -> None:
+        """The first unit of a backward: be called when autograd is done, once."""
+        if self._backward_task is not None:
+            return
+        self._backward_task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        self._backward_position = len(self._recording or self._order) - 1
+        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Join the lanes and check; what is missing is named, on every rank that misses it."""
+        self._backward_task = None
+        units = [unit for reference in reversed(self.units) if (unit := reference()) is not None]
+        missing: list[str] = []
+        for unit in units:
+            missing += unit.end_backward()
+        self.drain()
+        for unit in units:
+            unit.release_unused()
+        if self.settle_after_backward:
+            self.lanes.settle()
+        if isinstance(self.source, TracePool):
+            self.source.step_done()
+        if missing:
+            raise RuntimeError(
+                f"no gradient reached {', '.join(missing)} in this backward. If these parameters are "
+                f"meant to be unused, pass unused_parameters='zeros' to fully_shard (or call "
+                f"set_reduce_scatter_unused_params(True)); else freeze them with requires_grad_(False)"
+            )
+
+    def reset(self) -> None:
+        """Forget an iteration that failed half way."""
+        self._reductions.clear()
+        self._backward_task, self._recording = None, []

@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unit: what is gathered and released together, and the phases it goes through.
+
+    RESTING   parameters are DTensors over the main weight
+    FORWARD   whole weights, between the hooks before and after forward
+    BACKWARD  whole weights, from the first gradient of an output to the last gradient of a parameter
+
+    RESTING --pre_forward--> FORWARD --post_forward--> RESTING
+    RESTING --pre_backward--> BACKWARD --all gradients here, inputs' gradients out--> RESTING
+    BACKWARD --pre_forward--> BACKWARD      a recomputation: neither released after it nor prefetched from
+
+A unit is complete in backward when every trainable parameter got its gradient *and* every call that
+backward entered has sent on the gradients of its inputs: the first alone comes too early for frozen
+weights, the second alone where inputs need no gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise import comm
+from shardwise.shard.group import Group
+from shardwise.shard.runtime import Runtime
+from shardwise.streams import Lanes, annotate
+
+
+class Phase(enum.Enum):
+    RESTING = "resting"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+_ALLOWED = {
+    (Phase.RESTING, Phase.FORWARD),
+    (Phase.FORWARD, Phase.RESTING),
+    (Phase.RESTING, Phase.BACKWARD),
+    (Phase.BACKWARD, Phase.RESTING),
+    (Phase.FORWARD, Phase.FORWARD),  # a list of modules under one unit, or a unit that calls itself
+    (Phase.BACKWARD, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.BACKWARD),  # one module of a list ran, and its gradient came already
+}
+
+
+class Call:
+    """One forward of a unit, as backward meets it again."""
+
+    __slots__ = ("__weakref__", "finished", "gated", "opened", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.ref(unit)
+        self.gated = False  # whether its inputs' gradients pass through a gate of ours
+        self.opened = self.finished = False
+
+
+class _InputGate(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward tells that the unit's backward computed them all."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        unit = call.unit()
+        if unit is not None:
+            unit.inputs_done(call)
+        return (None, *grads)
+
+
+class SharedLanes:
+    """The lanes that several roots use together (``share_comm_ctx``), once one of them made them."""
+
+    def __init__(self) -> None:
+        self.lanes: Lanes | None = None
+
+
+class Unit:
+    """The state behind one ``fully_shard`` call. Holds modules weakly: they hold it."""
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        places: Sequence[tuple[dict[str, Any], str, int, int]],
+        *,
+        release_after_forward: bool | None,
+        kept_axis: comm.Axis | None,
+        unused: str,
+        options: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self.modules = [weakref.ref(module) for module in modules]
+        self.groups = list(groups)
+        # (a module's parameter dictionary, name in it, group, index): the dictionary, not the module,
+        # so that nothing here keeps a model alive
+        self.places = list(places)
+        self.release_after_forward = release_after_forward
+        self.release_after_backward = True
+        self.gather_in_backward = True
+        self.kept_axis = kept_axis
+        self.unused = unused
+        self.options = options
+        self.shared = SharedLanes()
+        # The parameters as they were before wrapping, by name: nobody should train those any more.
+        self.forsaken: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.phase = Phase.RESTING
+        self.is_root = False
+        self.sync = True
+        self.last = True
+        self.reduce_outer = True
+        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self._runtime: Runtime | None = None
+        self._exposed = False
+        self._open_calls: list[Call] = []
+        self._running: list[Call | None] = []
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._arrived = [[False] * len(group.unsharded) for group in self.groups]
+        self._waiting = 0
+        self._to_run = 0  # modules of a list whose forward is still to come
+        self._expected = 0  # forwards whose backward is still to come
+        self._listeners: dict[tuple[int, int], Any] = {}
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
+        for number, group in enumerate(self.groups):
+            group.gradients.on_written = _weakly(self, number)
+            group.whole.block.viewed = _viewed_by(self)
+        if self._runtime is not None:
+            self.adopt_runtime(self._runtime)
+        self._listen()
+
+    # ------------------------------------------------------------------ gradients arriving
+
+    def _listen(self) -> None:
+        """Have every trainable parameter report its gradient; follows ``requires_grad_``."""
+        for number, group in enumerate(self.groups):
+            for index, parameter in enumerate(group.unsharded):
+                key = (number, index)
+                if parameter.requires_grad and key not in self._listeners:
+                    self._listeners[key] = parameter.register_post_accumulate_grad_hook(
+                        partial(_report, weakref.ref(self), number, index)
+                    )
+
+    def arrived(self, number: int, index: int) -> None:
+        """The gradient of one parameter is whole for this backward."""
+        if self.phase is not Phase.BACKWARD:
+            # Reached without any output's gradient: a parameter used outside forward.
+            self._enter_backward()
+        flags = self._arrived[number]
+        if flags[index]:
+            return
+        flags[index] = True
+        self._waiting -= 1
+        self._maybe_complete()
+
+    def inputs_done(self, call: Call) -> None:
+        """The gradients of one call's inputs are on their way."""
+        call.finished = True
+        if call in self._open_calls:
+            self._open_calls.remove(call)
+        if self.phase is Phase.BACKWARD:
+            self._maybe_complete()
+
+    # ------------------------------------------------------------------ phases
+
+    # torch's register_fsdp_forward_method and share_comm_ctx reach for these names.
+    _fsdp_param_groups: tuple[()] = ()
+
+    @property
+    def _comm_ctx(self) -> SharedLanes:
+        return self.shared
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, shared: SharedLanes) -> None:
+        self.shared = shared
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._runtime is None:
+            start_runtime(self, module)
+        return self.pre_forward(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.post_forward(output)
+
+    @property
+    def runtime(self) -> Runtime:
+        assert self._runtime is not None, "the root's first forward makes the runtime"
+        return self._runtime
+
+    def adopt_runtime(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        for group in self.groups:
+            group.gradients.source = runtime.source
+            if group.offload:
+                runtime.settle_after_backward = True
+
+    def _go(self, phase: Phase) -> None:
+        if (self.phase, phase) not in _ALLOWED:
+            raise RuntimeError(
+                f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; after an "
+                f"exception in forward or backward call reset_iter_state() on the root"
+            )
+        self.phase = phase
+
+    def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
+        runtime = self.runtime
+        recomputing = runtime.in_backward
+        with annotate(f"{self.name}: gather for forward"):
+            if not recomputing:
+                if self.is_root:
+                    runtime.begin_forward()
+                for group in self.groups:
+                    group.follow_trainability()
+                    group.gradients.tidy()
+                self._listen()
+            self._go(Phase.BACKWARD if self.phase is Phase.BACKWARD else Phase.FORWARD)
+            self.expose()
+            if not recomputing:
+                self._prefetch(runtime.entered(self), self.forward_prefetch)
+        self._to_run = (self._to_run or len(self.modules)) - 1
+        call = Call(self) if torch.is_grad_enabled() else None
+        self._running.append(call)
+        return self._prepare_inputs(args, kwargs, call)
+
+    def post_forward(self, output: Any) -> Any:
+        """Release unless told to keep; and be called when a gradient of an output comes."""
+        call = self._running.pop() if self._running else None
+        runtime = self.runtime
+        finished = self.phase is Phase.FORWARD and not self._running and not self._to_run
+        if finished and not runtime.in_backward:
+            self._end_forward(kept=call is not None)
+            if self.is_root:
+                runtime.end_forward()
+        return self._prepare_outputs(output, call)
+
+    def _end_forward(self, kept: bool) -> None:
+        with annotate(f"{self.name}: release after forward"):
+            self.hide()
+            if self._releases_after_forward:
+                self._release(kept)
+        self._go(Phase.RESTING)
+
+    def end_forward(self) -> None:
+        """The root's forward is over: a list of modules of which only some ran goes to rest too."""
+        if self.phase is Phase.FORWARD and not self._running:
+            self._to_run = 0
+            self._end_forward(kept=torch.is_grad_enabled())
+
+    @property
+    def _releases_after_forward(self) -> bool:
+        if self.release_after_forward is None:
+            return not self.is_root
+        return self.release_after_forward
+
+    def pre_backward(self, call: Call, grad: Tensor) -> Tensor:
+        """The first gradient of an output: whole weights for backward."""
+        if not call.opened:
+            call.opened = True
+            self._expected -= 1
+            if call.gated and not call.finished:
+                self._open_calls.append(call)
+        if self.phase is not Phase.BACKWARD:
+            self._enter_backward()
+        return grad
+
+    def _enter_backward(self) -> None:
+        runtime = self.runtime
+        runtime.begin_backward()
+        self._go(Phase.BACKWARD)
+        self._waiting = 0
+        for number, group in enumerate(self.groups):
+            group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
+            flags = [not parameter.requires_grad for parameter in group.unsharded]
+            self._arrived[number] = flags
+            self._waiting += flags.count(False)
+        if self.gather_in_backward:
+            with annotate(f"{self.name}: gather for backward"):
+                self.expose()
+                previous = runtime.previous(self)
+                if previous is not None and not previous.expects_backward:
+                    previous = None
+                self._prefetch(previous, self.backward_prefetch)
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a forward of this unit waits for its backward: counted, the same on every rank."""
+        return self._expected > 0
+
+    def _maybe_complete(self) -> None:
+        if self._waiting == 0 and not self._open_calls:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Release the weights first, then reduce: the two never need memory at the same time."""
+        runtime = self.runtime
+        with annotate(f"{self.name}: reduce gradients"):
+            self.hide()
+            if self.release_after_backward:
+                self._release()
+            for group in self.groups:
+                if group.trainable:
+                    group.gradients.reduce(runtime)
+        self._open_calls.clear()
+        for call in list(self._calls):
+            call.finished = call.finished or call.opened
+        self._go(Phase.RESTING)
+
+    def end_backward(self) -> list[str]:
+        """Backward is over: complete what waited for nothing any more; name what is missing."""
+        if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
+            self.rest()
+        if self.phase is not Phase.BACKWARD:
+            return []
+        missing = [
+            group.items[index].name
+            for group, flags in zip(self.groups, self._arrived, strict=True)
+            for index, here in enumerate(flags)
+            if not here
+        ]
+        self._running.clear()
+        self._complete()
+        return [] if self.unused == "zeros" else [f"'{name}' of unit '{self.name}'" for name in missing]
+
+    # ------------------------------------------------------------------ weights
+
+    def prefetch(self) -> None:
+        for group in self.groups:
+            group.gather(self.runtime)
+
+    def _prefetch(self, guess: Any, wanted: list[weakref.ref[Unit]] | None) -> None:
+        """What the user listed, or else the one unit that the recorded order expects."""
+        units = [reference() for reference in wanted] if wanted is not None else [guess]
+        for unit in units:
+            if unit is not None and unit is not self:
+                unit.prefetch()
+
+    def expose(self) -> None:
+        """Gather, wait, and put the whole weights in the modules' hands."""
+        self.prefetch()
+        runtime = self.runtime
+        for group in self.groups:
+            group.wait(runtime)
+        if not self._exposed:
+            for parameters, name, number, index in self.places:
+                parameters[name] = self.groups[number].unsharded[index]
+            self._exposed = True
+
+    def hide(self, force: bool = False) -> None:
+        """The modules hold the parameters at rest again."""
+        if self._exposed or force:
+            for parameters, name, number, index in self.places:
+                parameters[name] = self.groups[number].sharded[index]
+            self._exposed = False
+
+    def _release(self, kept: bool = False) -> None:
+        for group in self.groups:
+            if kept and self.kept_axis is not None:
+                group.keep_part(self.runtime, self.kept_axis)
+            group.release(self.runtime)
+
+    def release_unused(self) -> None:
+        """After backward: what was gathered ahead and never came."""
+        if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
+            self._release()
+
+    def rest(self) -> None:
+        """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
+        self.hide()
+        if self._runtime is not None:
+            self._release()
+        self.phase = Phase.RESTING
+        self._running.clear()
+        self._open_calls.clear()
+        self._to_run = self._expected = 0
+
+    # ------------------------------------------------------------------ inputs and outputs
+
+    def _prepare_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
+    ) -> tuple[Any, Any]:
+        precision = self.groups[0].precision if self.groups else None
+        dtype = precision.weights if precision is not None and precision.cast_inputs else None
+        plain = not kwargs and all(isinstance(value, Tensor) for value in args)
+        leaves, spec = (list(args), None) if plain else tree_flatten((args, kwargs))
+        changed = False
+        if dtype is not None:
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+                    leaves[position] = leaf.to(dtype)  # type: ignore[arg-type]
+                    changed = True
+        if call is not None and self.groups:
+            gated = [
+                position
+                for position, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+            if gated:
+                through = _InputGate.apply(call, *[leaves[position] for position in gated])
+                for position, leaf in zip(gated, through, strict=True):
+                    leaves[position] = leaf
+                call.gated = changed = True
+        if not changed:
+            return args, kwargs
+        return (tuple(leaves), kwargs) if spec is None else tree_unflatten(leaves, spec)
+
+    def _prepare_outputs(self, output: Any, call: Call | None) -> Any:
+        precision = self.groups[0].precision if self.groups else None
+        dtype = precision.outputs if precision is not None else None
+        single = isinstance(output, Tensor)
+        leaves, spec = ([output], None) if single else tree_flatten(output)
+        changed = False
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if call is not None and leaf.requires_grad:
+                leaf.register_hook(partial(self.pre_backward, call))
+                if call not in self._calls:
+                    self._calls.add(call)
+                    self._expected += 1
+            if dtype is not None and leaf.is_floating_point() and leaf.dtype != dtype:
+                leaves[position] = leaf.to(dtype)  # type: ignore[arg-type]
+                changed = True
+        if not changed:
+            return output
+        return leaves[0] if single else tree_unflatten(leaves, spec)  # type: ignore[arg-type]
+
+
+def start_runtime(unit: Unit, root: nn.Module) -> None:
+    """The first forward of a root: name its units, give them lanes and memory, look for problems."""
+    units: list[Unit] = []
+    unborn: list[str] = []
+    for name, module in root.named_modules():
+        inner = getattr(module, "_shardwise_unit", None)
+        if inner is not None and inner not in units:
+            units.append(inner)
+            inner.name = name or type(root).__name__.removeprefix("FSDP")
+            for group in inner.groups:
+                if group.main.flat.is_meta:
+                    unborn += [item.name for item in group.items]
+    if unborn:
+        raise RuntimeError(
+            f"parameters {unborn} are on the meta device and have no values yet: call "
+            f"model.to_empty(device=...) and initialise or load them before the first forward"
+        )
+    _refuse_old_optimizers(units)
+    devices = {group.device for inner in units for group in inner.groups}
+    if len(devices) > 1:
+        raise RuntimeError(f"the units of one model are on several devices: {sorted(map(str, devices))}")
+    device = devices.pop() if devices else torch.device("cpu")
+    runtime = Runtime(device, lanes=unit.shared.lanes, **unit.options)
+    unit.shared.lanes = runtime.lanes
+    for inner in units:
+        inner.is_root = inner is unit
+        inner.adopt_runtime(runtime)
+        for group in inner.groups:
+            group.settle_initial_values()
+    runtime.expect(units)  # type: ignore[arg-type]
+
+
+def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
+    """An optimizer built before wrapping holds tensors that no longer belong to the model."""
+    alive = {
+        id(parameter): name
+        for unit in units
+        for name, reference in unit.forsaken
+        if (parameter := reference()) is not None
+    }
+    for unit in units:
+        unit.forsaken = []
+    if not alive:
+        return
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.optim.Optimizer):
+            held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
+            if held:
+                raise RuntimeError(
+                    f"{type(thing).__name__} was built before fully_shard and holds the old parameters "
+                    f"({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it would update nothing. "
+                    f"Build the optimizer after wrapping"
+                )
+
+
+def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.arrived(number, index)
+
+
+def _weakly(unit: Unit, number: int) -> Callable[[int], None]:
+    """``unit.arrived`` for one group, without keeping the unit alive."""
+    reference = weakref.ref(unit)
+
+    def written(index: int) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.arrived(number, index)
+
+    return written
+
+
+def _viewed_by(unit: Unit) -> Callable[[], bool]:
+    """Whether a forward of ``unit`` still waits for its backward, so that autograd holds views."""
+    reference = weakref.ref(unit)
+
+    def viewed() -> bool:
+        owner = reference()
+        return owner is not None and any(not call.finished for call in owner._calls)
+
+    return viewed

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ShardedTensor: a DTensor whose pieces are uneven and packed, and which is honest about them.
+
+torch's ``Shard(0)`` means "cut as torch.chunk would". Rows that were packed into a flat buffer lie
+elsewhere, and a plain DTensor over them returns wrong rows without a word:
+
+    7 rows over 3 ranks    torch.chunk    rank 0: 0-2    rank 1: 3-5    rank 2: 6
+                           a layout       rank 0: 0-1    rank 1: 2-6    rank 2: none
+
+A ShardedTensor knows its Cut. Optimizers, gradient clipping, loss scaling, initialisation,
+``full_tensor()``, ``torch.distributed.checkpoint`` and the state-dict helpers work on it unchanged;
+what would be wrong on a piece raises, by name.
+
+    p = ShardedTensor(local, cut)      local: this rank's rows (flat where rows are cut), aliased
+    p.shape, p.placements              the whole tensor's, as for any DTensor
+    p.to_local(), p.full_tensor()      the piece; the whole (collective)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
+
+from shardwise.cut import Cut, Version
+from shardwise.tensor_ops import Operations
+
+__all__ = ["Cut", "ShardedTensor", "Version"]
+
+
+class ShardedTensor(DTensor):
+    """This rank's piece of a tensor, posing as the whole of it.
+
+    ``version`` is counted up by every in-place op on the tensor (and on what aliases it:
+    ``detach()``, ``nn.Parameter(...)``); tensors made from it, such as optimizer states, have none.
+    """
+
+    _local_tensor: Tensor
+    cut: Cut
+    version: Version | None
+    __slots__ = ("cut", "version")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(
+        cls, local: Tensor, cut: Cut, *, requires_grad: bool = False, version: Version | None = None
+    ) -> ShardedTensor:
+        if local.shape != cut.local_shape:
+            raise ValueError(
+                f"'{cut.name}': a local tensor of shape {list(local.shape)} where this rank holds "
+                f"elements {cut.piece[0]} to {cut.piece[1]} of {list(cut.shape)}; "
+                f"pass shape {list(cut.local_shape)}"
+            )
+        return _wrap(local.detach(), cut, version, requires_grad)
+
+    # ------------------------------------------------------------------ torch's hooks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _operations(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self.cut, self.version, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> ShardedTensor:
+        cut, version, requires_grad = flatten_spec
+        return _wrap(inner_tensors["_local_tensor"], cut, version, requires_grad)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        lo, hi = self.cut.piece
+        requires_grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"ShardedTensor('{self.cut.name}', shape={list(self.shape)}, dtype={self.dtype}, "
+            f"elements {lo} to {hi} on shard {self.cut.shard_index} of {self.cut.num_holders}, "
+            f"device={self.device}{requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                f"'{self.cut.name}': only leaves of the autograd graph can be copied"
+            )
+        # Version copies with whatever owns it; the cut is a value, and its mesh can't be copied.
+        version = copy.deepcopy(self.version, memo)
+        new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"'{self.cut.name}' is one rank's piece of a tensor and means nothing to another "
+            f"process; save its full_tensor(), or use torch.distributed.checkpoint"
+        )
+
+    @property  # type: ignore[override]
+    def data(self) -> ShardedTensor:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise NotImplementedError(
+            f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
+        )
+
+    # ------------------------------------------------------------------ DTensor's methods
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """This rank's piece, aliased; no gradient flows through it."""
+        if grad_placements is not None:
+            raise NotImplementedError(
+                f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
+            )
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor in new memory on every rank (collective over the sharded axes)."""
+        if grad_placements is not None:
+            raise NotImplementedError(
+                f"'{self.cut.name}': full_tensor(grad_placements=...): no gradient flows through it"
+            )
+        with torch.no_grad():
+            return self.cut.gather(self._local_tensor)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Any] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """To all ``Replicate()``: a plain DTensor. To its own placements: itself. No other way."""
+        here = device_mesh is None or device_mesh == self.cut.mesh
+        wanted = None if placements is None else tuple(placements)
+        plain = forward_dtype is None and backward_dtype is None
+        if here and plain and wanted == self.placements:
+            return self
+        if here and plain and wanted == (Replicate(),) * self.cut.mesh.ndim:
+            full = self.full_tensor()
+            return DTensor.from_local(full, self.cut.mesh, wanted, run_check=False)
+        raise NotImplementedError(
+            f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
+            f"{device_mesh or self.cut.mesh} (dtypes {forward_dtype}, {backward_dtype}): the "
+            f"pieces are uneven, so only all Replicate() on the same mesh is possible; "
+            f"use full_tensor()"
+        )
+
+    # ------------------------------------------------------------------ distributed checkpoints
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """What this rank can write. Replicas offer the same boxes: DCP drops duplicates by offset
+        and spreads them over the ranks that offered them."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """This rank's boxes, by arithmetic; none where it holds nothing."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The memory of one box, to read when saving, to write when loading."""
+        found = [box for box in self.cut.boxes if index.offset in (None, box[0])]
+        if not found:
+            held = [list(offsets) for offsets, _ in self.cut.boxes]
+            raise ValueError(
+                f"{index.fqn}: no piece of '{self.cut.name}' begins at {index.offset} here, "
+                f"only at {held}; the checkpoint plan was made for another layout"
+            )
+        offsets, sizes = found[0]
+        if self.version is not None:
+            # A load writes here. A save only reads; a version too many costs one refresh.
+            self.version.count += 1
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
+        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        flat = self._local_tensor.view(-1)
+        return flat.narrow(0, first - self.cut.piece[0], sizes.numel()).view(sizes)
+
+
+_new = DTensor.__new__
+
+
+def _wrap(
+    local: Tensor, cut: Cut, version: Version | None = None, requires_grad: bool = False
+) -> ShardedTensor:
+    """Make one without checks, and without ``__init__``: optimizers make hundreds per step."""
+    spec = cut.spec(local.dtype)
+    tensor: Any = _new(ShardedTensor, local, spec, requires_grad=requires_grad)
+    tensor.cut = cut
+    tensor.version = version
+    return tensor  # type: ignore[no-any-return]
+
+
+_operations = Operations(ShardedTensor, _wrap)
+
+# torch.optim and clip_grad_norm_ choose their foreach code by exact type.
+for _types in (_optimizer_foreach_types, _foreach_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)  # type: ignore[arg-type]

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each torch op does on a ShardedTensor: a table from op to handler, filled on first use.
+
+    kind          examples                              what runs
+    alias         detach, view of the same shape        the same local memory, the same version
+    factory       zeros_like, new_empty                 on the local, same cut
+    pointwise     add_, where, lerp                     on the locals, same cut
+    foreach       _foreach_addcmul_                     on lists of locals
+    fused         _fused_adamw_                         the same, without empty locals
+    reduction     linalg_vector_norm, sum, equal        on the locals, then over the sharded axes
+    random        uniform_, normal_                     all numbers on every rank, which keeps its
+    copy          copy_                                 from whatever has the same global shape
+
+Anything else would be wrong on a piece, so it is refused by name. What can be decided once per op
+is not decided at each call: optimizers call it for every parameter and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.cut import Cut
+from shardwise.tensor_reduce import norms, whole_value
+
+Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+_ALIASES = {"detach", "alias", "view", "_unsafe_view", "expand", "view_as", "lift_fresh"}
+_FACTORIES = {"empty_like", "zeros_like", "ones_like", "full_like"}
+_FACTORIES |= {"new_empty", "new_zeros", "new_ones", "new_full"}
+# Element by element, though torch does not tag them so.
+_POINTWISE = {"_to_copy", "zero_", "fill_", "fill", "masked_fill_", "_pin_memory", "clone"}
+_RANDOM = {"uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_"}
+_RANDOM |= {"cauchy_", "geometric_", "rand_like", "randn_like", "randint_like"}
+_FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+_NORMS = {"linalg_vector_norm", "norm"}
+_VALUES = {"sum", "mean", "max", "min", "amax", "amin", "any", "all", "count_nonzero", "dot"}
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+_FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
+
+class Operations:
+    """The op table of one DTensor subclass. ``wrap(local, cut, version)`` makes its instances."""
+
+    def __init__(self, kind: type[Any], wrap: Callable[..., Any]) -> None:
+        self.kind, self.wrap = kind, wrap
+        self.handlers: dict[Any, Handler] = {}
+        self.special: dict[str, Handler] = {
+            "copy_": self._copy,
+            "_foreach_copy_": self._foreach_copy,
+            "_foreach_norm": self._foreach_norm,
+            "equal": self._equal,
+            "_local_scalar_dense": self._item,
+            "is_pinned": lambda func, args, kwargs: args[0]._local_tensor.is_pinned(),
+            "record_stream": lambda func, args, kwargs: func(args[0]._local_tensor, *args[1:]),
+            "_amp_foreach_non_finite_check_and_unscale_": self._unscale,
+        }
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        handler = self.handlers.get(func)
+        if handler is None:
+            handler = self.handlers[func] = self._choose(func)
+        return handler(func, args, kwargs)
+
+    def _choose(self, func: Any) -> Handler:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace != "aten":
+            return self._refuse
+        if name in self.special:
+            return self.special[name]
+        if name in _ALIASES:
+            return self._alias
+        if name in _FACTORIES:
+            return self._factory
+        if name in _NORMS:
+            return self._norm
+        if name in _VALUES:
+            return partial(self._value, name)
+        if name in _RANDOM:
+            return self._random
+        if name in _FUSED:
+            return partial(self._foreach, True, skip_empty=True)
+        writes = any(
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        )
+        if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
+            single = getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_"), None)
+            if name.rstrip("_") == "_foreach_zero" or (single is not None and _pointwise(single)):
+                return partial(self._foreach, writes)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if name in _POINTWISE or (torch.Tag.pointwise in func.tags and not seeded):
+            out = [
+                a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None
+            ]
+            if len(out) > 1:
+                return self._refuse
+            return partial(self._pointwise, writes and not out, out[0] if out else None)
+        return self._refuse
+
+    # ------------------------------------------------------------------ refusing
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any, why: str = "", fix: str = "") -> NoReturn:
+        _refuse_cut(func, next(self._cuts((args, kwargs))), why, fix)
+
+    def _cuts(self, value: Any) -> Iterator[Cut]:
+        if type(value) is self.kind:
+            yield value.cut
+        elif isinstance(value, dict):
+            yield from self._cuts(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                yield from self._cuts(one)
+
+    # ------------------------------------------------------------------ element by element
+
+    def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
+        """What of an operand goes with this rank's piece."""
+        if type(operand) is self.kind:
+            if cut.matches(operand.cut):
+                return operand._local_tensor
+            why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
+            _refuse_cut(func, cut, why, "use full_tensor() of one of them")
+        if isinstance(operand, DTensor):
+            why = "the other operand is a DTensor with other placements"
+            _refuse_cut(func, cut, why)
+        if operand.shape == cut.shape:
+            return cut.take(operand)
+        if operand.numel() == 1 and operand.ndim <= len(cut.shape):
+            return operand.reshape(1) if operand.ndim > 1 else operand
+        why = (
+            f"an operand of shape {list(operand.shape)} goes neither with the whole tensor "
+            f"{list(cut.shape)} nor with every element of it"
+        )
+        fix = f"expand it to {list(cut.shape)}, or use full_tensor()"
+        _refuse_cut(func, cut, why, fix)
+
+    def _pointwise(
+        self, writes: bool, out: str | None, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        kind = self.kind
+        cut: Cut | None = None
+        uneven = False  # some operand needs a closer look
+        operands: list[Any] = []
+        for operand in args:
+            if type(operand) is kind:
+                if cut is None:
+                    cut = operand.cut
+                elif operand.cut is not cut:
+                    uneven = True
+                operand = operand._local_tensor
+            elif isinstance(operand, Tensor):
+                uneven = True
+            operands.append(operand)
+        if kwargs:
+            kwargs, cut = self._keywords(func, kwargs, cut)
+        assert cut is not None, "dispatch found one of ours"
+        if uneven:
+            pairs = zip(args, operands, strict=True)
+            operands = [
+                self._align(func, cut, given) if isinstance(given, Tensor) else local
+                for given, local in pairs
+            ]
+        if writes:
+            target = args[0]
+            if type(target) is not kind:
+                self._refuse(func, args, kwargs, "it can't be written into a plain tensor")
+            func(*operands, **kwargs)
+            if target.version is not None:
+                target.version.count += 1
+            return target
+        if out is not None:
+            return self._pointwise_out(func, operands, kwargs, out, cut)
+        result = func(*operands, **kwargs)
+        if isinstance(result, Tensor):
+            return self.wrap(result, cut)
+        return tuple(self.wrap(one, cut) for one in result)
+
+    def _keywords(
+        self, func: Any, kwargs: dict[str, Any], cut: Cut | None
+    ) -> tuple[dict[str, Any], Cut]:
+        if cut is None:
+            cut = next(self._cuts(kwargs))
+        if kwargs.get("memory_format") not in _FORMATS:
+            _refuse_cut(func, cut, "pieces of a row-major buffer have no other memory format")
+        plain = {}
+        for name, value in kwargs.items():
+            if name == "memory_format":
+                continue
+            keep = name == "out" or not isinstance(value, Tensor)
+            plain[name] = value if keep else self._align(func, cut, value)
+        return plain, cut
+
+    def _pointwise_out(
+        self, func: Any, operands: Any, kwargs: dict[str, Any], out: str, cut: Cut
+    ) -> Any:
+        target = kwargs.pop(out)
+        if type(target) is not self.kind:
+            _refuse_cut(func, cut, "it can't be written into a plain tensor")
+        func(*operands, **kwargs, **{out: self._align(func, cut, target)})
+        self._written(target)
+        return target
+
+    def _written(self, *targets: Any) -> None:
+        for target in targets:
+            if type(target) is self.kind and target.version is not None:
+                target.version.count += 1
+
+    def _foreach(
+        self,
+        writes: bool,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        skip_empty: bool = False,
+    ) -> Any:
+        kind = self.kind
+        cuts: list[Cut | None] | None = None
+        operands: list[Any] = []
+        for operand in args:
+            if isinstance(operand, (list, tuple)) and operand and isinstance(operand[0], Tensor):
+                theirs = [one.cut if type(one) is kind else None for one in operand]
+                if cuts is None:
+                    cuts = theirs
+                if theirs == cuts:  # by identity: Cuts compare no other way
+                    operand = [one._local_tensor if type(one) is kind else one for one in operand]
+                else:
+                    operand = self._align_list(func, cuts, operand)
+            elif isinstance(operand, Tensor) and (operand.numel() != 1 or type(operand) is kind):
+                self._refuse(func, args, kwargs, "one tensor for a list must have one element")
+            operands.append(operand)
+        assert cuts is not None
+        if skip_empty and not all(one.numel() for one in operands[0]):
+            # A kernel that is given nothing may still write: other libraries were corrupted so.
+            keep = [index for index, one in enumerate(operands[0]) if one.numel()]
+            operands = [[one[index] for index in keep] if one else one for one in operands]
+        result: Any = func(*operands, **kwargs) if not skip_empty or operands[0] else None
+        if not writes:
+            pairs = zip(result, cuts, strict=True)
+            return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
+        # Of a fused optimizer's lists only the first is a weight that somebody may be watching.
+        for target in args[0]:
+            if type(target) is kind and target.version is not None:
+                target.version.count += 1
+        return None
+
+    def _align_list(
+        self, func: Any, cuts: list[Cut | None], operand: Sequence[Any]
+    ) -> list[Tensor]:
+        kind, result = self.kind, []
+        for cut, one in zip(cuts, operand, strict=True):
+            if type(one) is kind:
+                if cut is None:
+                    _refuse_cut(func, one.cut, "it meets a plain tensor of the list beside it")
+                if cut is not one.cut and not cut.matches(one.cut):
+                    self._align(func, cut, one)  # says why
+                one = one._local_tensor
+            elif cut is not None and one.ndim:
+                one = self._align(func, cut, one)
+            result.append(one)
+        return result
+
+    # ------------------------------------------------------------------ making and copying
+
+    def _alias(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        source = args[0]
+        if len(args) > 1 and not _same_shape(args[1], source.cut):
+            self._refuse(func, args, kwargs)
+        return self.wrap(source._local_tensor, source.cut, source.version)
+
+    def _factory(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        source, rest = args[0], list(args[1:])
+        kwargs, cut = self._keywords(func, kwargs, source.cut)
+        if func._schema.name.startswith("aten::new_"):
+            if not _same_shape(rest[0], cut):
+                why = f"only a tensor of its own shape {list(cut.shape)} can be made like it"
+                self._refuse(func, args, kwargs, why, "use torch.zeros and its like instead")
+            rest[0] = list(cut.local_shape)
+        return self.wrap(func(source._local_tensor, *rest, **kwargs), cut)
+
+    def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target, source, *rest = args
+        if type(target) is not self.kind:
+            self._refuse(
+                func,
+                args,
+                kwargs,
+                "it can't be copied into a plain tensor",
+                "copy its full_tensor()",
+            )
+        cut = target.cut
+        if type(source) is self.kind and cut.matches(source.cut):
+            local = source._local_tensor
+        elif source.shape != cut.shape and source.numel() != 1:
+            why = f"the source has shape {list(source.shape)}"
+            self._refuse(func, args, kwargs, why, f"copy from a tensor of shape {list(cut.shape)}")
+        else:
+            # Another cut, or another library's DTensor: every rank is here, so all may gather.
+            full = source.full_tensor() if isinstance(source, DTensor) else source
+            local = self._align(func, cut, full)
+        func(target._local_tensor, local, *rest, **kwargs)
+        self._written(target)
+        return target
+
+    def _foreach_copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        copy, rest = torch.ops.aten.copy_.default, args[2:]
+        for target, source in zip(args[0], args[1], strict=True):
+            if type(target) is self.kind or type(source) is self.kind:
+                self._copy(copy, (target, source, *rest), kwargs)
+            else:
+                copy(target, source, *rest, **kwargs)
+
+    def _random(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Every rank draws all numbers and keeps its own: one seed gives one model, cut or not."""
+        target, rest = args[0], args[1:]
+        if type(target) is not self.kind or any(isinstance(one, Tensor) for one in rest):
+            self._refuse(func, args, kwargs)
+        cut, local = target.cut, target._local_tensor
+        full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
+        if func._schema.is_mutable:
+            func(full, *rest, **kwargs)
+            local.copy_(cut.take(full))
+            self._written(target)
+            return target
+        return self.wrap(cut.take(func(full, *rest, **kwargs)).clone(), cut)
+
+    # ------------------------------------------------------------------ one value of all pieces
+
+    def _whole(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name, once it is clear that the op reduces the whole tensor."""
+        given = _arguments(func, args, kwargs)
+        if type(given["self"]) is not self.kind or "out" in given:
+            self._refuse(func, args, kwargs)
+        cut = given["self"].cut
+        dims = given.get("dim")
+        dims = [dims] if isinstance(dims, int) else dims
+        ndim = len(cut.shape)
+        if (dims and len({dim % max(ndim, 1) for dim in dims}) < ndim) or given.get("keepdim"):
+            why = f"of a shard of {list(cut.shape)} only the whole can be reduced, without keepdim"
+            self._refuse(func, args, kwargs, why)
+        return given
+
+    def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        given = self._whole(func, args, kwargs)
+        order = given.get("ord", given.get("p"))
+        return self._norms([given["self"]], 2 if order is None else order, given.get("dtype"))[0]
+
+    def _foreach_norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        given = _arguments(func, args, kwargs)
+        return self._norms(given["self"], given.get("ord", 2), given.get("dtype"))
+
+    def _norms(
+        self, tensors: Sequence[Any], order: float, dtype: torch.dtype | None
+    ) -> list[Tensor]:
+        kind = self.kind
+        locals_ = [one._local_tensor if type(one) is kind else one for one in tensors]
+        cuts = [one.cut if type(one) is kind else None for one in tensors]
+        return norms(locals_, cuts, float(order), dtype)
+
+    def _value(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        given = self._whole(func, args, kwargs)
+        cut, local = given["self"].cut, given["self"]._local_tensor
+        if local.is_complex() or (name in ("max", "min") and func._overloadname != "default"):
+            self._refuse(func, args, kwargs)
+        if name == "dot":
+            other = self._align(func, cut, given["tensor"])
+            return whole_value("sum", local.double() * other, cut, None).to(local.dtype)
+        return whole_value(name, local, cut, given.get("dtype"))
+
+    def _equal(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        cut = next(self._cuts(args))
+        if args[0].shape != args[1].shape:
+            return False
+        one, other = (self._align(func, cut, operand) for operand in args)
+        same = torch.tensor([int(torch.equal(one, other))], device=one.device)
+        return bool(cut.reduce(same, "min").item())
+
+    def _item(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if tensor.numel() != 1:
+            self._refuse(func, args, kwargs, f"a tensor of {tensor.numel()} elements is no number")
+        return tensor.full_tensor().item()
+
+    def _unscale(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Unscale local gradients; an inf on one rank stops the step on all of them."""
+        tensors, found_inf, *rest = args
+        locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
+        func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
+        self._written(*tensors)
+        # One collective per kind of cut, in order of first appearance.
+        for cut in {(cut.mesh, cut.sharded): cut for cut in self._cuts(list(tensors))}.values():
+            found_inf.copy_(cut.reduce(found_inf.reshape(1), "max").view_as(found_inf))
+
+
+def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
+    lo, hi = cut.piece
+    why = why or f"this tensor is a shard of {list(cut.shape)}"
+    fix = fix or "call full_tensor() first, or run it inside the module's forward"
+    raise NotImplementedError(
+        f"{func} on '{cut.name}': {why} (elements {lo} to {hi} of {cut.numel} are here); {fix}"
+    )
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _pointwise(packet: Any) -> bool:
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
+def _same_shape(size: Any, cut: Cut) -> bool:
+    """Whether a view to ``size`` changes nothing; -1 stands for what it must be."""
+    if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
+        return False
+    return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))

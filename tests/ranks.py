@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function on every rank of a process group, from an ordinary test.
+
+    def sum_of_ranks(rank: int, world_size: int, scale: float) -> float:
+        value = torch.tensor(rank * scale)
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_sum_of_ranks() -> None:
+        assert run_ranks(sum_of_ranks, 4, 2.0) == [12.0] * 4
+
+The first call for a world size spawns its ranks and joins them in a process group (seconds, for
+`import torch`); later calls send the next function to the same processes (milliseconds):
+
+    test process                              pool of 2
+      TCPStore server  <---- rendezvous ----  rank 0   gloo over loopback
+      pipe 0           ----- (fn, args) --->  rank 0
+      pipe 1           ----- (fn, args) --->  rank 1
+                       <---- result or traceback, one from each
+
+Functions travel by name, so they must stand at the top level of a module. Values travel by pickle;
+tensors come back as plain CPU copies. A call starts from seed 0 and float32 defaults, but the
+process group, and any subgroup that a test made, lives on: build meshes in a cached function where
+many tests share one.
+
+When anything goes wrong (an exception, a dead process, a time-out), the pool is killed: half a
+collective left in flight would poison the next test. The next call builds a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# How long the other ranks may go on once one has failed. Most are then stuck in a collective that
+# will never complete; the ones about to raise the same error get their traceback in.
+GRACE_SECONDS = 3.0
+STARTUP_SECONDS = 100.0
+# Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
+MAX_OPEN_FILES = 400
+
+
+class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)
+    """At least one rank did not return; the message holds what happened on every rank."""
+
+    def __init__(self, headline: str, reports: dict[int, str]) -> None:
+        self.reports = reports
+        sections = [f"--- rank {rank}: {reports[rank].rstrip()}" for rank in sorted(reports)]
+        super().__init__("\n".join([headline, *sections]))
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+    fresh: bool = False,
+) -> list[T]:
+    """Call `fn(rank, world_size, *args)` on every rank and return the results in rank order.
+
+    `fresh=True` spawns processes for this call alone, for tests that leave a mark on their process.
+    Raises `RanksFailed` with the traceback or stack of every rank.
+    """
+    __tracebackhide__ = True
+    call = _pack_call(fn, args)
+    key = (world_size, backend)
+    # Popped while in use: whatever interrupts the call (Ctrl-C and pytest-timeout included), a pool
+    # goes back only after a clean round.
+    pool = None if fresh else _idle_pools.pop(key, None)
+    if pool is None:
+        pool = _Pool(world_size, backend)
+    keep = False
+    try:
+        pool.start()
+        results = pool.call(call, fn.__qualname__, timeout)
+        keep = not fresh and pool.open_files <= MAX_OPEN_FILES
+    finally:
+        if keep:
+            _idle_pools[key] = pool
+        else:
+            pool.kill()
+    return results
+
+
+def shut_down() -> None:
+    """Kill every pool. Safe to call twice; also runs when the interpreter exits."""
+    while _idle_pools:
+        _idle_pools.popitem()[1].kill()
+
+
+_idle_pools: dict[tuple[int, str], _Pool] = {}
+atexit.register(shut_down)
+
+
+# ------------------------------------------------------------------------------ the test's side
+
+
+class _Pool:
+    """The processes of one process group, and a pipe to each."""
+
+    def __init__(self, world_size: int, backend: str) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: a pool needs at least 1 rank")
+        self.world_size = world_size
+        self.backend = backend
+        self.open_files = 0
+        self.processes: list[BaseProcess] = []
+        self.pipes: list[connection.Connection] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def start(self) -> None:
+        if self.processes:
+            return
+        # The server lives here, on a port that the kernel picked, so no two pools can collide.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = get_context("spawn")
+        for rank in range(self.world_size):
+            here, there = context.Pipe()
+            # Not daemonic: a daemonic process could not have children (data loader workers).
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.world_size, self.backend, self.store.port, there),
+                kwargs={"stack_path": self._stack_path(rank)},
+                name=f"rank-{rank}-of-{self.world_size}",
+            )
+            with _one_thread_environment():
+                process.start()
+            there.close()  # so that the pipe ends when the process does
+            self.processes.append(process)
+            self.pipes.append(here)
+        self._collect("starting the ranks", STARTUP_SECONDS)
+
+    def call(self, call: bytes, name: str, timeout: float) -> list[Any]:
+        for pipe in self.pipes:
+            # A rank that died since the last call is reported by `_collect`.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send_bytes(call)
+        return self._collect(name, timeout)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        self.folder.cleanup()
+
+    def _collect(self, name: str, timeout: float) -> list[Any]:
+        """Wait for one answer from each rank; on the first failure, let the others have GRACE."""
+        __tracebackhide__ = True
+        started = time.monotonic()
+        deadline = started + timeout
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(enumerate(self.pipes))
+        while waiting:
+            ready = connection.wait(waiting.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answer = pickle.loads(waiting.pop(rank).recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    failures[rank] = self._describe_death(rank)
+                else:
+                    if "traceback" in answer:
+                        failures[rank] = "raised\n" + answer["traceback"]
+                    else:
+                        results[rank] = answer["result"]
+                        self.open_files = max(self.open_files, answer["open_files"])
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if not waiting and not failures:
+            return [results[rank] for rank in range(self.world_size)]
+        seconds = time.monotonic() - started
+        cause = "failed" if failures else f"timed out ({timeout:g} s)"
+        stuck = f", ranks still running: {sorted(waiting)}" if waiting else ""
+        raise RanksFailed(
+            f"{name} {cause} on {self.world_size} ranks{stuck}",
+            dict.fromkeys(results, "returned")
+            | failures
+            | self._describe_running(list(waiting), seconds),
+        )
+
+    def _describe_death(self, rank: int) -> str:
+        self.processes[rank].join(5)
+        code = self.processes[rank].exitcode
+        meaning = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
+        return f"died, exit code {code}{meaning}\n{self._read_stacks(rank)}"
+
+    def _describe_running(self, ranks: list[int], seconds: float) -> dict[int, str]:
+        """Have each rank write its stacks; faulthandler does so even inside a blocked C call."""
+        for rank in ranks:
+            pid = self.processes[rank].pid
+            if pid is not None and self.processes[rank].is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until and not all(self._read_stacks(rank) for rank in ranks):
+            time.sleep(0.02)
+        if ranks:
+            time.sleep(0.1)  # every file has begun; let the last lines land
+        return {
+            rank: f"still running after {seconds:.1f} s\n"
+            + (self._read_stacks(rank) or "(it did not answer with its stacks)")
+            for rank in ranks
+        }
+
+    def _stack_path(self, rank: int) -> str:
+        return str(Path(self.folder.name) / f"stacks-{rank}.txt")
+
+    def _read_stacks(self, rank: int) -> str:
+        path = Path(self._stack_path(rank))
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _pack_call(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    if "<" in fn.__qualname__:
+        raise ValueError(
+            f"{fn.__qualname__} can't be sent to another process: "
+            "make it a function at the top level of its module and pass what it needs as arguments"
+        )
+    # Plain pickle, not multiprocessing's: that one would share tensors between processes.
+    return pickle.dumps((fn, args))
+
+
+@contextlib.contextmanager
+def _one_thread_environment() -> Iterator[None]:
+    """What a child must find before it imports torch; set only while it starts."""
+    ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        # Otherwise gloo resolves the host's name, which can be slow or fail in a container.
+        ours["GLOO_SOCKET_IFNAME"] = "lo"
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ------------------------------------------------------------------------------ the rank's side
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    backend: str,
+    port: int,
+    pipe: connection.Connection,
+    *,
+    stack_path: str,
+) -> None:
+    """A rank's life: join the group, then answer calls until killed or until the test ends."""
+    # Ctrl-C reaches the whole terminal; the test process decides and kills us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    with open(stack_path, "w") as stacks:
+        faulthandler.enable(stacks)  # a segmentation fault leaves its stack
+        faulthandler.register(signal.SIGUSR1, stacks)
+        torch.set_num_threads(1)
+
+        def join() -> None:
+            # A connection to the server that the test process holds: no rank is the master.
+            dist.init_process_group(
+                backend,
+                store=dist.TCPStore("127.0.0.1", port, is_master=False),
+                rank=rank,
+                world_size=world_size,
+                # Longer than any test: a hang is reported by the pool, with stacks.
+                timeout=datetime.timedelta(minutes=20),
+            )
+            gc.collect()
+            gc.freeze()  # a collection after each call then skips torch's own half million objects
+
+        _answer(pipe, join)
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except EOFError:
+                break
+            _answer(pipe, lambda message=message: _run(message, rank, world_size))
+            gc.collect()
+
+
+def _run(message: bytes, rank: int, world_size: int) -> object:
+    fn, args = pickle.loads(message)  # inside `_answer`: a failing import is reported too
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    return _as_plain_values(fn(rank, world_size, *args))
+
+
+def _answer(pipe: connection.Connection, work: Callable[[], object]) -> None:
+    try:
+        packed = pickle.dumps({"result": work(), "open_files": _count_open_files()})
+    except BaseException as error:  # SystemExit and pytest's outcomes too: the test must hear of it
+        packed = pickle.dumps({"traceback": _format(error)})
+    pipe.send_bytes(packed)
+
+
+def _as_plain_values(value: Any) -> Any:
+    """Tensors become compact CPU copies, so that a view does not drag its whole storage along."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(
+                f"a rank can't return a {type(value).__name__}, which means something only there: "
+                "return its to_local() or full_tensor()"
+            )
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _as_plain_values(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_as_plain_values(item) for item in value)
+    return value
+
+
+def _format(error: BaseException) -> str:
+    """The traceback; for a bare `assert`, also the small values around it.
+
+    Tensors are described, never read: their storage may have been released.
+    """
+    text = "".join(traceback.format_exception(error))
+    frame = error.__traceback__
+    if not isinstance(error, AssertionError) or error.args or frame is None:
+        return text
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    lines = []
+    for name, value in frame.tb_frame.f_locals.items():
+        if isinstance(value, torch.Tensor):
+            lines.append(f"    {name} = {type(value).__name__} {tuple(value.shape)} {value.dtype}")
+        elif isinstance(value, (int, float, str, torch.dtype, torch.Size)):
+            lines.append(f"    {name} = {value!r:.200}")
+    return text + "where\n" + "\n".join(lines) + "\n" if lines else text
+
+
+def _count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+
+def _exit_with_parent() -> None:
+    """Outlive the test process by nothing, even when it was killed while we hang in C."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

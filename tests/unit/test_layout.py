@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: every invariant as a property, small cases by hand, bounds on padding and time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import layout as layout_module
+from shardwise.layout import (
+    ALIGNMENT,
+    ELEMENT,
+    ROW,
+    TENSOR,
+    Grain,
+    Item,
+    Layout,
+    exchange,
+    plan,
+    plan_groups,
+    rows,
+    tensor_fraction,
+)
+
+GRAINS = [ELEMENT, ROW, rows(4), rows(32), TENSOR, tensor_fraction(2), tensor_fraction(3)]
+dims = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 33, 64, 96, 101]))
+shapes = st.lists(dims, max_size=3).map(tuple)
+shard_counts = st.one_of(st.integers(1, 17), st.sampled_from([64, 257, 1024]))
+
+
+@st.composite
+def item_lists(draw: st.DrawFn, largest: int = 1 << 20) -> list[Item]:
+    fitting = shapes.filter(lambda shape: prod(shape) <= largest)
+    drawn = draw(st.lists(st.tuples(fitting, st.sampled_from(GRAINS)), min_size=1, max_size=9))
+    return [Item(f"p{i}", shape, grain) for i, (shape, grain) in enumerate(drawn)]
+
+
+def fsdp2_numel(items: list[Item], num_shards: int) -> int:
+    """What torch FSDP2 allocates: each parameter padded alone to whole rows on every rank."""
+    lengths = [item.shape[0] if item.shape else 1 for item in items]
+    return sum(
+        -(-length // num_shards) * num_shards * prod(item.shape[1:])
+        for length, item in zip(lengths, items, strict=True)
+    )
+
+
+def price_of_alignment(items: list[Item], num_shards: int) -> int:
+    """Shards round up to 64, and a parameter of odd rows can start at every 64th row only."""
+    skipped = sum(min(ALIGNMENT * item.grain_size, item.numel) for item in items)
+    return skipped + ALIGNMENT * num_shards * len(items)
+
+
+def transformer_unit(dim: int = 2048, hidden: int = 5632) -> list[Item]:
+    matrices = {name: (dim, dim) for name in ("wq", "wk", "wv", "wo")}
+    matrices |= {"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)}
+    vectors = {"norm1": (dim,), "norm2": (dim,)}
+    return [Item(name, shape) for name, shape in (matrices | vectors).items()]
+
+
+# ------------------------------------------------------------------------------------- invariants
+
+
+@settings(max_examples=250, deadline=None)
+@given(item_lists(), shard_counts)
+def test_invariants_hold(items: list[Item], num_shards: int) -> None:
+    layout = plan(items, num_shards)
+    assert layout.items == tuple(items)
+    assert layout.numel == num_shards * layout.shard_size == layout.payload + layout.padding
+    assert layout.payload == sum(prod(item.shape) for item in items)
+    end = 0
+    for start, item in sorted(zip(layout.starts, items, strict=True), key=lambda pair: pair[0]):
+        assert start % ALIGNMENT == 0 and start >= end
+        end = start + item.numel
+        # Written as the definition, boundary by boundary, unlike the check in Layout.
+        size, grain = layout.shard_size, item.grain.size(item.shape)
+        for boundary in range(start // size * size + size, end, size):
+            assert (boundary - start) % grain == 0, (item, start, size)
+    assert end <= layout.numel
+
+
+@settings(max_examples=150, deadline=None)
+@given(item_lists(), st.integers(1, 17), st.integers(1, 5))
+def test_pieces_cover_each_parameter_once(items: list[Item], count: int, run: int) -> None:
+    layout = plan(items, count)
+    for index, item in enumerate(items):
+        edge = 0
+        for first in range(0, count, run):
+            lo, hi = layout.piece(index, first, min(run, count - first))
+            assert 0 <= lo <= hi <= item.numel
+            if lo < hi:
+                assert lo == edge
+                edge = hi
+            assert prod(layout.piece_shape(index, lo, hi)) == hi - lo
+        assert edge == item.numel
+        holding = [r for r in range(count) if len(range(*layout.piece(index, r)))]
+        assert list(layout.holders(index)) == holding != []
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 4), max_size=4).map(tuple), st.data())
+def test_chunks_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> None:
+    layout = plan([Item("w", shape, ELEMENT)], 3)
+    numel = prod(shape)
+    lo = data.draw(st.integers(0, numel))
+    hi = data.draw(st.integers(lo, numel))
+    seen = []
+    boxes = layout.chunks(0, lo, hi)
+    for offsets, sizes in boxes:
+        assert len(offsets) == len(sizes) == len(shape)
+        for place in product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True))):
+            flat = 0
+            for coordinate, extent in zip(place, shape, strict=True):
+                assert coordinate < extent
+                flat = flat * extent + coordinate
+            seen.append(flat)
+    assert seen == list(range(lo, hi))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(item_lists(), shard_counts)
+def test_groups_partition_and_do_not_explode(items: list[Item], num_shards: int) -> None:
+    groups = plan_groups(items, num_shards)
+    assert sorted(index for group in groups for index in group) == list(range(len(items)))
+    total = sum(plan([items[i] for i in group], num_shards).numel for group in groups)
+    alone = sum(plan([item], num_shards).numel for item in items)
+    assert total <= alone * 17 // 16 + price_of_alignment(items, num_shards)
+
+
+# ------------------------------------------------------------------------------------- exact cases
+
+
+def test_the_picture_in_the_docstring() -> None:
+    items = [Item("wq", (4, 64)), Item("wk", (4, 64)), Item("wo", (1, 64), TENSOR)]
+    layout = plan(items, 3)
+    assert (layout.shard_size, layout.starts, layout.padding) == (192, (0, 256, 512), 0)
+    assert [layout.piece(1, r) for r in range(3)] == [(0, 0), (0, 128), (128, 256)]
+    assert layout.piece(0, 0, 2) == (0, 256)
+    assert layout.picture(width=36).splitlines() == [
+        "shard 0 | wq rows 0-2                       |",
+        "shard 1 | wq rows 3-| wk rows 0-1           |",
+        "shard 2 | wk rows 2-3           | wo        |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "num_shards", "shard_size", "starts"),
+    [
+        # 7 rows of 13 over 3: no aligned shard holds whole rows, so shards are 3 rows, unaligned.
+        ([Item("w", (7, 13))], 3, 39, (0,)),
+        ([Item("w", (7, 13))], 1, 128, (0,)),
+        ([Item("w", (1, 1))], 4, 64, (0,)),
+        ([Item("w", ())], 1, 64, (0,)),
+        # One tensor per shard, and the vector fills what is left behind the smaller one.
+        ([Item("v", (64,)), Item("a", (2, 128), TENSOR), Item("b", (3, 128), TENSOR)], 2, 384,
+         (640, 384, 0)),
+        # rows(32) of 4: 128 elements stay together, so 3 grains over 2 shards are 2 and 1.
+        ([Item("w", (96, 4), rows(32))], 2, 256, (0,)),
+        # tensor/2 of 5 rows is 3 rows and 2 rows.
+        ([Item("w", (5, 64), tensor_fraction(2))], 2, 192, (0,)),
+        # Crossed once: rows of 192 do not divide 320, but a start at 448 has 192 before the cut at
+        # 640; the vector fills the gap that this leaves.
+        ([Item("t", (1, 320), TENSOR), Item("w", (2, 192)), Item("v", (128,))], 3, 320,
+         (0, 448, 320)),
+    ],
+)  # fmt: skip
+def test_offsets_by_hand(
+    items: list[Item], num_shards: int, shard_size: int, starts: tuple[int, ...]
+) -> None:
+    layout = plan(items, num_shards)
+    assert (layout.shard_size, layout.starts) == (shard_size, starts), layout.picture()
+
+
+def test_grain_sizes() -> None:
+    sizes = {str(grain): grain.size((5, 3, 7)) for grain in GRAINS}
+    assert sizes == {"element": 1, "row": 21, "rows(4)": 84, "rows(32)": 672, "tensor": 105,
+                     "tensor/2": 63, "tensor/3": 42}  # fmt: skip
+    assert [grain.size(()) for grain in (ELEMENT, ROW, TENSOR)] == [1, 1, 1]
+    assert ROW.size((9,)) == 1
+
+
+def test_piece_shapes_and_chunks() -> None:
+    layout = plan([Item("w", (4, 3, 2)), Item("scalar", ())], 1)
+    assert layout.piece_shape(0, 6, 18) == (2, 3, 2)
+    assert layout.piece_shape(0, 6, 17) == (11,)
+    assert layout.piece_shape(0, 24, 24) == (0, 3, 2)
+    assert layout.piece_shape(1, 0, 1) == () and layout.piece_shape(1, 1, 1) == (0,)
+    assert layout.chunks(1, 0, 1) == (((), ()),) and layout.chunks(1, 0, 0) == ()
+    assert layout.chunks(0, 3, 19) == (
+        ((0, 1, 1), (1, 1, 1)),
+        ((0, 2, 0), (1, 1, 2)),
+        ((1, 0, 0), (2, 3, 2)),
+        ((3, 0, 0), (1, 1, 1)),
+    )
+
+
+def test_one_shard_pads_for_alignment_only() -> None:
+    items = [Item("a", (1009, 1009)), Item("b", (7, 13), TENSOR), Item("c", (5,)), Item("d", ())]
+    layout = plan(items, 1)
+    assert layout.padding < ALIGNMENT * len(items)
+    assert plan(transformer_unit(), 1).padding == 0
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("starts", "shard_size", "message"),
+    [
+        ((0, 32), 256, "'b' at 32 is not at a multiple of 64"),
+        ((0, 64), 256, "'b' at 64 overlaps 'a', which ends at 128"),
+        ((0, 960), 256, "'b' at 960 ends outside the buffer of 1024"),
+        ((64, 256), 160, "'a' at 64 has a row of 64 elements cut at element 96"),
+        ((512, 0), 160, "'b' at 0 has a tensor of 256 elements cut at element 160"),
+        ((0,), 256, "1 starts for 2 parameters"),
+    ],
+)
+def test_broken_layouts_are_refused_by_name(
+    starts: tuple[int, ...], shard_size: int, message: str
+) -> None:
+    items = (Item("a", (2, 64)), Item("b", (4, 64), TENSOR))
+    with pytest.raises(ValueError, match=message):
+        Layout(items, 4, shard_size, starts)
+
+
+def test_second_cut_is_checked() -> None:
+    with pytest.raises(ValueError, match="'a' at 128 has a row of 64 elements cut every 96"):
+        Layout((Item("a", (4, 64)),), 6, 96, (128,))  # cut at 64, which is legal, then at 160
+
+
+def test_users_are_told_what_to_change() -> None:
+    with pytest.raises(ValueError, match="'empty' of shape \\(4, 0\\) holds no elements"):
+        Item("empty", (4, 0))
+    with pytest.raises(ValueError, match="0 parameters over 2 shards"):
+        plan([], 2)
+    with pytest.raises(ValueError, match="1 parameters over 0 shards"):
+        plan([Item("a", (1,))], 0)
+    with pytest.raises(ValueError, match="two parameters are named 'a'"):
+        plan([Item("a", (1,)), Item("a", (2,))], 2)
+    with pytest.raises(ValueError, match="'column' is unknown"):
+        Grain("column")
+    with pytest.raises(ValueError, match="count 0 cannot exist"):
+        rows(0)
+    with pytest.raises(ValueError, match="shards 1 to 3 of a layout of 2"):
+        plan([Item("a", (1,))], 2).piece(0, 1, 2)
+
+
+# ------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 24, 60, 64, 128, 240, 256, 448, 512, 768, 1000, 1024])
+def test_transformer_unit_pads_little(num_shards: int) -> None:
+    items = transformer_unit()
+    groups = plan_groups(items, num_shards)
+    layouts = [plan([items[i] for i in group], num_shards) for group in groups]
+    payload = sum(layout.payload for layout in layouts)
+    padding = sum(layout.padding for layout in layouts)
+    one_row_each = sum(
+        num_shards * max(item.grain_size for item in layout.items) for layout in layouts
+    )
+    assert padding <= payload // 50 + one_row_each
+    assert payload + padding <= fsdp2_numel(items, num_shards) * 1.032
+    assert len(groups) <= 2
+
+
+def test_odd_shapes_do_not_explode() -> None:
+    items = [Item("a", (1009, 1009)), Item("b", (1013, 1013))]
+    groups = plan_groups(items, 1024)
+    assert groups == [(0,), (1,)]
+    total = sum(plan([items[i] for i in group], 1024).numel for group in groups)
+    assert total == 1024 * (1009 + 1013) == fsdp2_numel(items, 1024)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), min_size=1,
+                max_size=6), st.integers(1, 64))  # fmt: skip
+def test_never_far_above_fsdp2(some_shapes: list[tuple[int, ...]], num_shards: int) -> None:
+    items = [Item(str(i), shape) for i, shape in enumerate(some_shapes)]
+    groups = plan_groups(items, num_shards)
+    total = sum(plan([items[i] for i in group], num_shards).numel for group in groups)
+    price = price_of_alignment(items, num_shards)
+    assert total <= fsdp2_numel(items, num_shards) * 17 / 16 + price
+
+
+@pytest.mark.parametrize("num_shards", [2, 8, 32, 64, 128, 256, 512, 1024])
+def test_layer_wise_llama_8b_pads_under_ten_percent(num_shards: int) -> None:
+    unit = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096),
+            "gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}  # fmt: skip
+    parts = max(1, num_shards // 64)  # whole matrices up to 64 ranks
+    items = [
+        Item(f"{layer}.{name}", shape, tensor_fraction(parts))
+        for layer in range(32)
+        for name, shape in unit.items()
+    ]
+    layout = plan(items, num_shards)
+    assert layout.payload == 6_979_321_856
+    assert layout.padding * 10 < layout.payload
+
+
+# ------------------------------------------------------------------------------------- exchange
+
+
+@settings(max_examples=150, deadline=None)
+@given(item_lists(largest=2048), st.integers(1, 9), st.integers(1, 9), st.sampled_from(GRAINS))
+def test_exchange_round_trip(items: list[Item], before: int, after: int, grain: Grain) -> None:
+    source = plan(items, before)
+    target = plan([Item(item.name, item.shape, grain) for item in items], after)
+
+    def shards(layout: Layout) -> list[list[int | None]]:
+        return [[None] * layout.shard_size for _ in range(layout.num_shards)]
+
+    def send(values: list[list[int | None]], one: Layout, other: Layout) -> list[list[int | None]]:
+        result = shards(other)
+        moves = exchange(one, other)
+        assert moves == tuple(sorted(moves, key=lambda move: (move.index, move.lo)))
+        for move in moves:
+            for element in range(move.lo, move.hi):
+                a = one.starts[move.index] + element - move.source * one.shard_size
+                b = other.starts[move.index] + element - move.target * other.shard_size
+                assert a >= 0 and b >= 0 and result[move.target][b] is None
+                result[move.target][b] = values[move.source][a]
+        return result
+
+    def filled(layout: Layout) -> list[list[int | None]]:
+        flat: list[int | None] = [None] * layout.numel
+        for index, item in enumerate(layout.items):
+            for element in range(item.numel):
+                flat[layout.starts[index] + element] = index * 10**7 + element
+        size = layout.shard_size
+        return [flat[r * size : (r + 1) * size] for r in range(layout.num_shards)]
+
+    there = send(filled(source), source, target)
+    assert there == filled(target)
+    assert send(there, target, source) == filled(source)
+
+
+def test_exchange_refuses_other_parameters() -> None:
+    one = plan([Item("a", (4, 4)), Item("b", (4,))], 2)
+    with pytest.raises(ValueError, match=r"'a'.* meets .*'c'"):
+        exchange(one, plan([Item("c", (4, 4)), Item("b", (4,))], 2))
+    with pytest.raises(ValueError, match="2 parameters meet 1"):
+        exchange(one, plan([Item("a", (4, 4))], 2))
+
+
+# ------------------------------------------------------------------------------------- planner
+
+
+def test_names_are_not_part_of_the_cache_key() -> None:
+    plan([Item("layer0.w", (48, 80)), Item("layer0.b", (48,))], 5)
+    before = layout_module._plan.cache_info()
+    plan([Item("layer1.w", (48, 80)), Item("layer1.b", (48,))], 5)
+    after = layout_module._plan.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
+SCRIPT = """
+from shardwise.layout import *
+shapes = [(101, 33), (7, 13), (64,), (), (5, 3, 7), (1009, 96), (33, 101), (12,), (96, 1009)]
+items = [Item(f"p{i}", s, [ROW, TENSOR, ELEMENT][i % 3]) for i, s in enumerate(shapes)]
+for n in (1, 3, 8, 64):
+    print(plan(items, n).shard_size, plan(items, n).starts, plan_groups(items, n))
+"""
+
+
+def test_the_same_on_every_rank_whatever_the_hash_seed() -> None:
+    outputs = []
+    for seed in ("0", "1", "4242"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.append(done.stdout)
+    assert len(outputs[0]) > 100 and len(set(outputs)) == 1
+
+
+def trillion_unit(layer: int, expert_hidden: int) -> list[Item]:
+    experts = {"gate": (expert_hidden, 7168), "up": (expert_hidden, 7168),
+               "down": (7168, expert_hidden)}  # fmt: skip
+    rest = {"q_a": (1536, 7168), "q_b": (24576, 1536), "kv_a": (576, 7168), "kv_b": (32768, 512),
+            "o": (7168, 16384), "router": (384, 7168), "norm": (7168,)}  # fmt: skip
+    return [
+        Item(f"{layer}.{expert}.{name}", shape)
+        for expert in range(384)
+        for name, shape in experts.items()
+    ] + [Item(f"{layer}.{name}", shape) for name, shape in rest.items()]
+
+
+@pytest.mark.parametrize("step", [0, 64], ids=["repeated units", "61 different units"])
+def test_a_trillion_parameters_over_1024_ranks(step: int) -> None:
+    units = [trillion_unit(layer, 2048 + step * (layer - 30)) for layer in range(61)]
+    layout_module._plan.cache_clear()
+    began = time.perf_counter()
+    groups = [plan_groups(unit, 1024) for unit in units]
+    layouts = [
+        plan([unit[i] for i in group], 1024)
+        for unit, of_unit in zip(units, groups, strict=True)
+        for group in of_unit
+    ]
+    seconds = time.perf_counter() - began
+    payload = sum(layout.payload for layout in layouts)
+    padding = sum(layout.padding for layout in layouts)
+    print(f"\n{payload:.3e} parameters, {padding / payload:.2%} padding, {seconds:.2f} s")
+    assert payload == sum(prod(item.shape) for unit in units for item in unit) > 10**12
+    assert padding * 50 < payload
+    assert seconds < 10
