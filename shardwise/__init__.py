@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """shardwise: sharded training with whole-matrix optimizers, as configurations of one idea.
 
-    import shardwise as sw
+import shardwise as sw
 
-    mesh = sw.init_mesh(dp=8)
-    for block in model.blocks:
-        sw.fully_shard(block, mesh=mesh, placements=sw.zero(3))
-    sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
-    optimizer = torch.optim.AdamW(model.parameters())
+mesh = sw.init_mesh(dp=8)
+for block in model.blocks:
+    sw.fully_shard(block, mesh=mesh, placements=sw.zero(3))
+sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
+optimizer = torch.optim.AdamW(model.parameters())
 """
 
 from shardwise import comm
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
-from shardwise.memory import LEDGER as ledger
+from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, register_fsdp_forward_method, share_comm_ctx
+from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from shardwise.tensor import ShardedTensor
 
 __version__ = "0.1.0"
@@ -34,11 +36,16 @@ __all__ = [
     "ShardedModule",
     "ShardedTensor",
     "comm",
+    "describe",
+    "find_nonfinite",
+    "full_state_dict",
     "fully_shard",
     "hfsdp",
     "hsdp",
     "init_mesh",
     "ledger",
+    "load_full_state_dict",
+    "parameter_norms",
     "register_fsdp_forward_method",
     "rows",
     "share_comm_ctx",

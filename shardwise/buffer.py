@@ -5,8 +5,10 @@
     placements [S], rank 1                         | wk 2-3 | wv rows 0-3 |
     placements [R], any     | wq rows 0-3 | wk rows 0-3     | wv rows 0-3 | wo rows 0-3 |.pad.|
 
-A rank's part is always one contiguous range of the layout, so a gathered buffer *is* the parameters: no
-copy out, no reassembly. ``redistribute`` walks from one list of placements to another, one axis at a time:
+A rank's part is always one contiguous range of the layout, so a gathered buffer *is* the
+parameters: no
+copy out, no reassembly. ``redistribute`` walks from one list of placements to another, one axis at
+a time:
 
     from     to       what happens
     Shard    Rep.     all-gather, from the outermost sharded axis inwards
@@ -15,7 +17,8 @@ copy out, no reassembly. ``redistribute`` walks from one list of placements to a
     Partial  Rep.     all-reduce
     Rep.     Partial  a new name for the same bytes, where the sum is an average
 
-``relayout`` moves pieces between two layouts of the same parameters: cut rows to whole tensors and back.
+``relayout`` moves pieces between two layouts of the same parameters: cut rows to whole tensors and
+back.
 """
 
 from __future__ import annotations
@@ -76,6 +79,25 @@ class Ranks:
         return comm.as_axis(group, "+".join(names[axis] for axis in sharded)), shards
 
 
+class GatherPlan:
+    """The views that one gather reads and writes: cast into place, then one collective per axis."""
+
+    def __init__(
+        self, source: Tensor, mine: Tensor | None, stages: list[tuple[Tensor, Tensor, comm.Axis]]
+    ) -> None:
+        self._source, self._mine, self._stages = source, mine, stages
+
+    def run(self) -> comm.Pending:
+        """Every stage but the last is waited for: the next one sends what it brought."""
+        if self._mine is not None:
+            self._mine.copy_(self._source, non_blocking=True)
+        pending = comm.Pending()
+        for whole, shard, axis in self._stages:
+            pending.wait()
+            pending = comm.all_gather(whole, shard, axis)
+        return pending
+
+
 class Buffer:
     """Flat storage + layout + placements."""
 
@@ -114,7 +136,8 @@ class Buffer:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """For each parameter: elements [low, high) of it are here, from ``offset`` of ``flat`` on."""
+        """For each parameter: elements [low, high) of it are here, from ``offset`` of ``flat``
+        on."""
         begin = self.first_shard * self.layout.shard_size
         found = []
         for index, start in enumerate(self.layout.starts):
@@ -154,29 +177,26 @@ class Buffer:
 
     # ------------------------------------------------------------------ moving bytes
 
-    def gather(self, out: Buffer) -> comm.Pending:
-        """Fill ``out`` (the same placements with fewer Shards), casting to its dtype on the way.
-
-        Every stage but the last is waited for: the next one sends what it brought.
-        """
+    def gather_plan(self, out: Buffer) -> GatherPlan:
+        """How to fill ``out`` (the same placements with fewer Shards). Made once, run often."""
+        pairs = enumerate(zip(self.placements, out.placements, strict=True))
+        steps = [axis for axis, (here, there) in pairs if here == SHARD and there != SHARD]
         mine = self.part_of(out)
-        steps = [
-            axis
-            for axis, (here, there) in enumerate(zip(self.placements, out.placements, strict=True))
-            if here == SHARD and there != SHARD
-        ]
         direct = len(steps) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
-        if mine.data_ptr() != self.flat.data_ptr() and not direct:
-            mine.copy_(self.flat, non_blocking=True)
-        pending = comm.Pending()
+        stages = []
         placements = list(self.placements)
+        shard = self.flat if direct else mine
         for axis in steps:  # outermost first: a gather joins neighbouring ranges
-            shard = self.flat if direct else self._range_of(out, placements)
             placements[axis] = REPLICATE
-            pending.wait()
             whole = self._range_of(out, placements)
-            pending = comm.all_gather(whole, shard, self.ranks.axes[axis])
-        return pending
+            stages.append((whole, shard, self.ranks.axes[axis]))
+            shard = whole
+        aliased = mine.data_ptr() == self.flat.data_ptr()
+        return GatherPlan(self.flat, None if direct or aliased else mine, stages)
+
+    def gather(self, out: Buffer) -> comm.Pending:
+        """Fill ``out``, casting to its dtype on the way."""
+        return self.gather_plan(out).run()
 
     def _range_of(self, out: Buffer, placements: Sequence[Placement]) -> Tensor:
         """The part of ``out`` that this rank holds once it is at ``placements``."""
@@ -190,7 +210,8 @@ class Buffer:
     ) -> Buffer:
         """The same values under other placements; reductions sum, or average over the axis.
 
-        Synchronous, and the source stays as it is. Shards must stay a suffix of the mesh at each step.
+        Synchronous, and the source stays as it is. Shards must stay a suffix of the mesh at each
+        step.
         """
         target = tuple(as_placement(placement) for placement in placements)
         current: Buffer = self
@@ -243,8 +264,8 @@ class Buffer:
     def relayout(self, layout: Layout, out: Buffer | None = None) -> Buffer:
         """The same parameters under another layout with as many shards, by one exact exchange.
 
-            rows cut       rank 0 | A rows 0-5 | B 0-1 |      rank 1 | B rows 2-7 |
-            whole tensors  rank 0 | A rows 0-5 |              rank 1 | B rows 0-7 |
+        rows cut       rank 0 | A rows 0-5 | B 0-1 |      rank 1 | B rows 2-7 |
+        whole tensors  rank 0 | A rows 0-5 |              rank 1 | B rows 0-7 |
         """
         shards = self.ranks.num_shards(self.placements)
         if not self.layout.num_shards == layout.num_shards == shards:
@@ -278,7 +299,8 @@ class Buffer:
         position = 0
         for move in incoming:
             length = move.hi - move.lo
-            out._elements(move.index, move.lo, move.hi).copy_(received[position : position + length])
+            piece = out._elements(move.index, move.lo, move.hi)
+            piece.copy_(received[position : position + length])
             position += length
         return out
 

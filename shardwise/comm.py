@@ -8,8 +8,8 @@
 
 On NCCL the native collectives run on the current stream. On gloo all of them are written over
 point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-scatter is an
-all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits of a
-gradient depend neither on the strategy nor on who computes them.
+all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
+of a gradient depend neither on the strategy nor on who computes them.
 
 Every call is counted: ``with record() as calls`` lists operation, axis and bytes.
 """
@@ -48,13 +48,17 @@ class Axis:
     group: Any  # a ProcessGroup
     size: int
     rank: int
-    backend: str
+    backends: dict[str, str]  # by device type
     peers: tuple[int, ...]  # global ranks, by rank on the axis
     _sent: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
-    def point_to_point(self) -> bool:
-        return self.backend == "gloo"
+    def pretends(self) -> bool:
+        """Whether this is torch's fake backend: one process posing as a rank of many."""
+        return "fake" in self.backends.values()
+
+    def backend_for(self, tensor: Tensor) -> str | None:
+        return self.backends.get(tensor.device.type)
 
     def next_tag(self, operation: str) -> int:
         """Messages of one operation are matched by their count, the same on all ranks. Operations
@@ -68,7 +72,8 @@ class Axis:
         return self._subgroup(self.peers, self.name)
 
     def split(self, size: int) -> Axis:
-        """This rank's run of ``size`` neighbours on the axis (collective over the default group)."""
+        """This rank's run of ``size`` neighbours on the axis (collective over the default
+        group)."""
         key = (self, size)
         if key not in _SPLITS:
             first = self.rank // size * size
@@ -77,7 +82,7 @@ class Axis:
 
     def _subgroup(self, mine: tuple[int, ...], name: str) -> Axis:
         everyone: list[Any] = [mine]
-        if self.backend != "fake":
+        if not self.pretends:
             everyone = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
         group = None
@@ -85,30 +90,40 @@ class Axis:
             made = dist.new_group(list(peers))
             group = made if peers == mine else group
         rank = mine.index(self.peers[self.rank])
-        return Axis(name, group, len(mine), rank, self.backend, mine)
+        return Axis(name, group, len(mine), rank, self.backends, mine)
 
 
 GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
 _SPLITS: dict[tuple[Axis, int], Axis] = {}
-_AXES: WeakKeyDictionary[Any, Axis] = WeakKeyDictionary()
+_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()
 
 
-def as_axis(group: GroupLike, name: str = "group") -> Axis:
-    """The Axis of a process group; one per group, so that its message tags stay in step."""
+def as_axis(group: GroupLike, name: str | None = None) -> Axis:
+    """The Axis of a process group. One group may be an axis of several meshes, under several names;
+    its messages are counted together all the same."""
     if isinstance(group, Axis):
         return group
-    axis = _AXES.get(group)
-    if axis is None:
-        axis = Axis(
+    known = _AXES.setdefault(group, {})
+    first = next(iter(known.values()), None)
+    if name is None:
+        name = first.name if first is not None else "group"
+    if name not in known:
+        known[name] = Axis(
             name=name,
             group=group,
             size=dist.get_world_size(group),
             rank=dist.get_rank(group),
-            backend=str(dist.get_backend(group)),
+            backends=_backends(group),
             peers=tuple(dist.get_process_group_ranks(group)),
+            _sent=first._sent if first is not None else {},
         )
-        _AXES[group] = axis
-    return axis
+    return known[name]
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """``{"cpu": "gloo", "cuda": "nccl"}`` and the like."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)  # type: ignore[misc]
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
@@ -152,6 +167,17 @@ def record() -> Iterator[list[Call]]:
     finally:
         # by identity: two lists that happen to be equal are still two recorders
         _recorders[:] = [other for other in _recorders if other is not calls]
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """While a collective runs on a copy elsewhere: it was counted already."""
+    open_now = _recorders[:]
+    _recorders.clear()
+    try:
+        yield
+    finally:
+        _recorders[:] = open_now
 
 
 def _count(operation: str, axis: Axis, nbytes: int) -> None:
@@ -198,7 +224,6 @@ class Pending:
 _DONE = Pending()
 
 
-
 def _messages(
     operation: str,
     axis: Axis,
@@ -227,17 +252,19 @@ def _wire(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _on_host(axis: Axis, *tensors: Tensor) -> bool:
-    """Whether gloo is asked to carry device memory, which has to be staged through the host."""
-    return axis.point_to_point and any(tensor.device.type != "cpu" for tensor in tensors)
+def _by_messages(axis: Axis, tensor: Tensor) -> bool:
+    return axis.backend_for(tensor) == "gloo"
 
 
-def _needs_device(axis: Axis, tensor: Tensor) -> bool:
-    return axis.backend == "nccl" and tensor.device.type == "cpu"
-
-
-def _device_of(axis: Axis) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
+    """Where the tensor must be for this axis to carry it: gloo reads host memory, NCCL the
+    device's."""
+    backend = axis.backend_for(tensor)
+    if tensor.device.type != "cpu" and backend == "gloo":
+        return torch.device("cpu")
+    if backend is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return None
 
 
 def _no_float8(operation: str, tensor: Tensor) -> None:
@@ -257,7 +284,8 @@ def _native(new: str, old: str) -> Callable[..., Any]:
 
 
 def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
-    """``out`` = the shards of all ranks, in rank order. ``shard`` may be this rank's part of ``out``."""
+    """``out`` = the shards of all ranks, in rank order. ``shard`` may be this rank's part of
+    ``out``."""
     axis = as_axis(group)
     assert out.numel() == shard.numel() * axis.size and out.dtype == shard.dtype
     if axis.size == 1:
@@ -265,14 +293,13 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
             out.copy_(shard)
         return _DONE
     _count("all_gather", axis, out.nbytes)
-    if _on_host(axis, out):
-        host = torch.empty(out.shape, dtype=out.dtype)
-        parts = list(host.view(-1).chunk(axis.size))
-        parts[axis.rank].copy_(shard)
-        _gather_messages(axis, parts).wait()
-        out.copy_(host)
+    if (place := _elsewhere(axis, out)) is not None:
+        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
+        with _uncounted():
+            all_gather(moved, shard.to(place), axis).wait()
+        out.copy_(moved)
         return _DONE
-    if axis.point_to_point:
+    if _by_messages(axis, out):
         parts = list(out.view(-1).chunk(axis.size))
         if parts[axis.rank].data_ptr() != shard.data_ptr():
             parts[axis.rank].copy_(shard)
@@ -303,12 +330,13 @@ def reduce_scatter(
             out.div_(divisor)
         return _DONE
     _count("reduce_scatter", axis, full.nbytes)
-    if _on_host(axis, full):
-        host = torch.empty(out.shape, dtype=out.dtype)
-        _reduce_messages(axis, host, full.cpu(), divisor).wait()
-        out.copy_(host)
+    if (place := _elsewhere(axis, full)) is not None:
+        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
+        with _uncounted():
+            reduce_scatter(moved, full.to(place), axis, divisor=divisor).wait()
+        out.copy_(moved)
         return _DONE
-    if axis.point_to_point:
+    if _by_messages(axis, full):
         return _reduce_messages(axis, out, full, divisor)
     operation, rest = _native_sum(axis, divisor)
     _native("reduce_scatter_single", "reduce_scatter_tensor")(
@@ -359,12 +387,13 @@ def _sum_in_rank_order(
 
 
 def _native_sum(axis: Axis, divisor: float | None) -> tuple[Any, float | None]:
-    """The reduce op that sums and divides in one pass, or a plain sum and what is left to divide."""
+    """The reduce op that sums and divides in one pass, or a plain sum and what is left to
+    divide."""
     if divisor in (None, 1):
         return dist.ReduceOp.SUM, None
     if divisor == axis.size:
         return dist.ReduceOp.AVG, None
-    if axis.backend == "nccl":
+    if "nccl" in axis.backends.values():
         return dist._make_nccl_premul_sum(1.0 / divisor), None  # type: ignore[attr-defined,operator]
     return dist.ReduceOp.SUM, divisor
 
@@ -379,13 +408,14 @@ def all_reduce(
         if divisor not in (None, 1):
             tensor.div_(divisor)
         return _DONE
-    if _on_host(axis, tensor) or _needs_device(axis, tensor):
-        elsewhere = tensor.cpu() if axis.point_to_point else tensor.to(_device_of(axis))
-        all_reduce(elsewhere, axis, op, divisor=divisor).wait()
-        tensor.copy_(elsewhere)
-        return _DONE
     _count("all_reduce", axis, tensor.nbytes)
-    if axis.point_to_point:
+    if (place := _elsewhere(axis, tensor)) is not None:
+        moved = tensor.to(place)
+        with _uncounted():
+            all_reduce(moved, axis, op, divisor=divisor).wait()
+        tensor.copy_(moved)
+        return _DONE
+    if _by_messages(axis, tensor):
         return _all_reduce_messages(axis, tensor, op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
     dist.all_reduce(tensor, op=operation, group=axis.group)
@@ -399,7 +429,9 @@ def _all_reduce_messages(
 ) -> Pending:
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_ROUND_BYTES:
-        terms = [flat.clone() if r == axis.rank else torch.empty_like(flat) for r in range(axis.size)]
+        terms = [
+            flat.clone() if r == axis.rank else torch.empty_like(flat) for r in range(axis.size)
+        ]
 
         def add_up() -> None:
             _sum_in_rank_order(flat, terms, divisor, op)
@@ -429,12 +461,13 @@ def all_to_all(
         return _DONE
     remote = sum(size for peer, size in enumerate(sizes) if peer != axis.rank)
     _count("all_to_all", axis, remote * source.element_size())
-    if _on_host(axis, out):
-        host = torch.empty(out.shape, dtype=out.dtype)
-        _all_to_all_messages(axis, host, source.cpu(), out_sizes, sizes).wait()
-        out.copy_(host)
+    if (place := _elsewhere(axis, out)) is not None:
+        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
+        with _uncounted():
+            all_to_all(moved, source.to(place), out_sizes, sizes, axis).wait()
+        out.copy_(moved)
         return _DONE
-    if axis.point_to_point:
+    if _by_messages(axis, out):
         return _all_to_all_messages(axis, out, source, out_sizes, sizes)
     if out.element_size() == 1:
         out, source = out.view(torch.uint8), source.view(torch.uint8)
@@ -455,12 +488,13 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     axis = as_axis(group)
     if axis.size == 1:
         return _DONE
-    if _on_host(axis, tensor) or _needs_device(axis, tensor):
-        elsewhere = tensor.cpu() if axis.point_to_point else tensor.to(_device_of(axis))
-        broadcast(elsewhere, axis, source).wait()
-        tensor.copy_(elsewhere)
-        return _DONE
     _count("broadcast", axis, tensor.nbytes)
+    if (place := _elsewhere(axis, tensor)) is not None:
+        moved = tensor.to(place)
+        with _uncounted():
+            broadcast(moved, axis, source).wait()
+        tensor.copy_(moved)
+        return _DONE
     wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     dist.broadcast(wire, axis.peers[source], group=axis.group)
     return _DONE
@@ -470,7 +504,7 @@ def agree(values: Sequence[Any], group: GroupLike) -> list[Any]:
     """The small Python object of every rank, in rank order: for checks at construction only."""
     axis = as_axis(group)
     everyone: list[Any] = [None] * axis.size
-    if axis.size == 1 or axis.backend == "fake":
+    if axis.size == 1 or axis.pretends:
         return [values] * axis.size
     dist.all_gather_object(everyone, values, group=axis.group)
     return everyone

@@ -15,7 +15,6 @@ run over the sharded axes alone: ranks of a replicated axis hold the same bytes 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -47,9 +46,17 @@ class Rows(Shard):
     plain DTensor that got hold of this placement is refused.
     """
 
+    name: str
+    rows: tuple[int, int] | None  # of this rank, [begin, end); None where rows are cut
+    last: bool
+
     def __init__(self, name: str, rows: tuple[int, int] | None, *, last: bool) -> None:
         super().__init__(0)
-        self.name, self.rows, self.last = name, rows, last
+        # torch's placements refuse attributes in some versions (frozen dataclasses).
+        self.__dict__.update(name=name, rows=rows, last=last)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        return self  # a value
 
     def _local_shard_size_and_offset(
         self, curr_local_size: int, num_chunks: int, rank: Any
@@ -106,6 +113,9 @@ class Cut:
         if self.mesh.get_coordinate() is None:
             raise ValueError(f"'{name}': this rank is not in the mesh {self.mesh}; leave it out")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
+        return self  # a value, and its mesh can't be copied
+
     # ------------------------------------------------------------------ where the pieces lie
 
     @property
@@ -115,6 +125,10 @@ class Cut:
     @cached_property
     def shape(self) -> torch.Size:
         return torch.Size(self.layout.items[self.index].shape)
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @cached_property
     def numel(self) -> int:
@@ -192,7 +206,7 @@ class Cut:
         """The whole tensor as torch's DTensor describes it."""
         spec = self._specs.get(dtype)
         if spec is None:
-            meta = TensorMeta(self.shape, _contiguous_stride(self.shape), dtype)
+            meta = TensorMeta(self.shape, self.stride, dtype)
             spec = self._specs[dtype] = DTensorSpec(self.mesh, self._placements, tensor_meta=meta)
         return spec
 
@@ -281,10 +295,3 @@ class Cut:
                 by_rank = gathered.view(axis.size, -1)
                 result = by_rank.amax(0) if op == "max" else by_rank.amin(0)
         return result.to(values.device)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))[: len(shape)]

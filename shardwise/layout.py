@@ -241,6 +241,9 @@ def plan(items: Sequence[Item], num_shards: int) -> Layout:
     return Layout(tuple(items), num_shards, shard_size, starts)
 
 
+CHEAP_PADDING = 1 << 17  # elements over all shards; a collective more would cost more than these
+
+
 def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]:
     """Indices for one buffer or several, each to be planned alone, so that padding never explodes.
 
@@ -249,14 +252,11 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
     """
     everything = tuple(range(len(items)))
     whole, kinds = plan(items, num_shards), _kinds(items)
-    if whole.padding * 50 <= whole.payload:
+    if whole.padding * 50 <= whole.payload or whole.padding <= CHEAP_PADDING:
         return [everything]
-    families: dict[_Kind, list[int]] = {}
-    for index, (numel, grain) in enumerate(kinds):
-        odd = 1 < grain < numel and grain % ALIGNMENT  # an aligned start is rarely a legal one
-        # Whole tensors ask nothing of the shard size, so they are one family.
-        family = (numel if odd else 0, grain if grain < numel else 0)
-        families.setdefault(family, []).append(index)
+    by_grain: dict[int, list[int]] = {}
+    for index, (numel, grain) in enumerate(kinds):  # whole tensors ask nothing of the shard size
+        by_grain.setdefault(grain if grain < numel else 0, []).append(index)
 
     def payload(group: Sequence[int]) -> int:
         return sum(kinds[index][0] for index in group)
@@ -264,8 +264,13 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
     def cost(group: Sequence[int]) -> int:
         return num_shards * _plan(tuple(kinds[index] for index in group), num_shards)[0]
 
+    families: list[list[int]] = []
+    for family in by_grain.values():
+        # Few and short parameters of odd rows: no aligned start of a second one allows a cut.
+        explodes = cost(family) > 2 * sum(cost([index]) for index in family)
+        families += [[index] for index in family] if explodes else [family]
     groups: list[tuple[list[int], int]] = []  # each with what its families cost alone
-    for family in sorted(families.values(), key=payload, reverse=True):
+    for family in sorted(families, key=payload, reverse=True):
         alone = cost(family)
         for position, (members, members_alone) in enumerate(groups):
             joint, joint_alone = sorted(members + family), members_alone + alone

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the bytes of buffers come from, and the ledger that counts them.
 
-A :class:`Block` is a flat tensor whose memory comes and goes while the tensor, and every view of it that
-autograd saved, stays. A *source* decides where the memory comes from:
+A :class:`Block` is a flat tensor whose memory comes and goes while the tensor, and every view of it
+that autograd saved, stays. A *source* decides where the memory comes from:
 
 - :class:`Caching`: the storage is resized, so torch's allocator recycles it. The default.
-- :class:`TracePool`: the first step is traced, then every block gets a fixed home in one arena. Blocks
+- :class:`TracePool`: the first step is traced, then every block gets a fixed home in one arena.
+Blocks
   that are never alive together share a home:
 
       step        | fwd 1 | fwd 2 | fwd 3 | bwd 3 | bwd 2 | bwd 1 |
@@ -26,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Ledger:
         return {kind: nbytes for kind, nbytes in sorted(self.current.items()) if nbytes}
 
 
-LEDGER = Ledger()
+ledger = Ledger()
 
 
 class Source(Protocol):
@@ -122,13 +122,14 @@ class Block:
 
 
 class _Counted:
-    """What the ledger counts for one block; apart from it, so that a dead block can be uncounted."""
+    """What the ledger counts for one block; apart from it, so that a dead block can be
+    uncounted."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.nbytes = kind, 0
 
     def set(self, nbytes: int) -> None:
-        LEDGER.add(self.kind, nbytes - self.nbytes)
+        ledger.add(self.kind, nbytes - self.nbytes)
         self.nbytes = nbytes
 
 
@@ -159,9 +160,10 @@ class _Home:
 class TracePool:
     """Trace one step, plan homes by left-edge interval colouring, replay.
 
-    ``step_done`` is called at the end of every backward; the pool plans at the first. From then on a block
-    takes its home if it is free. Where it is not (another order, a validation pass in the middle), the block
-    gets memory of its own from the caching allocator, counted in ``fallbacks``.
+    ``step_done`` is called at the end of every backward; the pool plans at the first. From then on
+    a block
+    takes its home if it is free. Where it is not (another order, a validation pass in the middle),
+    the block gets memory of its own from the caching allocator, counted in ``fallbacks``.
     """
 
     ALIGNMENT = 512  # bytes; what torch's CUDA allocator rounds to
@@ -194,7 +196,8 @@ class TracePool:
         elif block.viewed():
             holder = home.holder.kind if home.holder is not None else "another block"
             raise RuntimeError(
-                f"the trace pool gave a {block.kind} block of {block.nbytes} bytes and a live {holder} "
+                f"the trace pool gave a {block.kind} block of {block.nbytes} bytes and a live "
+                f"{holder} "
                 f"block the same home, and autograd still holds views of the first: the order of "
                 f"units changed between forward and backward. Use memory='caching' for this model"
             )
@@ -211,7 +214,8 @@ class TracePool:
             self._caching.release(block)
 
     def step_done(self) -> None:
-        """The end of a backward: plan, if there is a trace and no graph holds views of old memory."""
+        """The end of a backward: plan, if there is a trace and no graph holds views of old
+        memory."""
         if self.planned or not self._events:
             return
         lives = self._lives()
@@ -221,7 +225,8 @@ class TracePool:
         self.planned, self._events = True, []
 
     def reset(self) -> None:
-        """Forget the plan and give the arena back; every block must rest. The next step is traced."""
+        """Forget the plan and give the arena back; every block must rest. The next step is
+        traced."""
         for block in list(self._homes):
             assert not block.live, "a trace pool is reset between steps only"
             if self._at_home(block):
@@ -239,7 +244,9 @@ class TracePool:
     def _fall_back(self, block: Block, reason: str) -> None:
         self.fallbacks += 1
         if self.fallbacks == 1:
-            logger.warning("trace pool: a %s block uses the caching allocator: %s", block.kind, reason)
+            logger.warning(
+                "trace pool: a %s block uses the caching allocator: %s", block.kind, reason
+            )
 
     def _move_out(self, block: Block) -> None:
         """Give a block a storage of its own, with memory: views cannot be made of none."""
@@ -272,7 +279,8 @@ class TracePool:
             for block in blocks:
                 size = -(-block.nbytes // self.ALIGNMENT) * self.ALIGNMENT
                 free = [home for home in homes if not _overlap(home.lives, lives[block])]
-                # The home nearest in size: growing a small one costs as much as wasting a large one.
+                # The home nearest in size: growing a small one costs as much as wasting a large
+                # one.
                 home = min(free, key=lambda home: abs(home.size - size), default=None)
                 if home is None:
                     home = _Home(size)
@@ -291,5 +299,3 @@ class TracePool:
 
 def _overlap(first: list[tuple[int, float]], second: list[tuple[int, float]]) -> bool:
     return any(a[0] < b[1] and b[0] < a[1] for a in first for b in second)
-
-

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: the ranks of a job as named axes, outer to inner: ``dp_outer``, ``dp``, ``ep``, ``tp``."""
+"""Meshes: the ranks of a job as named axes, outer to inner: ``dp_outer``, ``dp``, ``ep``,
+``tp``."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def init_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks; ``dp`` fills up what the other axes leave.
 
-    Joins the process group that ``torchrun`` prepared if none is up, and makes a group of one where there
-    is no launcher. Axes of size one are left out, except ``dp``.
+    Joins the process group that ``torchrun`` prepared if none is up, and makes a group of one where
+    there is no launcher. Axes of size one are left out, except ``dp``.
     """
     _check_positive(dp=dp, dp_outer=dp_outer, ep=ep, tp=tp)
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,13 +44,12 @@ def init_mesh(
             f"{world}: change the sizes, or start {math.prod(sizes.values())} processes"
         )
     names = tuple(name for name in AXES if sizes[name] > 1 or name == "dp")
-    return init_device_mesh(
-        device_type, tuple(sizes[name] for name in names), mesh_dim_names=names
-    )
+    return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel axes of a mesh; a mesh that names no ``dp`` axis is data-parallel as a whole."""
+    """The data-parallel axes of a mesh; a mesh that names no ``dp`` axis is data-parallel as a
+    whole."""
     names = mesh.mesh_dim_names
     if names is None or "dp" not in names or set(names) <= set(DATA_AXES):
         return mesh
@@ -74,4 +74,5 @@ def _join_process_group(device_type: str) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)

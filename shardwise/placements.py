@@ -65,10 +65,14 @@ def as_placement(value: Any) -> Placement:
     """Accept our own values and torch's ``Replicate()``, ``Partial()``, ``Shard(0)``."""
     if isinstance(value, Replicate | Partial | Shard):
         return value
-    ours = {"Replicate": Replicate, "Partial": Partial, "Shard": Shard}.get(type(value).__name__)
-    if ours is None:
-        raise ValueError(f"{value!r} is no placement; use Replicate(), Partial() or Shard()")
-    return Shard(value.dim) if ours is Shard else ours()
+    name = type(value).__name__
+    if name == "Shard":
+        return Shard(value.dim)
+    if name == "Replicate":
+        return REPLICATE
+    if name == "Partial":
+        return PARTIAL
+    raise ValueError(f"{value!r} is no placement; use Replicate(), Partial() or Shard()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +83,7 @@ class Placements:
     grad: tuple[Placement, ...]
     main: tuple[Placement, ...]
 
-    def __init__(
-        self, *, compute: Sequence[Any], grad: Sequence[Any], main: Sequence[Any]
-    ) -> None:
+    def __init__(self, *, compute: Sequence[Any], grad: Sequence[Any], main: Sequence[Any]) -> None:
         for name, values in (("compute", compute), ("grad", grad), ("main", main)):
             object.__setattr__(self, name, tuple(as_placement(value) for value in values))
         problems = self._problems()
@@ -134,9 +136,7 @@ def zero(stage: int) -> Placements:
 
 def hsdp() -> Placements:
     """Fully sharded inside, replicated outside: a 2-D mesh, outer to inner."""
-    return Placements(
-        compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[REPLICATE, SHARD]
-    )
+    return Placements(compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[REPLICATE, SHARD])
 
 
 def hfsdp() -> Placements:

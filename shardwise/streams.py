@@ -37,7 +37,9 @@ class Lanes:
             gather = torch.cuda.Stream(device, priority=-1)
             names = ("gather", "reduce", "outer")
             self._streams = {
-                name: gather if unify or name == "gather" else torch.cuda.Stream(device, priority=-1)
+                name: gather
+                if unify or name == "gather"
+                else torch.cuda.Stream(device, priority=-1)
                 for name in names
             }
 
@@ -74,18 +76,20 @@ class Lanes:
         return self._streams[lane]
 
 
+def annotate(name: str) -> AbstractContextManager[Any]:
+    """A profiler label and an NVTX range around a piece of work; nothing unless profiling."""
+    profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return _labelled(name) if profiling else _NOWHERE
+
+
 @contextmanager
-def annotate(name: str) -> Iterator[None]:
-    """An NVTX range and a profiler label around a piece of work; costs nothing unless profiling."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        yield
-        return
-    nvtx = torch.cuda.nvtx if torch.cuda.is_available() else None
-    if nvtx is not None:
-        nvtx.range_push(name)
+def _labelled(name: str) -> Iterator[None]:
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.nvtx.range_push(name)
     try:
         with torch.profiler.record_function(name):
             yield
     finally:
-        if nvtx is not None:
-            nvtx.range_pop()
+        if on_gpu:
+            torch.cuda.nvtx.range_pop()

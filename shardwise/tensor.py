@@ -19,7 +19,6 @@ what would be wrong on a piece raises, by name.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -46,7 +45,8 @@ class ShardedTensor(DTensor):
     _local_tensor: Tensor
     cut: Cut
     version: Version | None
-    __slots__ = ("cut", "version")
+    # No __slots__ of ours: torch's staging of asynchronous checkpoints copies DTensor's own two,
+    # and __dict__, where cut and version live.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
@@ -94,7 +94,7 @@ class ShardedTensor(DTensor):
             raise RuntimeError(
                 f"'{self.cut.name}': only leaves of the autograd graph can be copied"
             )
-        # Version copies with whatever owns it; the cut is a value, and its mesh can't be copied.
+        # The version is copied with whatever owns it.
         version = copy.deepcopy(self.version, memo)
         new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
         memo[id(self)] = new
@@ -200,21 +200,33 @@ class ShardedTensor(DTensor):
         if self.version is not None:
             # A load writes here. A save only reads; a version too many costs one refresh.
             self.version.count += 1
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
-        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        pairs = zip(offsets, self.cut.stride, strict=True)
+        first = sum(offset * stride for offset, stride in pairs)
         flat = self._local_tensor.view(-1)
         return flat.narrow(0, first - self.cut.piece[0], sizes.numel()).view(sizes)
 
 
-_new = DTensor.__new__
+_make = torch.Tensor._make_wrapper_subclass
 
 
 def _wrap(
     local: Tensor, cut: Cut, version: Version | None = None, requires_grad: bool = False
 ) -> ShardedTensor:
-    """Make one without checks, and without ``__init__``: optimizers make hundreds per step."""
-    spec = cut.spec(local.dtype)
-    tensor: Any = _new(ShardedTensor, local, spec, requires_grad=requires_grad)
+    """Make one without checks, and without ``__init__``: optimizers make hundreds per step.
+
+    DTensor's own constructor would take over the local's storage offset. Locals are views into a
+    buffer, so ``data_ptr()`` of this shell would seem to be memory; without an offset it is 0.
+    """
+    tensor: Any = _make(
+        ShardedTensor,
+        cut.shape,
+        cut.stride,
+        dtype=local.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+    )
+    tensor._local_tensor = local
+    tensor._spec = cut.spec(local.dtype)
     tensor.cut = cut
     tensor.version = version
     return tensor  # type: ignore[no-any-return]

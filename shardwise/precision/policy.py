@@ -60,6 +60,16 @@ class Precision:
             cast_inputs=policy.cast_forward_inputs,
         )
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """To which floating-point inputs of a wrapped module are cast."""
+        return as_dtype(self.weights, "weights") if self.cast_inputs else None
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """To which its floating-point outputs are."""
+        return as_dtype(self.outputs, "outputs")
+
     def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Of the compute weight of a parameter; integer parameters are never cast."""
         return _choose(self.weights, parameter, parameter)

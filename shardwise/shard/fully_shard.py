@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fully_shard``: from a module to a unit. Everything is checked before anything changes.
 
-    module tree --> parameters not owned by an inner unit --> groups alike in dtype and trainability
-                --> one flat buffer each --> the module's class and hooks
+module tree --> parameters not owned by an inner unit --> groups alike in dtype and trainability
+            --> one flat buffer each --> the module's class and hooks
 """
 
 from __future__ import annotations
@@ -54,24 +54,30 @@ def fully_shard(
 ) -> M:
     """Spread a module's parameters, gradients and optimizer state over a mesh, in place.
 
-    Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no inner
-    call owns; they are gathered before the module's forward and released after it, together.
+    Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no
+    inner call owns; they are gathered before the module's forward and released after it, together.
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
-        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes are used if it names them, else all axes.
-        placements: ``zero(0..3)``, ``hsdp()``, ``hfsdp()`` or your own :class:`Placements`. Default: fully
+        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes are used if it names them, else all
+        axes.
+        placements: ``zero(0..3)``, ``hsdp()``, ``hfsdp()`` or your own :class:`Placements`.
+        Default: fully
             sharded, replicated over the outer axis of a 2-D mesh.
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
-        reshard_after_forward: release after forward and gather again in backward (True), keep (False), keep
+        reshard_after_forward: release after forward and gather again in backward (True), keep
+        (False), keep
             1/k and gather again from k neighbours (an int), or True except for the root (None).
-        offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the host.
+        offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the
+        host.
         ignored_params: left alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate and which shard.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate and which
+        shard.
         grain: the smallest piece of a parameter that may not be cut; rows by default.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
-        unify_streams: all communication on one stream: less overlap, less peak; the root's choice holds.
+        unify_streams: all communication on one stream: less overlap, less peak; the root's choice
+        holds.
     """
     modules = list(module) if isinstance(module, list) else [module]
     roots = _outermost(modules)
@@ -91,7 +97,8 @@ def fully_shard(
     values = _same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
-    groups, where = [], {}
+    groups: list[Group] = []
+    where: dict[int, tuple[int, int]] = {}
     for members in _groups(found, ranks.num_shards(placements.main), grain):
         chosen = [found[position] for position in members]
         items = [Item(f.name, tuple(f.parameter.shape), _grain(f, grain)) for f in chosen]
@@ -112,13 +119,16 @@ def fully_shard(
         roots,
         groups,
         places,
+        precision=precision,
         release_after_forward=release,
         kept_axis=kept_axis,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
     )
     _install(roots, unit, device)
-    unit.forsaken = [(f.name, weakref.ref(f.parameter)) for f in found]
+    for f in found:
+        unit.forsaken.append((f.name, weakref.ref(f.parameter)))
+        f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
     return module
 
 
@@ -149,21 +159,19 @@ def _parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[
     found: dict[int, _Found] = {}
     skipped = {id(parameter) for parameter in ignored}
     seen: set[int] = set()
-
-    def visit(module: nn.Module, path: str) -> None:
+    several = len(roots) > 1
+    waiting = [(root, f"{number}." if several else "") for number, root in enumerate(roots)][::-1]
+    while waiting:
+        module, path = waiting.pop()
         if id(module) in seen or unit_of(module) is not None:
-            return
+            continue
         seen.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in skipped:
                 continue
             entry = found.setdefault(id(parameter), _Found(f"{path}{name}", parameter, []))
             entry.places.append((module._parameters, name))
-        for name, child in module.named_children():
-            visit(child, f"{path}{name}.")
-
-    for number, root in enumerate(roots):
-        visit(root, f"{number}." if len(roots) > 1 else "")
+        waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
     return list(found.values())
 
 
@@ -171,14 +179,16 @@ def _check_parameters(found: Sequence[_Found]) -> None:
     problems = []
     for f in found:
         parameter = f.parameter
-        if isinstance(parameter, ShardedTensor):
+        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
             problems.append(
-                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap both "
+                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
+                f"both "
                 f"modules in one call with a list, or leave both to the root"
             )
         elif isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"fully_shard: '{f.name}' is a DTensor on {parameter.device_mesh}: sharding what tensor "
+                f"fully_shard: '{f.name}' is a DTensor on {parameter.device_mesh}: sharding what "
+                f"tensor "
                 f"parallelism has cut already is not supported yet; wrap plain parameters"
             )
         elif parameter.is_complex() or (
@@ -201,7 +211,8 @@ def _grain(found: _Found, choice: GrainChoice | None) -> Grain:
 def _groups(
     found: Sequence[_Found], num_shards: int, grain: GrainChoice | None
 ) -> list[tuple[int, ...]]:
-    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so odd in
+    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so
+    odd in
     their rows that packing them together would cost more than it saves."""
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     for position, f in enumerate(found):
@@ -319,7 +330,8 @@ def _check_ranks_agree(found: Sequence[_Found], ranks: Ranks, placements: Placem
 def _after_forward(
     wanted: bool | int | None, ranks: Ranks, placements: Placements
 ) -> tuple[comm.Axis | None, bool | None]:
-    """(the axis of k ranks that keep the weights between forward and backward, whether to release)."""
+    """(the axis of k ranks that keep the weights between forward and backward, whether to
+    release)."""
     if wanted is None or isinstance(wanted, bool):
         return None, wanted
     axis = ranks.axes[-1]
@@ -330,7 +342,8 @@ def _after_forward(
         )
     if wanted < 1 or axis.size % wanted:
         raise ValueError(
-            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis '{axis.name}'"
+            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
+            f"'{axis.name}'"
         )
     if wanted == 1:
         return None, False
@@ -359,7 +372,8 @@ def _same_values(found: Sequence[_Found], ranks: Ranks, device: torch.device) ->
         ]
         if differing:
             logger.warning(
-                "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking the "
+                "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking "
+                "the "
                 "values of its rank 0. Seed all ranks alike to avoid the broadcast",
                 axis.name,
                 len(differing),

@@ -8,7 +8,8 @@ One microbatch of one group, and what is alive:
 Where gradients wait for later microbatches before they are reduced:
 
     partial    whole and unreduced: zero(0), zero(1), or without gradient sync
-    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp before the last microbatch
+    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp before the last
+    microbatch
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 """
@@ -33,7 +34,8 @@ from shardwise.shard.runtime import Runtime
 class WholeParameter(nn.Parameter):
     """A parameter as forward sees it: a view of gathered memory.
 
-    A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the first
+    A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
+    first
     contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite asks
     ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient, or none.
     """
@@ -100,7 +102,7 @@ class Gradients:
         self.ranks, self.layout = main_weight.ranks, main_weight.layout
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
-        self.sum_only = False
+        self.sum_only = False  # sum on the wire and divide after, never in one pass
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = Caching()
@@ -108,6 +110,7 @@ class Gradients:
         self.on_written: Callable[[int], None] = _ignore
         for index, parameter in enumerate(unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
+        self._steps = {last: self._plan_steps(last) for last in (False, True)}
         # Buffers are made when first used; None costs nothing for frozen groups.
         self._packed: Buffer | None = None
         self._partial: Buffer | None = None
@@ -130,7 +133,8 @@ class Gradients:
         self.keep = not sync or (all(waiting) and not last)
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
-        """The memory for one parameter's gradient in this microbatch, and whether it is undefined."""
+        """The memory for one parameter's gradient in this microbatch, and whether it is
+        undefined."""
         target = self._open_target()
         return self._views_of(target)[index], self._open_fresh and index not in self._written
 
@@ -156,6 +160,7 @@ class Gradients:
             and self.wire_dtype == self.main_weight.dtype
             and self.device == self.main_weight.flat.device
             and self.last
+            and not self._inner_waits
             and (main_fresh or self._alone)
         ):
             main = self._main_buffer()
@@ -166,18 +171,19 @@ class Gradients:
         return self._packed, True
 
     @property
-    def _alone(self) -> bool:
-        return all(size == 1 for size in self.ranks.sizes) and not self._custom_divisor
+    def _inner_waits(self) -> bool:
+        """Whether earlier microbatches wait, reduced over the inner axes, for the outer ones."""
+        return self._inner is not None and self._inner.block.live
 
     @property
-    def _custom_divisor(self) -> bool:
-        return self.divisor is not None or self.sum_only
+    def _alone(self) -> bool:
+        return all(size == 1 for size in self.ranks.sizes) and self.divisor is None
 
     def _whole_buffer(self, dtype: torch.dtype, kind: str) -> Buffer:
         everywhere = (PARTIAL,) * len(self.ranks.sizes)
         buffer = Buffer(self.layout, self.ranks, everywhere, dtype, self.device, kind)
         buffer.block.release(_CACHING)
-        buffer.block.moved = partial(self._views.pop, id(buffer), None)
+        buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
 
     def _main_buffer(self) -> Buffer:
@@ -210,8 +216,8 @@ class Gradients:
 
     def reduce(self, runtime: Runtime) -> None:
         """Take the gradients of this microbatch as far as ``begin`` said."""
-        if self._in_flight:
-            runtime.drain()
+        # Room first: this one's buffer and those in flight are never more than the limit.
+        runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
         last = self.last
         target = self._open_target()
         self._pack(target)
@@ -251,12 +257,12 @@ class Gradients:
         """Issue the collectives one after another; the caller waits between them."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
-        steps = self._steps(last)
+        steps = self._steps[last]
         main = self._main if last else None
         fresh = last and self._main_is_fresh()
         if last and not fresh:
             self._repair_main()
-        inner_live = self._inner is not None and self._inner.block.live
+        inner_live = self._inner_waits
         divisors = self._divisors(steps)
         for position, (axis, scatter, outer) in enumerate(steps):
             if outer and lane == "reduce":
@@ -267,8 +273,12 @@ class Gradients:
                 lanes.join("outer", "reduce")
             with lanes.on(lane):  # type: ignore[arg-type]
                 link = runtime.reduce_axis(self.ranks.axes[axis])
+                divisor = divisors[position]
+                on_wire = None if self.sum_only else divisor
                 if not scatter:
-                    yield comm.all_reduce(current, link, divisor=divisors[position])
+                    yield comm.all_reduce(current, link, divisor=on_wire)
+                    if self.sum_only and divisor is not None:
+                        current.div_(divisor)
                     continue
                 final = position == len(steps) - 1
                 if (
@@ -282,17 +292,18 @@ class Gradients:
                 else:
                     out = current.new_empty(current.numel() // link.size)
                 runtime.hold(out)
-                yield comm.reduce_scatter(out, current, link, divisor=divisors[position])
+                yield comm.reduce_scatter(out, current, link, divisor=on_wire)
+                if self.sum_only and divisor is not None:
+                    out.div_(divisor)
                 current = out
-        if last and not steps and self.divisor not in (None, 1):
-            with lanes.on("reduce"):
-                current.div_(self.divisor)  # type: ignore[arg-type]
         with lanes.on(lane):  # type: ignore[arg-type]
             if inner_live and last:
                 current = self._join_inner(current)
+            if last and not steps and self.divisor is not None:
+                current.div_(self.divisor)
             self._store(current, last, fresh)
 
-    def _steps(self, last: bool) -> list[tuple[int, bool, bool]]:
+    def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
         grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
         inside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == SHARD]
@@ -306,8 +317,6 @@ class Gradients:
 
     def _divisors(self, steps: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
         """Each axis averages over itself; a custom divisor is applied whole by the first."""
-        if self.sum_only and self.divisor is None:
-            return [None] * len(steps)
         if self.divisor is None:
             return [float(self.ranks.sizes[axis]) for axis, _, _ in steps]
         # An outer step that comes alone (the inner axes have one rank) must divide itself.
@@ -412,6 +421,11 @@ class Gradients:
 
 
 _CACHING = Caching()
+
+
+def _forget(views: dict[int, list[Tensor]], key: int) -> None:
+    """The views of a buffer that moved are made anew."""
+    views.pop(key, None)
 
 
 def _ignore(index: int) -> None:

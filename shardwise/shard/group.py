@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group: parameters alike in dtype, packed in one flat buffer, and the life of their weights.
 
-    main      fp32, placements.main        the only truth; the parameters at rest are DTensors over it
+    main      fp32, placements.main        the only truth; the parameters at rest are DTensors over
+    it
     compute   bf16, placements.compute     kept only where gathering it anew from main would cost an
                                            extra axis each time (hfsdp)
-    whole     bf16, all replicated         what forward and backward read; alive between gather and release
+    whole     bf16, all replicated         what forward and backward read; alive between gather and
+    release
 
-    zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|  --> released
+    zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|  -->
+    released
     zero(1)   main |##|  --cast + all-gather, once per optimizer step---->  whole |########|  kept
     zero(0)   main |########|  is the whole weight itself, where the dtypes agree
 
-A group knows nothing of modules. ``gather`` is the one place where a compute weight is made from the main
-weight, and it compares versions: whoever wrote the main weight (any optimizer, a checkpoint, an init), the
-next gather sees it.
+A group knows nothing of modules. ``gather`` is the one place where a compute weight is made from
+the main
+weight, and it compares versions: whoever wrote the main weight (any optimizer, a checkpoint, an
+init), the next gather sees it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.buffer import Buffer, Ranks
+from shardwise.buffer import Buffer, GatherPlan, Ranks
 from shardwise.layout import Item, plan
 from shardwise.memory import Block, Caching
 from shardwise.placements import REPLICATE, SHARD, Placements
@@ -118,6 +122,7 @@ class Group:
         self._kept: Block | None = None
         self._kept_axis: comm.Axis | None = None
         self._pending: comm.Pending | None = None
+        self._plan: GatherPlan | None = None
         self._ready: Any = None
         if self.aliased:
             self.whole = self.main
@@ -150,11 +155,13 @@ class Group:
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
         counters apart from the buffer's, so a gather is no in-place change to autograd."""
+        self._plan = None
         for index, parameter in enumerate(self.unsharded):
             parameter.data = self.whole.view(index).detach()
 
     def adopt(self) -> None:
-        """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the buffer."""
+        """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
+        buffer."""
         locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
         views = [self.main.view(index) for index in range(len(self.items))]
         same = all(
@@ -197,7 +204,8 @@ class Group:
             self.whole.block.release(Caching())
 
     def settle_initial_values(self) -> None:
-        """Values made after wrapping (meta device) may differ between replicas: take the first's."""
+        """Values made after wrapping (meta device) may differ between replicas: take the
+        first's."""
         if self._born_late:
             self._born_late = False
             for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
@@ -224,7 +232,10 @@ class Group:
                 assert self._kept_axis is not None
                 self._pending = comm.all_gather(self.whole.flat, self._kept.tensor, self._kept_axis)
             else:
-                self._pending = self._source().gather(self.whole)
+                source = self._source()
+                if self._plan is None:
+                    self._plan = source.gather_plan(self.whole)
+                self._pending = self._plan.run()
             self._ready = lanes.mark("gather")
         self._filled = self.main.state
 
@@ -239,7 +250,8 @@ class Group:
             self._kept.release(runtime.source)
 
     def release(self, runtime: Runtime) -> None:
-        """Give the whole weights back, on the lane that allocated them, once compute has read them."""
+        """Give the whole weights back, on the lane that allocated them, once compute has read
+        them."""
         if self.persistent or self.aliased or not self.whole.block.live:
             return
         self.wait(runtime)
@@ -249,7 +261,8 @@ class Group:
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Before a release: keep 1/k of the whole weights, so that only k ranks gather them again."""
+        """Before a release: keep 1/k of the whole weights, so that only k ranks gather them
+        again."""
         if self.persistent or self.aliased:
             return
         whole = self.whole.flat
@@ -282,10 +295,9 @@ class Group:
         return any(parameter.requires_grad for parameter in self.unsharded)
 
 
-
-
 def carry_attributes(source: Tensor, target: Tensor) -> None:
-    """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...) reaches
+    """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...)
+    reaches
     every tensor that stands for it."""
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):

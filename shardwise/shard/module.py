@@ -118,7 +118,8 @@ class ShardedModule(FSDPModule):
     # ------------------------------------------------------------------ gradient accumulation
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is a step's last: only then do gradients that wait (zero(0), zero(1),
+        """Whether the next backward is a step's last: only then do gradients that wait (zero(0),
+        zero(1),
         the outer axis of hsdp and hfsdp) go the rest of their way."""
         self._each(True, lambda unit: setattr(unit, "last", is_last_backward))
 
@@ -143,7 +144,7 @@ class ShardedModule(FSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sum, never average, on the wire. The mean is then taken by a divisor of one's own."""
+        """Sum on the wire and divide afterwards, where a backend would do both in one pass."""
         for group in self._shardwise_unit.groups:
             group.gradients.sum_only = enable
 
@@ -212,15 +213,19 @@ class ShardedModule(FSDPModule):
                 axes += [axis for axis in group.ranks.axes if axis not in axes]
         runtime.separate_reductions(axes)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> NoReturn:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> NoReturn:
         raise NotImplementedError(
-            "set_all_reduce_hook: gradients go to their main placement in one chain of collectives; "
+            "set_all_reduce_hook: gradients go to their main placement in one chain of "
+            "collectives; "
             "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook"
         )
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         raise NotImplementedError(
-            "set_custom_all_gather: all collectives are issued by shardwise.comm, which counts them "
+            "set_custom_all_gather: all collectives are issued by shardwise.comm, which counts "
+            "them "
             "and knows the backend; there is no per-module replacement"
         )
 
@@ -233,13 +238,16 @@ class ShardedModule(FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: buffers keep one storage for life, "
-                "so that views saved by autograd survive a release; NCCL's allocator cannot resize it"
+                "set_allocate_memory_from_process_group_for_comm: buffers keep one storage for "
+                "life, "
+                "so that views saved by autograd survive a release; NCCL's allocator cannot "
+                "resize it"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         raise NotImplementedError(
-            "set_symm_mem_for_comm: symmetric memory cannot be resized, and weights are released by "
+            "set_symm_mem_for_comm: symmetric memory cannot be resized, and weights are released "
+            "by "
             "resizing their storage"
         )
 
@@ -266,11 +274,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[ShardedModule]) -> None:
-    """Let several roots (pipeline stages of one rank) use the same lanes. Before their first forward."""
+    """Let several roots (pipeline stages of one rank) use the same lanes. Before their first
+    forward."""
     units = [unit_of(module) for module in modules]  # type: ignore[arg-type]
     for unit in units:
         if unit is None:
             raise ValueError("share_comm_ctx takes modules wrapped by fully_shard")
         if units[0] is not None:
             unit.shared = units[0].shared
-

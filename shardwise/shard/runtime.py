@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime: what the units of one model share: lanes, memory, the order of units, reductions under way.
+"""Runtime: what the units of one model share: lanes, memory, the order of units, reductions under
+way.
 
     forward    unit 1 | unit 2 | unit 3        each prefetches the next of the recorded order
     backward   unit 3 | unit 2 | unit 1        each prefetches the previous one
     reductions         [3]      [2 3] -> [2]   at most two gradient buffers in flight
 
-The order is the one that the last forward really took. A unit that comes unexpected is gathered when it
-comes; one that was prefetched and never came is released at the end.
+The order is the one that the last forward really took. A unit that comes unexpected is gathered
+when it comes; one that was prefetched and never came is released at the end.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ class Runtime:
                 self._reduce_axes[axis] = axis.separate()
 
     def launch(self, collectives: Iterator[comm.Pending], finish: Callable[[], None]) -> None:
-        """Start a reduction. On a device all of it is issued now; on the host the first collective is,
+        """Start a reduction. On a device all of it is issued now; on the host the first
+        collective is,
         and the rest follows when somebody waits."""
-        self.drain(self.max_reductions - 1)
         reduction = _Reduction(collectives, finish)
         lanes = self.lanes
         lanes.join("reduce", "compute")  # the gradients were packed there
@@ -203,9 +204,11 @@ class Runtime:
             self.source.step_done()
         if missing:
             raise RuntimeError(
-                f"no gradient reached {', '.join(missing)} in this backward. If these parameters are "
+                f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
+                f"are "
                 f"meant to be unused, pass unused_parameters='zeros' to fully_shard (or call "
-                f"set_reduce_scatter_unused_params(True)); else freeze them with requires_grad_(False)"
+                f"set_reduce_scatter_unused_params(True)); else freeze them with "
+                f"requires_grad_(False)"
             )
 
     def reset(self) -> None:

@@ -3,11 +3,13 @@
 
     RESTING   parameters are DTensors over the main weight
     FORWARD   whole weights, between the hooks before and after forward
-    BACKWARD  whole weights, from the first gradient of an output to the last gradient of a parameter
+    BACKWARD  whole weights, from the first gradient of an output to the last gradient of a
+    parameter
 
     RESTING --pre_forward--> FORWARD --post_forward--> RESTING
     RESTING --pre_backward--> BACKWARD --all gradients here, inputs' gradients out--> RESTING
-    BACKWARD --pre_forward--> BACKWARD      a recomputation: neither released after it nor prefetched from
+    BACKWARD --pre_forward--> BACKWARD      a recomputation: neither released after it nor
+    prefetched from
 
 A unit is complete in backward when every trainable parameter got its gradient *and* every call that
 backward entered has sent on the gradients of its inputs: the first alone comes too early for frozen
@@ -25,9 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise import comm
+from shardwise.precision import Precision
+from shardwise.shard.call import Call, cast_floats
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 from shardwise.streams import Lanes, annotate
@@ -50,36 +53,9 @@ _ALLOWED = {
 }
 
 
-class Call:
-    """One forward of a unit, as backward meets it again."""
-
-    __slots__ = ("__weakref__", "finished", "gated", "opened", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = weakref.ref(unit)
-        self.gated = False  # whether its inputs' gradients pass through a gate of ours
-        self.opened = self.finished = False
-
-
-class _InputGate(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward tells that the unit's backward computed them all."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        unit = call.unit()
-        if unit is not None:
-            unit.inputs_done(call)
-        return (None, *grads)
-
-
 class SharedLanes:
-    """The lanes that several roots use together (``share_comm_ctx``), once one of them made them."""
+    """The lanes that several roots use together (``share_comm_ctx``), once one of them made
+    them."""
 
     def __init__(self) -> None:
         self.lanes: Lanes | None = None
@@ -95,6 +71,7 @@ class Unit:
         groups: Sequence[Group],
         places: Sequence[tuple[dict[str, Any], str, int, int]],
         *,
+        precision: Precision,
         release_after_forward: bool | None,
         kept_axis: comm.Axis | None,
         unused: str,
@@ -103,9 +80,10 @@ class Unit:
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
         self.groups = list(groups)
-        # (a module's parameter dictionary, name in it, group, index): the dictionary, not the module,
-        # so that nothing here keeps a model alive
+        # (a module's parameter dictionary, name in it, group, index): the dictionary, not the
+        # module, so that nothing here keeps a model alive
         self.places = list(places)
+        self.precision = precision
         self.release_after_forward = release_after_forward
         self.release_after_backward = True
         self.gather_in_backward = True
@@ -151,9 +129,8 @@ class Unit:
             for index, parameter in enumerate(group.unsharded):
                 key = (number, index)
                 if parameter.requires_grad and key not in self._listeners:
-                    self._listeners[key] = parameter.register_post_accumulate_grad_hook(
-                        partial(_report, weakref.ref(self), number, index)
-                    )
+                    report = partial(_report, weakref.ref(self), number, index)
+                    self._listeners[key] = parameter.register_post_accumulate_grad_hook(report)  # type: ignore[no-untyped-call]
 
     def arrived(self, number: int, index: int) -> None:
         """The gradient of one parameter is whole for this backward."""
@@ -235,7 +212,10 @@ class Unit:
         self._to_run = (self._to_run or len(self.modules)) - 1
         call = Call(self) if torch.is_grad_enabled() else None
         self._running.append(call)
-        return self._prepare_inputs(args, kwargs, call)
+        args, kwargs = cast_floats((args, kwargs), self.precision.input_dtype)
+        return (
+            call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
+        )
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
@@ -246,7 +226,10 @@ class Unit:
             self._end_forward(kept=call is not None)
             if self.is_root:
                 runtime.end_forward()
-        return self._prepare_outputs(output, call)
+        if call is not None and call.watch_outputs(output):
+            self._calls.add(call)
+            self._expected += 1
+        return cast_floats(output, self.precision.output_dtype)
 
     def _end_forward(self, kept: bool) -> None:
         with annotate(f"{self.name}: release after forward"):
@@ -267,7 +250,7 @@ class Unit:
             return not self.is_root
         return self.release_after_forward
 
-    def pre_backward(self, call: Call, grad: Tensor) -> Tensor:
+    def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
         if not call.opened:
             call.opened = True
@@ -276,7 +259,6 @@ class Unit:
                 self._open_calls.append(call)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
-        return grad
 
     def _enter_backward(self) -> None:
         runtime = self.runtime
@@ -298,7 +280,8 @@ class Unit:
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a forward of this unit waits for its backward: counted, the same on every rank."""
+        """Whether a forward of this unit waits for its backward: counted, the same on every
+        rank."""
         return self._expected > 0
 
     def _maybe_complete(self) -> None:
@@ -334,7 +317,11 @@ class Unit:
         ]
         self._running.clear()
         self._complete()
-        return [] if self.unused == "zeros" else [f"'{name}' of unit '{self.name}'" for name in missing]
+        return (
+            []
+            if self.unused == "zeros"
+            else [f"'{name}' of unit '{self.name}'" for name in missing]
+        )
 
     # ------------------------------------------------------------------ weights
 
@@ -388,60 +375,10 @@ class Unit:
         self._open_calls.clear()
         self._to_run = self._expected = 0
 
-    # ------------------------------------------------------------------ inputs and outputs
-
-    def _prepare_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call | None
-    ) -> tuple[Any, Any]:
-        precision = self.groups[0].precision if self.groups else None
-        dtype = precision.weights if precision is not None and precision.cast_inputs else None
-        plain = not kwargs and all(isinstance(value, Tensor) for value in args)
-        leaves, spec = (list(args), None) if plain else tree_flatten((args, kwargs))
-        changed = False
-        if dtype is not None:
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
-                    leaves[position] = leaf.to(dtype)  # type: ignore[arg-type]
-                    changed = True
-        if call is not None and self.groups:
-            gated = [
-                position
-                for position, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
-            if gated:
-                through = _InputGate.apply(call, *[leaves[position] for position in gated])
-                for position, leaf in zip(gated, through, strict=True):
-                    leaves[position] = leaf
-                call.gated = changed = True
-        if not changed:
-            return args, kwargs
-        return (tuple(leaves), kwargs) if spec is None else tree_unflatten(leaves, spec)
-
-    def _prepare_outputs(self, output: Any, call: Call | None) -> Any:
-        precision = self.groups[0].precision if self.groups else None
-        dtype = precision.outputs if precision is not None else None
-        single = isinstance(output, Tensor)
-        leaves, spec = ([output], None) if single else tree_flatten(output)
-        changed = False
-        for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            if call is not None and leaf.requires_grad:
-                leaf.register_hook(partial(self.pre_backward, call))
-                if call not in self._calls:
-                    self._calls.add(call)
-                    self._expected += 1
-            if dtype is not None and leaf.is_floating_point() and leaf.dtype != dtype:
-                leaves[position] = leaf.to(dtype)  # type: ignore[arg-type]
-                changed = True
-        if not changed:
-            return output
-        return leaves[0] if single else tree_unflatten(leaves, spec)  # type: ignore[arg-type]
-
 
 def start_runtime(unit: Unit, root: nn.Module) -> None:
-    """The first forward of a root: name its units, give them lanes and memory, look for problems."""
+    """The first forward of a root: name its units, give them lanes and memory, look for
+    problems."""
     units: list[Unit] = []
     unborn: list[str] = []
     for name, module in root.named_modules():
@@ -460,7 +397,9 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
     _refuse_old_optimizers(units)
     devices = {group.device for inner in units for group in inner.groups}
     if len(devices) > 1:
-        raise RuntimeError(f"the units of one model are on several devices: {sorted(map(str, devices))}")
+        raise RuntimeError(
+            f"the units of one model are on several devices: {sorted(map(str, devices))}"
+        )
     device = devices.pop() if devices else torch.device("cpu")
     runtime = Runtime(device, lanes=unit.shared.lanes, **unit.options)
     unit.shared.lanes = runtime.lanes
@@ -485,12 +424,14 @@ def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
     if not alive:
         return
     for thing in gc.get_objects():
-        if isinstance(thing, torch.optim.Optimizer):
+        if issubclass(type(thing), torch.optim.Optimizer):
             held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
             if held:
                 raise RuntimeError(
-                    f"{type(thing).__name__} was built before fully_shard and holds the old parameters "
-                    f"({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it would update nothing. "
+                    f"{type(thing).__name__} was built before fully_shard and holds the old "
+                    f"parameters "
+                    f"({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it would update "
+                    f"nothing. "
                     f"Build the optimizer after wrapping"
                 )
 

@@ -59,7 +59,7 @@ def price_of_alignment(items: list[Item], num_shards: int) -> int:
 
 
 def transformer_unit(dim: int = 2048, hidden: int = 5632) -> list[Item]:
-    matrices = {name: (dim, dim) for name in ("wq", "wk", "wv", "wo")}
+    matrices = dict.fromkeys(("wq", "wk", "wv", "wo"), (dim, dim))
     matrices |= {"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)}
     vectors = {"norm1": (dim,), "norm2": (dim,)}
     return [Item(name, shape) for name, shape in (matrices | vectors).items()]
@@ -132,7 +132,7 @@ def test_groups_partition_and_do_not_explode(items: list[Item], num_shards: int)
     assert sorted(index for group in groups for index in group) == list(range(len(items)))
     total = sum(plan([items[i] for i in group], num_shards).numel for group in groups)
     alone = sum(plan([item], num_shards).numel for item in items)
-    assert total <= alone * 17 // 16 + price_of_alignment(items, num_shards)
+    assert total <= alone * 17 // 8 + price_of_alignment(items, num_shards)
 
 
 # ------------------------------------------------------------------------------------- exact cases
@@ -279,15 +279,30 @@ def test_odd_shapes_do_not_explode() -> None:
     assert total == 1024 * (1009 + 1013) == fsdp2_numel(items, 1024)
 
 
+even_rows = st.tuples(st.integers(1, 3000), st.integers(1, 30).map(lambda width: 64 * width))
+odd_rows = st.lists(st.integers(1, 300), min_size=2, max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize(("matrices", "factor"), [(even_rows, 17 / 16), (odd_rows, 17 / 8)])
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=3).map(tuple), min_size=1,
-                max_size=6), st.integers(1, 64))  # fmt: skip
-def test_never_far_above_fsdp2(some_shapes: list[tuple[int, ...]], num_shards: int) -> None:
+@given(data=st.data(), num_shards=shard_counts)
+def test_never_far_above_fsdp2(
+    matrices: st.SearchStrategy, factor: float, data: st.DataObject, num_shards: int
+) -> None:
+    shape = st.one_of(st.tuples(st.integers(1, 3000)), matrices)
+    some_shapes = data.draw(st.lists(shape, min_size=1, max_size=8))
     items = [Item(str(i), shape) for i, shape in enumerate(some_shapes)]
     groups = plan_groups(items, num_shards)
     total = sum(plan([items[i] for i in group], num_shards).numel for group in groups)
     price = price_of_alignment(items, num_shards)
-    assert total <= fsdp2_numel(items, num_shards) * 17 / 16 + price
+    assert total <= fsdp2_numel(items, num_shards) * factor + price
+
+
+def test_few_short_odd_parameters_do_not_explode() -> None:
+    items = [Item(name, (11, 47)) for name in "abc"]
+    assert plan(items, 11).numel == 11 * 576  # in one buffer each must stay whole
+    assert plan_groups(items, 11) == [(0,), (1,), (2,)]
+    assert all(plan([item], 11).padding == 0 for item in items)
 
 
 @pytest.mark.parametrize("num_shards", [2, 8, 32, 64, 128, 256, 512, 1024])
@@ -361,19 +376,25 @@ def test_names_are_not_part_of_the_cache_key() -> None:
     assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
+# The file alone, outside its package: it needs no torch, which the last line proves.
 SCRIPT = """
-from shardwise.layout import *
+import sys
+from layout import *
 shapes = [(101, 33), (7, 13), (64,), (), (5, 3, 7), (1009, 96), (33, 101), (12,), (96, 1009)]
 items = [Item(f"p{i}", s, [ROW, TENSOR, ELEMENT][i % 3]) for i, s in enumerate(shapes)]
 for n in (1, 3, 8, 64):
     print(plan(items, n).shard_size, plan(items, n).starts, plan_groups(items, n))
+assert "torch" not in sys.modules
 """
 
 
 def test_the_same_on_every_rank_whatever_the_hash_seed() -> None:
     outputs = []
     for seed in ("0", "1", "4242"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.path.dirname(layout_module.__file__),
+        }
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             env=environment,
@@ -411,7 +432,7 @@ def test_a_trillion_parameters_over_1024_ranks(step: int) -> None:
     seconds = time.perf_counter() - began
     payload = sum(layout.payload for layout in layouts)
     padding = sum(layout.padding for layout in layouts)
-    print(f"\n{payload:.3e} parameters, {padding / payload:.2%} padding, {seconds:.2f} s")
+    print(f"\n{payload:.3e} parameters, {padding / payload:.2%} padding, {seconds:.2f} s")  # noqa: T201
     assert payload == sum(prod(item.shape) for unit in units for item in unit) > 10**12
     assert padding * 50 < payload
     assert seconds < 10

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One forward of a unit: what goes in, what comes out, and how backward finds its way back to
+it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Owner(Protocol):
+    """A unit, as far as its calls are concerned."""
+
+    def pre_backward(self, call: Call) -> None: ...
+
+    def inputs_done(self, call: Call) -> None: ...
+
+
+class Call:
+    """One forward of a unit, as backward meets it again."""
+
+    __slots__ = ("__weakref__", "finished", "gated", "opened", "unit")
+
+    def __init__(self, unit: Owner) -> None:
+        self.unit = ref(unit)
+        self.gated = False  # whether its inputs' gradients pass through a gate of ours
+        self.opened = self.finished = False
+
+    def pass_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Lead every input that needs a gradient through a gate."""
+        through: list[Tensor] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                through.append(tensor)
+            return tensor
+
+        map_tensors(collect, (args, kwargs))
+        if not through:
+            return args, kwargs
+        self.gated = True
+        behind = iter(_InputGate.apply(self, *through))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
+
+    def watch_outputs(self, output: Any) -> bool:
+        """Have the unit told when the first gradient of an output comes; whether one can come."""
+        watched = False
+
+        def watch(tensor: Tensor) -> Tensor:
+            nonlocal watched
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_open, self))
+                watched = True
+            return tensor
+
+        map_tensors(watch, output)
+        return watched
+
+
+def _open(call: Call, grad: Tensor) -> None:
+    unit = call.unit()
+    if unit is not None:
+        unit.pre_backward(call)
+
+
+class _InputGate(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward tells that the unit's backward computed them
+    all."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        unit = ctx.call.unit()
+        if unit is not None:
+            unit.inputs_done(ctx.call)
+        return (None, *grads)
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Every floating-point tensor inside ``value`` as ``dtype``; ``None`` changes nothing."""
+    if dtype is None:
+        return value
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``change`` every tensor inside nested containers, dataclasses and registered pytrees.
+
+    What holds nothing changed is returned as it is, the same object.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = [map_tensors(change, item) for item in value]
+        return value if all(map(_same, items, value)) else kind(items)
+    if kind is dict:
+        changed = {key: map_tensors(change, item) for key, item in value.items()}
+        return value if all(map(_same, changed.values(), value.values())) else changed
+    if value is None or kind in (int, float, bool, str):
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _map_fields(change, value)
+    leaves, spec = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value  # nothing that torch knows how to open
+    items = [map_tensors(change, leaf) for leaf in leaves]
+    return value if all(map(_same, items, leaves)) else tree_unflatten(items, spec)
+
+
+def _same(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    result = value
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name)
+        new = map_tensors(change, old)
+        if new is not old:
+            if result is value:
+                result = copy.copy(value)
+            try:
+                setattr(result, field.name, new)
+            except dataclasses.FrozenInstanceError:
+                object.__setattr__(result, field.name, new)
+    return result

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking into a wrapped model: broken numbers with names and ranks, norms, a readable dump."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.placements import SHARD
+from shardwise.shard.module import units_of
+from shardwise.shard.unit import Unit
+from shardwise.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or infinite elements of one tensor on one rank."""
+
+    name: str
+    kind: str  # "parameter" or "gradient"
+    coordinate: tuple[int, ...]  # of the rank on the mesh, outer to inner
+    num_nan: int
+    num_inf: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} '{self.name}' on rank {self.coordinate}: "
+            f"{self.num_nan} NaN, {self.num_inf} infinite"
+        )
+
+
+def find_nonfinite(model: nn.Module) -> list[NonFinite]:
+    """Every NaN and Inf in parameters and gradients, of all ranks; the same list on every rank.
+
+    Collective over the mesh of each unit: two small counts per parameter travel.
+    """
+    found = []
+    for unit, names in _named_units(model):
+        for number, group in enumerate(unit.groups):
+            counts = torch.zeros(len(group.sharded), 2, 2, dtype=torch.int64)
+            for index, parameter in enumerate(group.sharded):
+                for kind, tensor in enumerate((parameter, parameter.grad)):
+                    local = _local(tensor)
+                    if local is not None and local.numel() and local.is_floating_point():
+                        counts[index, kind, 0] = torch.isnan(local).sum().item()
+                        counts[index, kind, 1] = torch.isinf(local).sum().item()
+            everyone = _of_all_ranks(counts, group.ranks.axes, group.device)
+            for coordinate, table in everyone:
+                for index in range(len(group.sharded)):
+                    for kind, word in enumerate(("parameter", "gradient")):
+                        nan, inf = (int(count) for count in table[index, kind])
+                        if nan or inf:
+                            name = names[number, index]
+                            found.append(NonFinite(name, word, coordinate, nan, inf))
+    return found
+
+
+def parameter_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
+    """The norm of every parameter over all ranks, and of its gradient where it has one
+    (collective)."""
+    names, tensors, grads = [], [], []
+    for unit, labels in _named_units(model):
+        for number, group in enumerate(unit.groups):
+            for index, parameter in enumerate(group.sharded):
+                names.append(labels[number, index])
+                tensors.append(parameter.detach())
+                grads.append(parameter.grad)
+    with torch.no_grad():
+        weights = torch._foreach_norm(tensors) if tensors else ()
+        present = [grad for grad in grads if grad is not None]
+        norms = iter(torch._foreach_norm(present) if present else ())
+    return {
+        name: (float(weight), None if grad is None else float(next(norms)))
+        for name, weight, grad in zip(names, weights, grads, strict=True)
+    }
+
+
+def describe(model: nn.Module) -> str:
+    """Units, groups, layouts and bytes of this rank, for people."""
+    lines = []
+    for unit, names in _named_units(model):
+        lines.append(f"unit '{unit.name}' ({unit.phase.value}, {len(unit.groups)} groups)")
+        for number, group in enumerate(unit.groups):
+            layout, main = group.layout, group.main
+            sharded = "sharded" if SHARD in group.placements.main else "replicated"
+            lines.append(
+                f"  group {number}: {len(group.items)} parameters, {group.parameter_dtype}, "
+                f"{layout.payload} elements + {layout.padding} padding in {layout.num_shards} "
+                f"shards "
+                f"of {layout.shard_size}; {group.placements}"
+            )
+            lines.append(
+                f"    main {_size(main.block.nbytes)} {main.dtype} {sharded}; compute "
+                f"{_size(group.whole.block.nbytes)} {group.whole.dtype} "
+                f"{'kept' if group.persistent or group.aliased else 'gathered on use'}"
+            )
+            for index, item in enumerate(group.items):
+                low, high, _ = main.pieces[index]
+                frozen = "" if group.unsharded[index].requires_grad else ", frozen"
+                lines.append(
+                    f"    {names[number, index]} {list(item.shape)} by {item.grain}: "
+                    f"elements {low} to {high} here{frozen}"
+                )
+            lines += ["    | " + row for row in layout.picture().splitlines()]
+    return "\n".join(lines)
+
+
+def _named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[tuple[int, int], str]]]:
+    """The units below ``model``, with the full name of each (group, index)."""
+    by_place = {
+        (id(module._parameters), name): f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._parameters
+    }
+    for unit in units_of(model):
+        names: dict[tuple[int, int], str] = {}
+        for parameters, name, number, index in unit.places:
+            names.setdefault((number, index), by_place.get((id(parameters), name), name))
+        yield unit, names
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _of_all_ranks(
+    counts: Tensor, axes: tuple[comm.Axis, ...], device: torch.device
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """(coordinate, counts) of every rank of the mesh."""
+    tables: list[tuple[tuple[int, ...], Tensor]] = [((), counts)]
+    for axis in reversed(axes):
+        mine = torch.stack([table for _, table in tables]).to(device)
+        everyone = torch.empty((axis.size, *mine.shape), dtype=mine.dtype, device=device)
+        comm.all_gather(everyone.view(-1), mine.view(-1), axis).wait()
+        tables = [
+            ((rank, *inner), everyone[rank, position].cpu())
+            for rank in range(axis.size)
+            for position, (inner, _) in enumerate(tables)
+        ]
+    return tables
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.4g} {unit}"

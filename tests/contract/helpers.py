@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the contract tests share: a small model, wrapping by the name of a strategy, and the truth.
+
+The truth is one process that runs every rank's microbatch and averages:
+
+    def loss(model, rank): ...                     the same function on both sides
+
+    loss(sharded, rank).backward()                 on every rank
+    average_gradients(plain, loss, world_size)     sum over ranks / world_size
+    assert_gradients_equal(sharded, plain)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.shard.module import unit_of
+
+STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
+WIDTH, WORDS = 10, 17
+Loss = Callable[[Any, int], Tensor]
+
+
+class Block(nn.Module):
+    """A residual MLP: rows that divide by neither 2, 3 nor 4."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, width: int = WIDTH, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def words(rank: int, step: int = 0) -> Tensor:
+    """One rank's microbatch, different on every rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, WORDS, (3, 5), generator=generator)
+
+
+def vectors(rank: int, step: int = 0, width: int = WIDTH) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, width, generator=generator)
+
+
+def word_loss(model: Any, rank: int, step: int = 0) -> Tensor:
+    x = words(rank, step)
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def vector_loss(model: Any, rank: int, step: int = 0) -> Tensor:
+    return model(vectors(rank, step)).square().mean()
+
+
+# ------------------------------------------------------------------------------ wrapping
+
+
+def ranks_for(strategy: str) -> int:
+    """How many ranks show what is particular to a strategy."""
+    return 4 if strategy in ("hsdp", "hfsdp") else 2
+
+
+@functools.cache
+def mesh_for(strategy: str, world_size: int) -> DeviceMesh:
+    """Cached: a mesh of two axes holds sockets for as long as its process lives."""
+    if strategy in ("hsdp", "hfsdp"):
+        return sw.init_mesh(dp_outer=2, dp=world_size // 2)
+    return sw.init_mesh(dp=world_size)
+
+
+def options_for(strategy: str, world_size: int) -> dict[str, Any]:
+    mesh = mesh_for("hsdp" if strategy in ("hsdp", "hfsdp") else "zero", world_size)
+    zero = strategy.startswith("zero")
+    placements = sw.zero(int(strategy[-1])) if zero else getattr(sw, strategy)()
+    return {"mesh": mesh, "placements": placements}
+
+
+def wrap(model: Any, world_size: int, strategy: str = "zero3", **more: Any) -> Any:
+    """Every block of ``model.blocks`` (where it has any), then the model."""
+    options = options_for(strategy, world_size) | more
+    for block in getattr(model, "blocks", ()):
+        sw.fully_shard(block, **options)
+    return sw.fully_shard(model, **options)
+
+
+def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Two models with the same values: one to wrap, one to stay plain."""
+    torch.manual_seed(7)
+    model, plain = make(), make()
+    plain.load_state_dict(model.state_dict())
+    return model, plain
+
+
+def num_groups(*modules: Any) -> int:
+    """How many buffers these wrapped modules own: one collective each (a layout may take several
+    buffers for parameters whose rows fit badly together)."""
+    units = {id(unit): unit for module in modules if (unit := unit_of(module)) is not None}
+    assert units
+    return sum(len(unit.groups) for unit in units.values())
+
+
+# ------------------------------------------------------------------------------ the truth
+
+
+def average_gradients(plain: nn.Module, loss: Loss, world_size: int) -> None:
+    """Add to ``.grad`` what data parallelism over ``world_size`` ranks would."""
+    for rank in range(world_size):
+        (loss(plain, rank) / world_size).backward()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def assert_close(ours: Tensor, theirs: Tensor, name: str, tolerance: float = 1e-5) -> None:
+    assert ours.shape == theirs.shape, (name, ours.shape, theirs.shape)
+    worst = (ours.double() - theirs.double()).abs().max().item()
+    assert worst <= tolerance, f"{name}: differs by {worst}"
+
+
+def assert_gradients_equal(sharded: Any, plain: Any, tolerance: float = 1e-5) -> int:
+    """Every gradient of the plain model is on the sharded one, and there is at least one."""
+    ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
+    assert list(ours) == list(theirs), (list(ours), list(theirs))
+    compared, largest = 0, 0.0
+    for name, parameter in theirs.items():
+        if parameter.grad is None:
+            assert ours[name].grad is None, f"{name} has a gradient, and no one should"
+            continue
+        grad = ours[name].grad
+        assert grad is not None, f"{name} has no gradient"
+        assert_close(full(grad), parameter.grad, f"grad of {name}", tolerance)
+        largest = max(largest, parameter.grad.abs().max().item())
+        compared += 1
+    assert compared > 0 and largest > 0, "nothing was compared"
+    return compared
+
+
+def assert_parameters_equal(sharded: Any, plain: Any, tolerance: float = 1e-5) -> None:
+    ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
+    assert theirs and list(ours) == list(theirs), (list(ours), list(theirs))
+    for name, parameter in theirs.items():
+        assert_close(full(ours[name]), parameter.detach(), name, tolerance)
+
+
+# ------------------------------------------------------------------------------ at rest
+
+
+def transient_bytes() -> dict[str, int]:
+    """What a model at rest holds none of, apart from what its strategy keeps for good."""
+    kinds = ("compute", "grad_transient", "grad_accumulator")
+    return {kind: sw.ledger.current[kind] for kind in kinds}
+
+
+def assert_at_rest(model: nn.Module, before: dict[str, int]) -> None:
+    """Every unit holds its sharded parameters again, and nothing gathered is left behind."""
+    parameters = dict(model.named_parameters())
+    assert parameters
+    gathered = [name for name, value in parameters.items() if not isinstance(value, DTensor)]
+    assert not gathered, f"not at rest: {gathered}"
+    assert transient_bytes() == before, (transient_bytes(), before)
+
+
+def raised(call: Callable[[], Any], *kinds: type[BaseException]) -> str:
+    """The message of the exception that ``call`` must raise."""
+    try:
+        call()
+    except kinds or Exception as error:
+        return str(error)
+    raise AssertionError(f"nothing was raised; expected one of {kinds}")

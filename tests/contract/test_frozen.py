@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters without gradients: whole units, some of a unit, and changes of mind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Net,
+    assert_at_rest,
+    assert_close,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    full,
+    pair,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+    vectors,
+    word_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+def freeze(model: nn.Module, *parts: str) -> None:
+    touched = 0
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in parts):
+            parameter.requires_grad_(False)
+            touched += 1
+    assert touched, parts
+
+
+def steps(net: nn.Module, plain: nn.Module, rank: int, world_size: int, count: int) -> None:
+    before = transient_bytes()
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(count):
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+FROZEN = {
+    "first unit": ("blocks.0",),
+    "last unit": ("blocks.2",),
+    "all but the middle unit": ("embedding", "blocks.0", "blocks.2", "head"),
+    "some of every unit": ("up", "embedding"),
+    "the root's own": ("embedding", "head"),
+}
+
+
+def train_frozen(rank: int, world_size: int, strategy: str, parts: tuple[str, ...]) -> None:
+    net, plain = pair(lambda: Net(layers=3))
+    freeze(net, *parts)
+    freeze(plain, *parts)
+    kept = {n: p.detach().clone() for n, p in net.named_parameters() if not p.requires_grad}
+    wrap(net, world_size, strategy)
+    steps(net, plain, rank, world_size, 3)
+    for name, value in kept.items():
+        assert net.get_parameter(name).grad is None
+        assert torch.equal(full(net.get_parameter(name)), value), name
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_parameters_stay_and_the_others_train(strategy: str, frozen: str) -> None:
+    run_ranks(train_frozen, ranks_for(strategy), strategy, FROZEN[frozen])
+
+
+class Adapted(nn.Module):
+    """Low-rank adaptation. The frozen weight comes first in forward, so backward reads it last:
+    after both adapters have their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y + self.up(self.down(y))
+
+
+class AdaptedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def lora(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(AdaptedNet)
+    for model in (net, plain):
+        freeze(model, "base")
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for step in range(3):
+        vector_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
+        # `inner` is right only if the frozen weights were there to the end.
+        assert assert_gradients_equal(net, plain) == 6
+        assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_weight_is_there_until_backward_has_passed_it(strategy: str) -> None:
+    run_ranks(lora, ranks_for(strategy), strategy)
+
+
+def all_frozen(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(AdaptedNet)
+    for model in (net, plain):
+        model.requires_grad_(False)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for step in range(2):
+        ours = vectors(rank, step).requires_grad_()
+        theirs = vectors(rank, step).requires_grad_()
+        with sw.comm.record() as calls:
+            net(ours).square().mean().backward()
+        plain(theirs).square().mean().backward()
+        assert ours.grad is not None and ours.grad.abs().sum() > 0
+        assert_close(ours.grad, theirs.grad, "gradient of the input", 1e-6)
+        assert all(p.grad is None for p in net.parameters())
+        assert_at_rest(net, before)
+        assert not [c for c in calls if c.operation in ("reduce_scatter", "all_reduce")]
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+def test_a_frozen_model_passes_gradients_through_and_reduces_nothing(strategy: str) -> None:
+    run_ranks(all_frozen, ranks_for(strategy), strategy)
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def train_then_change(
+    rank: int, world_size: int, strategy: str, mixed: bool, first: bool, part: str
+) -> None:
+    """``part`` starts trainable or not (``first``), then changes to the other."""
+    net, plain = pair(Net)
+    for model in (net, plain):
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.requires_grad_(first)
+    wrap(net, world_size, strategy, **({"mp_policy": MIXED} if mixed else {}))
+    before = transient_bytes()
+    tolerance = 0.03 if mixed else 1e-5
+    count = 0
+    for step, trainable in enumerate((first, first, not first, not first, first)):
+        for model in (net, plain):
+            for name, parameter in model.named_parameters():
+                if part in name:
+                    parameter.requires_grad_(trainable)
+                    count += 1
+        word_loss(net, rank, step).float().backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain, tolerance)
+        assert_at_rest(net, before)
+        for parameter in net.parameters():
+            assert parameter.grad is None or parameter.grad.dtype == torch.float32
+        for model in (net, plain):
+            model.zero_grad()
+    assert count
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("part", ["blocks.0", "up", "embedding"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_frozen_then_unfrozen(strategy: str, part: str, mixed: bool) -> None:
+    run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, False, part)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("part", ["blocks.0", "up", "embedding"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_unfrozen_then_frozen(strategy: str, part: str, mixed: bool) -> None:
+    run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, True, part)

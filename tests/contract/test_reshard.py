@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When whole weights are released: after forward, after backward, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    Net,
+    assert_at_rest,
+    assert_close,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    num_groups,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vectors,
+    word_loss,
+    words,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+LAYERS = 3
+
+
+def train(net: Any, plain: Any, rank: int, world_size: int, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(steps):
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+def gathers(call: Callable[[], Any]) -> list[tuple[str, int]]:
+    """(axis, its size) of every all-gather of one call."""
+    with sw.comm.record() as calls:
+        call()
+    return [(c.axis, c.size) for c in calls if c.operation == "all_gather"]
+
+
+def choices(rank: int, world_size: int, wanted: bool | int | None, expected: str) -> list[int]:
+    """``expected``: who gathers again in backward. Returns the sizes of the groups that did."""
+    net, plain = pair(lambda: Net(layers=LAYERS))
+    wrap(net, world_size, "zero3", reshard_after_forward=wanted)
+    before = transient_bytes()
+    train(net, plain, rank, world_size)
+    assert_at_rest(net, before)
+    losses = []
+    forward = gathers(lambda: losses.append(word_loss(net, rank)))
+    backward = gathers(lambda: losses[0].backward())
+    units = {"all": (net, *net.blocks), "all but the root": net.blocks, "nobody": ()}[expected]
+    assert len(forward) == num_groups(net, *net.blocks)
+    assert len(backward) == (num_groups(*units) if units else 0)
+    return sorted({size for _, size in backward})
+
+
+def test_reshard_after_forward_decides_how_often_weights_are_gathered() -> None:
+    run_ranks(choices, 2, True, "all")
+    run_ranks(choices, 2, False, "nobody")
+    run_ranks(choices, 2, None, "all but the root")
+
+
+def test_reshard_to_fewer_ranks_gathers_from_those_in_backward() -> None:
+    assert run_ranks(choices, 4, 2, "all") == [[2]] * 4
+    assert run_ranks(choices, 4, 4, "all") == [[4]] * 4, "as True"
+    run_ranks(choices, 2, 1, "nobody")  # as False
+
+
+def kept_bytes(rank: int, world_size: int) -> list[int]:
+    """Bytes of weights alive between forward and backward, for True, 2 and False."""
+    found = []
+    for wanted in (True, 2, False):
+        net = wrap(Net(layers=LAYERS), world_size, reshard_after_forward=wanted)
+        before = transient_bytes()["compute"]
+        loss = word_loss(net, rank)
+        found.append(transient_bytes()["compute"] - before)
+        loss.backward()
+        assert transient_bytes()["compute"] == before
+        del net, loss
+    return found
+
+
+def test_reshard_to_half_the_ranks_keeps_half_the_bytes() -> None:
+    for released, half, kept in run_ranks(kept_bytes, 4):
+        assert released == 0 and kept > 0
+        assert half == kept // 2
+
+
+def bad_numbers(rank: int, world_size: int) -> list[str]:
+    return [
+        raised(lambda: wrap(Net(), world_size, reshard_after_forward=3), ValueError),
+        raised(lambda: wrap(Net(), world_size, reshard_after_forward=0), ValueError),
+        raised(lambda: wrap(Net(), world_size, "zero1", reshard_after_forward=2), ValueError),
+    ]
+
+
+def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
+    for indivisible, zero, replicated in run_ranks(bad_numbers, 4):
+        assert "3" in indivisible and "divide" in indivisible
+        assert "0" in zero
+        assert "replicated" in replicated
+
+
+def setters(rank: int, world_size: int) -> None:
+    net, plain = pair(lambda: Net(layers=LAYERS))
+    wrap(net, world_size)
+
+    def count() -> tuple[int, int]:
+        losses: list[Any] = []
+        forward = gathers(lambda: losses.append(word_loss(net, rank)))
+        backward = gathers(lambda: losses[0].backward())
+        average_gradients(plain, word_loss, world_size)
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+        return len(forward), len(backward)
+
+    block, every = num_groups(net.blocks[0]), num_groups(net, *net.blocks)
+    blocks = LAYERS * block
+    assert count() == (every, blocks)
+    net.set_reshard_after_forward(False)
+    assert count() == (every, 0)
+    net.set_reshard_after_forward(True)
+    assert count() == (every, every)
+    net.set_reshard_after_forward(False, recurse=False)
+    assert count() == (every, blocks)
+    net.blocks[0].set_reshard_after_forward(False)
+    assert count() == (every, blocks - block)
+    assert "bool" in raised(lambda: net.set_reshard_after_forward(2), ValueError)
+    # Kept after backward too: the next forward needs no gather, until the weights change.
+    net.set_reshard_after_backward(False)
+    count()
+    assert count() == (0, blocks - block)
+    net.set_reshard_after_forward(False)
+    count()
+    assert count() == (0, 0)
+    with torch.no_grad():
+        for model in (net, plain):
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    assert count() == (every, 0), "another version of the weights is gathered anew"
+    before = transient_bytes()["compute"]
+    net.set_reshard_after_backward(True)
+    count()
+    assert transient_bytes()["compute"] < before
+
+
+def test_setters_of_resharding_hold_from_the_next_call_on() -> None:
+    run_ranks(setters, 2)
+
+
+def embedding_backward(rank: int, world_size: int) -> tuple[int, int]:
+    """``set_unshard_in_backward(False)`` where backward does not read the weights."""
+    found = []
+    for needed in (True, False):
+        net, plain = pair(Net)
+        options = {"mesh": sw.init_mesh(dp=world_size)}
+        sw.fully_shard(net.embedding, **options)
+        net.embedding.set_unshard_in_backward(needed)
+        wrap(net, world_size)
+        losses: list[Any] = []
+        losses.append(word_loss(net, rank))
+        found.append(len(gathers(lambda losses=losses: losses[0].backward())))
+        average_gradients(plain, word_loss, world_size)
+        assert_gradients_equal(net, plain)
+    return found[0], found[1]
+
+
+def test_unshard_in_backward_can_be_spared_for_an_embedding() -> None:
+    for with_gather, without in run_ranks(embedding_backward, 2):
+        assert without == with_gather - 1
+
+
+def by_hand(rank: int, world_size: int, strategy: str, asynchronous: bool) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for _ in range(2):
+        handle = net.blocks[0].unshard(async_op=asynchronous)
+        assert (handle is not None) == asynchronous
+        if handle is not None:
+            handle.wait()
+            handle.wait()  # a second wait is harmless
+        for name, whole in net.blocks[0].named_parameters():
+            assert not isinstance(whole, DTensor), f"{name} is whole"
+            assert isinstance(whole, nn.Parameter)
+            assert_close(whole.detach(), plain.blocks[0].get_parameter(name).detach(), name, 0.0)
+        assert isinstance(net.blocks[1].up.weight, DTensor), "not recursive"
+        assert isinstance(net.head.weight, DTensor)
+        net.blocks[0].reshard()
+        assert_at_rest(net, before)
+    # Unsharded by hand, then used: gathered once.
+    net.blocks[0].unshard(async_op=asynchronous)
+    word_loss(net, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+    assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unshard_and_reshard_by_hand(strategy: str, asynchronous: bool) -> None:
+    run_ranks(by_hand, ranks_for(strategy), strategy, asynchronous)
+
+
+def unsharded_values_stay_fresh(rank: int, world_size: int, strategy: str) -> None:
+    """Weights kept whole over an optimizer step are those of after the step when next used."""
+    net, plain = pair(lambda: Net(layers=LAYERS))
+    wrap(net, world_size, strategy, reshard_after_forward=False)
+    net.set_reshard_after_backward(False)
+    train(net, plain, rank, world_size)
+    with torch.no_grad():
+        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-5)
+    # The same when the weights are whole in the modules' hands while the main ones change.
+    net.blocks[1].unshard()
+    sharded = [p for group in torch_groups(net) for p in group]
+    with torch.no_grad():
+        for parameter in sharded:
+            parameter.add_(0.25)
+        for parameter in plain.parameters():
+            parameter.add_(0.25)
+        assert_close(net.blocks[1](vectors(rank)), plain.blocks[1](vectors(rank)), "output", 1e-5)
+        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-4)
+
+
+def torch_groups(net: Any) -> list[list[torch.Tensor]]:
+    """The parameters at rest, even of a unit that is unsharded now: what an optimizer holds."""
+    from shardwise.shard.module import units_of
+
+    return [group.sharded for unit in units_of(net) for group in unit.groups]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(strategy: str) -> None:
+    run_ranks(unsharded_values_stay_fresh, ranks_for(strategy), strategy)
+
+
+def resting_between(rank: int, world_size: int) -> None:
+    """After a forward that keeps its weights, modules still show sharded parameters."""
+    net, _ = pair(Net)
+    wrap(net, world_size, reshard_after_forward=False)
+    loss = word_loss(net, rank)
+    parameters = dict(net.named_parameters())
+    assert parameters and all(isinstance(value, DTensor) for value in parameters.values())
+    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+    loss.backward()
+
+
+def test_parameters_are_sharded_between_forward_and_backward_even_where_weights_are_kept() -> None:
+    run_ranks(resting_between, 2)

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What wrapping does to a module, who owns which parameter, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from shardwise.shard.module import unit_of
+from tests.contract.helpers import (
+    Block,
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    mesh_for,
+    num_groups,
+    pair,
+    raised,
+    transient_bytes,
+    vector_loss,
+    vectors,
+    word_loss,
+    words,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+def is_an_fsdp_module(rank: int, world_size: int) -> None:
+    net = Net()
+    names = [name for name, _ in net.named_parameters()]
+    keys = list(net.state_dict())
+    assert wrap(net, world_size) is net
+    for module, original in ((net, Net), (net.blocks[0], Block)):
+        kind = type(module)
+        assert isinstance(module, FSDPModule) and isinstance(module, sw.ShardedModule)
+        assert isinstance(module, original)
+        assert kind.__name__ == f"FSDP{original.__name__}"
+        order = kind.__mro__
+        assert order.index(FSDPModule) < order.index(original)
+    assert type(net.blocks[0]) is type(net.blocks[1]), "one class for all blocks of a kind"
+    assert type(net.head) is nn.Linear and type(net.blocks[0].up) is nn.Linear
+    assert [name for name, _ in net.named_parameters()] == names
+    assert list(net.state_dict()) == keys
+    for name, parameter in net.named_parameters():
+        assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
+        assert parameter.is_leaf and parameter.requires_grad, name
+
+
+def test_a_wrapped_module_is_an_fsdp_module_of_its_class() -> None:
+    run_ranks(is_an_fsdp_module, 2)
+
+
+def shapes_are_global(rank: int, world_size: int) -> None:
+    net, plain = pair(Net)
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    wrap(net, world_size)
+    local = 0
+    for name, parameter in net.named_parameters():
+        assert parameter.shape == shapes[name], name
+        assert parameter.stride() == plain.get_parameter(name).stride(), name
+        local += parameter.to_local().numel()
+    whole = sum(shape.numel() for shape in shapes.values())
+    assert 0 < local < whole, "each rank holds a part"
+    assert_parameters_equal(net, plain, tolerance=0.0)
+
+
+def test_parameters_at_rest_show_the_whole_shape_and_hold_a_part() -> None:
+    run_ranks(shapes_are_global, 2)
+    run_ranks(shapes_are_global, 3)
+
+
+def slices_are_plain(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    sw.fully_shard(model[0], mesh=mesh_for("zero", world_size))
+    sw.fully_shard(model, mesh=mesh_for("zero", world_size))
+    head = model[:2]
+    assert type(head) is nn.Sequential and not isinstance(head, FSDPModule)
+    assert len(head) == 2 and head[0] is model[0]
+    assert isinstance(head[0], FSDPModule)
+    assert isinstance(model, FSDPModule), "the original stays wrapped"
+
+
+def test_slicing_a_wrapped_sequential_gives_a_plain_one() -> None:
+    run_ranks(slices_are_plain, 2)
+
+
+def double_wrap(rank: int, world_size: int) -> str:
+    net, plain = pair(Block)
+    mesh = mesh_for("zero", world_size)
+    sw.fully_shard(net, mesh=mesh)
+    message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
+    assert type(net).__name__ == "FSDPBlock"
+    vector_loss(net, rank).backward()
+    average_gradients(plain, vector_loss, world_size)
+    assert_gradients_equal(net, plain)
+    return message
+
+
+def test_wrapping_twice_is_refused_and_changes_nothing() -> None:
+    for message in run_ranks(double_wrap, 2):
+        assert "Block" in message and "already" in message
+
+
+class Chain(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module(x)
+        return x
+
+
+def containers(rank: int, world_size: int) -> tuple[str, str]:
+    mesh = mesh_for("zero", world_size)
+    linears = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    first = raised(lambda: sw.fully_shard(nn.ModuleList(linears), mesh=mesh), ValueError)
+    members = nn.ModuleDict({"a": linears[0]})
+    second = raised(lambda: sw.fully_shard(members, mesh=mesh), ValueError)
+    net, plain = pair(lambda: Chain([nn.Linear(4, 4), nn.Linear(4, 4)]))
+    sw.fully_shard(net, mesh=mesh)
+    assert torch.allclose(net(vectors(rank, width=4)), plain(vectors(rank, width=4)))
+    return first, second
+
+
+def test_containers_without_a_forward_are_refused_and_those_with_one_are_not() -> None:
+    for first, second in run_ranks(containers, 2):
+        assert "ModuleList" in first and "forward" in first
+        assert "ModuleDict" in second and "forward" in second
+
+
+def list_of_modules(rank: int, world_size: int) -> None:
+    net, plain = pair(lambda: Net(layers=3))
+    mesh = mesh_for("zero", world_size)
+    # The same module twice and a module inside another count once.
+    together = [net.blocks[0], net.blocks[1], net.blocks[0], net.blocks[1].up]
+    before = transient_bytes()
+    assert sw.fully_shard(together, mesh=mesh) is together
+    assert isinstance(net.blocks[0], FSDPModule) and isinstance(net.blocks[1], FSDPModule)
+    assert type(net.blocks[1].up) is nn.Linear
+    sw.fully_shard(net, mesh=mesh)
+    assert type(net.blocks[2]) is Block, "left to the root"
+    for step in range(2):
+        with sw.comm.record() as calls:
+            word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+        reductions = [call for call in calls if call.operation == "reduce_scatter"]
+        assert unit_of(net.blocks[0]) is unit_of(net.blocks[1])
+        assert len(reductions) == num_groups(net.blocks[0], net), "for the list, for the root"
+
+
+def test_a_list_of_modules_is_one_unit() -> None:
+    run_ranks(list_of_modules, 2)
+
+
+def ownership(rank: int, world_size: int) -> None:
+    net = Net(layers=2)
+    mesh = mesh_for("zero", world_size)
+    sw.fully_shard(net.blocks[0].up, mesh=mesh)
+    sw.fully_shard(net.blocks[0], mesh=mesh)
+    sw.fully_shard(net, mesh=mesh)
+    up = sum(p.numel() for p in net.blocks[0].up.parameters())
+    block = sum(p.numel() for p in net.blocks[0].parameters())
+    whole = sum(p.numel() for p in net.parameters())
+    owned = {net.blocks[0].up: up, net.blocks[0]: block - up, net: whole - block}
+    for module, numel in owned.items():
+        unit = unit_of(module)
+        assert unit is not None
+        assert sum(math.prod(item.shape) for group in unit.groups for item in group.items) == numel
+    with sw.comm.record() as calls, torch.no_grad():
+        net(words(rank))
+    gathers = [call for call in calls if call.operation == "all_gather"]
+    assert len(gathers) == num_groups(*owned), "each is gathered once, by the unit that owns it"
+
+
+def test_each_parameter_belongs_to_the_innermost_unit_around_it() -> None:
+    run_ranks(ownership, 2)
+
+
+def outer_first(rank: int, world_size: int) -> str:
+    net = Net()
+    mesh = mesh_for("zero", world_size)
+    sw.fully_shard(net, mesh=mesh)
+    return raised(lambda: sw.fully_shard(net.blocks[0], mesh=mesh), ValueError)
+
+
+def test_wrapping_a_module_inside_a_wrapped_one_is_refused() -> None:
+    for message in run_ranks(outer_first, 2):
+        assert "another unit" in message
+
+
+class Bare(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def parameterless_root(rank: int, world_size: int) -> None:
+    net, plain = pair(Bare)
+    before = transient_bytes()
+    wrap(net, world_size)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        vector_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
+        assert assert_gradients_equal(net, plain) == 12
+        assert_at_rest(net, before)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+def test_a_root_without_parameters_of_its_own_trains() -> None:
+    run_ranks(parameterless_root, 2)
+
+
+class Final(nn.Module):
+    """A class that refuses subclasses cannot change its class either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(1))
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def rollback(rank: int, world_size: int) -> None:
+    first, final = Block(4), Final()
+    modules = [first, final]
+    parameters = [dict(module.named_parameters()) for module in modules]
+    values = [{n: p.detach().clone() for n, p in group.items()} for group in parameters]
+    attributes = [set(module.__dict__) for module in modules]
+    mesh = mesh_for("zero", world_size)
+    assert "final" in raised(lambda: sw.fully_shard(modules, mesh=mesh), TypeError)
+    assert type(first) is Block and type(final) is Final
+    for module, group, before, keys in zip(modules, parameters, values, attributes, strict=True):
+        assert set(module.__dict__) == keys
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not module._state_dict_pre_hooks and not module._load_state_dict_pre_hooks
+        now = dict(module.named_parameters())
+        assert list(now) == list(group)
+        for name, parameter in now.items():
+            assert parameter is group[name], "the very same object"
+            assert torch.equal(parameter, before[name])
+        module(vectors(rank, width=4)).sum().backward()
+    # Nothing of the failed attempt stands in the way of a good one.
+    sw.fully_shard(first, mesh=mesh)
+    assert isinstance(first, FSDPModule)
+
+
+def test_a_failure_while_wrapping_leaves_every_module_as_it_was() -> None:
+    run_ranks(rollback, 2)
+
+
+def deep_copy(rank: int, world_size: int) -> tuple[str, str]:
+    net = wrap(Net(), world_size)
+    return (
+        raised(lambda: copy.deepcopy(net), NotImplementedError),
+        raised(lambda: copy.deepcopy(nn.Sequential(net)), NotImplementedError),
+    )
+
+
+def test_deep_copies_are_refused() -> None:
+    for messages in run_ranks(deep_copy, 2):
+        assert all("deep-cop" in message for message in messages)
+
+
+def attributes_travel(rank: int, world_size: int) -> None:
+    net = Block()
+    net.up.weight.no_decay = True
+    net.up.weight.tags = ["a", "b"]
+    seen = {}
+
+    def look(module: nn.Module, args: object) -> None:
+        seen.update(vars(module.weight))
+
+    net.up.register_forward_pre_hook(look)
+    wrap(net, world_size)
+    assert net.up.weight.no_decay is True and net.up.weight.tags == ["a", "b"]
+    assert not hasattr(net.down.weight, "no_decay")
+    net(vectors(rank))
+    assert seen["no_decay"] is True and seen["tags"] == ["a", "b"], "in forward too"
+
+
+def test_attributes_of_a_parameter_reach_the_sharded_and_the_whole_one() -> None:
+    run_ranks(attributes_travel, 2)
+
+
+def hooks_stay(rank: int, world_size: int) -> None:
+    net, plain = pair(Block)
+    for module in (net, plain):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        module.register_forward_hook(lambda _, args, output: output + args[0])
+    wrap(net, world_size)
+    assert torch.allclose(net(vectors(rank)), plain(vectors(rank)), atol=1e-6)
+
+
+def test_hooks_that_were_there_before_still_run() -> None:
+    run_ranks(hooks_stay, 2)
+
+
+def default_mesh(rank: int, world_size: int) -> None:
+    net, plain = pair(Block)
+    assert sw.fully_shard(net) is net
+    vector_loss(net, rank).backward()
+    average_gradients(plain, vector_loss, world_size)
+    assert_gradients_equal(net, plain)
+    assert net.up.weight.device_mesh.size() == world_size
+
+
+def test_without_a_mesh_all_ranks_share_the_parameters() -> None:
+    run_ranks(default_mesh, 2)

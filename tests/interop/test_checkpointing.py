@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpointing: recomputed forwards inside backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    assert_at_rest,
+    assert_gradients_equal,
+    average_gradients,
+    full,
+    options_for,
+    pair,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+)
+from tests.ranks import run_ranks
+
+
+class Inside(nn.Module):
+    """Checkpoints a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.part = Block()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = run(self.part, x, self.reentrant)
+        return self.last(x)
+
+
+def run(module: nn.Module, x: Tensor, reentrant: bool | None) -> Tensor:
+    return module(x) if reentrant is None else checkpoint(module, x, use_reentrant=reentrant)
+
+
+class CheckpointedNet(nn.Module):
+    """Where: around each unit, inside each unit, both, or around two units at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Inside() for _ in range(3))
+        self.exit = nn.Linear(WIDTH, WIDTH)
+        self.around: bool | None = None
+        self.both_of: bool | None = None
+
+    def tell(self, where: str, reentrant: bool | None) -> None:
+        self.around = reentrant if where in ("around", "nested") else None
+        self.both_of = reentrant if where == "two units" else None
+        for block in self.blocks:
+            block.reentrant = reentrant if where in ("inside", "nested") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        if self.both_of is not None:
+            x = run(nn.Sequential(self.blocks[0], self.blocks[1]), x, self.both_of)
+            x = self.blocks[2](x)
+        else:
+            for block in self.blocks:
+                x = run(block, x, self.around)
+        return self.exit(x)
+
+
+def gradients(net: CheckpointedNet, rank: int, where: str, reentrant: bool | None) -> list[Tensor]:
+    net.tell(where, reentrant)
+    net.zero_grad()
+    vector_loss(net, rank).backward()
+    grads = [full(parameter.grad).clone() for parameter in net.parameters()]
+    assert len(grads) == 3 * 10 + 4 and all(grad.abs().max() > 0 for grad in grads)
+    return grads
+
+
+def checkpointed(
+    rank: int, world_size: int, strategy: str, where: str, reentrant: bool, keep: bool | None
+) -> None:
+    net, plain = pair(CheckpointedNet)
+    options = options_for(strategy, world_size)
+    for block in net.blocks:
+        sw.fully_shard(block, **options, reshard_after_forward=keep)
+    sw.fully_shard(net, **options)
+    before = transient_bytes()
+    expected = gradients(net, rank, where, None)
+    for _ in range(2):
+        found = gradients(net, rank, where, reentrant)
+        assert_at_rest(net, before)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), "recomputation changes no bit"
+    average_gradients(plain, vector_loss, world_size)
+    assert_gradients_equal(net, plain)
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "nested", "two units"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpointing_changes_no_bit_and_leaves_all_at_rest(
+    strategy: str, reentrant: bool, where: str
+) -> None:
+    run_ranks(checkpointed, ranks_for(strategy), strategy, where, reentrant, None)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpointing_with_weights_kept_after_forward(reentrant: bool) -> None:
+    run_ranks(checkpointed, 2, "zero3", "around", reentrant, False)
+
+
+def wrapped_inside(rank: int, world_size: int, reentrant: bool) -> None:
+    """A unit with a unit inside, and the checkpoint around the outer one; the order of units in
+    the recomputation is another than forward's."""
+    net, plain = pair(CheckpointedNet)
+    options = options_for("zero3", world_size)
+    for block in net.blocks:
+        sw.fully_shard(block.part, **options)
+        sw.fully_shard(block, **options)
+    sw.fully_shard(net, **options)
+    before = transient_bytes()
+    expected = gradients(net, rank, "around", None)
+    for where in ("around", "inside", "nested"):
+        found = gradients(net, rank, where, reentrant)
+        assert_at_rest(net, before)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), where
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpointing_around_nested_units(reentrant: bool) -> None:
+    run_ranks(wrapped_inside, 2, reentrant)
+
+
+def gathers(rank: int, world_size: int, reentrant: bool) -> None:
+    """A recomputation uses the weights that backward gathers anyway."""
+    net, _ = pair(CheckpointedNet)
+    options = options_for("zero3", world_size)
+    for block in net.blocks:
+        sw.fully_shard(block, **options)
+    sw.fully_shard(net, **options)
+    gradients(net, rank, "around", None)
+    counts = []
+    for mode in (None, reentrant):
+        with sw.comm.record() as calls:
+            net.tell("around", mode)
+            vector_loss(net, rank).backward()
+        counts.append([call.operation for call in calls].count("all_gather"))
+    assert counts[0] >= 3 + 1 + 3, counts
+    assert counts[1] == counts[0], counts
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpointing_gathers_no_more_often(reentrant: bool) -> None:
+    run_ranks(gathers, 2, reentrant)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs to compare: sharded over ranks, and the slow and obvious one in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.placements import PARTIAL, REPLICATE, SHARD
+from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
+
+STEPS = 3
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
+}
+ONE_AXIS = {f"zero{stage}": sw.zero(stage) for stage in range(4)}
+TWO_AXES = {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}
+STRATEGIES = ONE_AXIS | TWO_AXES
+
+
+def every_two_axis_placements() -> list[sw.Placements]:
+    """All lists for two axes that the library takes, hand-written ones included."""
+    found = []
+    pairs = list(itertools.product((REPLICATE, PARTIAL, SHARD), repeat=2))
+    for compute, grad, main in itertools.product(pairs, repeat=3):
+        try:
+            found.append(sw.Placements(compute=compute, grad=grad, main=main))
+        except ValueError:
+            continue
+    return found
+
+
+def make_sharded(placements: sw.Placements, world_size: int, **options: Any) -> Model:
+    return shard_model(make_model(depth=2), placements, mesh_for(placements, world_size), **options)
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    assert len(found) == 15, "every parameter of the model is compared"
+    return found
+
+
+def mean_over_ranks(value: Tensor, world_size: int) -> float:
+    total = value.detach().clone()
+    torch.distributed.all_reduce(total)
+    return total.item() / world_size
+
+
+def train(
+    model: Model,
+    rank: int,
+    world_size: int,
+    *,
+    microbatches: int = 1,
+    set_to_none: bool = True,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+) -> list[float]:
+    """Train a sharded model; the losses are means over all ranks."""
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    losses = []
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            model.set_is_last_backward(microbatch == microbatches - 1)
+            batch = tokens(step, microbatch, rank, world_size)
+            loss = loss_of(model, batch) / microbatches
+            loss.backward()
+            losses.append(mean_over_ranks(loss, world_size))
+        stepper.step()
+        stepper.zero_grad(set_to_none=set_to_none)
+    return losses
+
+
+@cache
+def reference(
+    microbatches: int = 1, optimizer: str = "adamw", steps: int = STEPS
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training in one process: parameters and losses."""
+    model = make_model(depth=2)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    losses = []
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            loss = loss_of(model, tokens(step, microbatch)) / microbatches
+            loss.backward()
+            losses.append(loss.item())
+        stepper.step()
+        stepper.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+
+def assert_close_to_reference(
+    model: Model, losses: list[float], microbatches: int, optimizer: str
+) -> None:
+    expected, expected_losses = reference(microbatches, optimizer)
+    found = full_parameters(model)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert len(losses) == STEPS * microbatches
+    torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-5)
+
+
+def record_of(calls: list[comm.Call]) -> list[tuple[str, str, int]]:
+    return [(call.operation, call.axis, call.nbytes) for call in calls]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy trains as one process does: losses and parameters to 1e-5."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.models import make_model, mesh_of, shard_model
+from tests.parity.helpers import (
+    ONE_AXIS,
+    TWO_AXES,
+    assert_close_to_reference,
+    every_two_axis_placements,
+    full_parameters,
+    make_sharded,
+    reference,
+    train,
+)
+from tests.ranks import run_ranks
+
+# (microbatches, set_to_none, optimizer)
+RECIPES = [
+    *itertools.product((1, 3), (True, False), ("adamw",)),
+    (1, True, "sgd"),
+    (3, False, "sgd"),
+]
+
+
+def check_recipes(
+    rank: int,
+    world_size: int,
+    placements: sw.Placements,
+    recipes: list[tuple[int, bool, str]],
+) -> int:
+    for microbatches, set_to_none, optimizer in recipes:
+        model = make_sharded(placements, world_size)
+        losses = train(
+            model,
+            rank,
+            world_size,
+            microbatches=microbatches,
+            set_to_none=set_to_none,
+            optimizer=optimizer,
+        )
+        assert_close_to_reference(model, losses, microbatches, optimizer)
+    return len(recipes)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_one_axis_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
+    done = run_ranks(check_recipes, world_size, ONE_AXIS[strategy], RECIPES)
+    assert done == [len(RECIPES)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])  # meshes (1, 1), (2, 1), (1, 3) and (2, 2)
+@pytest.mark.parametrize("strategy", TWO_AXES)
+def test_two_axis_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
+    done = run_ranks(check_recipes, world_size, TWO_AXES[strategy], RECIPES)
+    assert done == [len(RECIPES)] * world_size
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_every_legal_two_axis_placement_trains_as_one_process(number: int) -> None:
+    placements = every_two_axis_placements()
+    assert len(placements) == 14
+    recipes = [(1, True, "adamw"), (3, False, "adamw")]
+    assert run_ranks(check_recipes, 4, placements[number], recipes) == [2] * 4
+
+
+def check_three_axes(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    shard, whole, partial = sw.Shard(), sw.Replicate(), sw.Partial()
+    placements = sw.Placements(
+        compute=[whole, whole, shard], grad=[partial, partial, shard], main=[whole, shard, shard]
+    )
+    for microbatches in (1, 3):
+        model = shard_model(make_model(depth=2), placements, mesh_of(*sizes))
+        losses = train(model, rank, world_size, microbatches=microbatches)
+        assert_close_to_reference(model, losses, microbatches, "adamw")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+def test_three_axes_train_as_one_process(sizes: tuple[int, ...]) -> None:
+    run_ranks(check_three_axes, 4, sizes)
+
+
+def check_control(rank: int, world_size: int) -> None:
+    """Negative control: one rank that trains on other data, and one lost step, are both seen."""
+    model = make_sharded(sw.zero(3), world_size)
+    losses = train(model, 1, world_size)  # rank 0's batch is lost
+    with pytest.raises(AssertionError):
+        assert_close_to_reference(model, losses, 1, "adamw")
+    model = make_sharded(sw.zero(3), world_size)
+    train(model, rank, world_size, steps=2)
+    expected = reference(1, "adamw")[0]
+    found = full_parameters(model)
+    assert all((found[name] - expected[name]).abs().max() > 1e-4 for name in expected)
+
+
+def test_a_wrong_batch_or_a_lost_step_is_noticed() -> None:
+    run_ranks(check_control, 2)
+
+
+def check_unevenness(rank: int, world_size: int) -> list[int]:
+    model = make_sharded(sw.zero(3), world_size)
+    return [parameter.to_local().numel() for parameter in model.parameters()]
+
+
+def test_the_model_of_these_tests_is_cut_unevenly() -> None:
+    """Else the tests above would prove nothing about rows that do not divide."""
+    held = torch.tensor(run_ranks(check_unevenness, 4))
+    assert (held == 0).any(), "a rank that owns nothing of a parameter"
+    assert (held.amax(0) != held.amin(0)).any(), "pieces of different lengths"
+    whole = torch.tensor([parameter.numel() for parameter in make_model(depth=2).parameters()])
+    assert torch.equal(held.sum(0), whole)

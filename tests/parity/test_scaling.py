@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every contribution is divided exactly once: gradients against sums written out by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from tests.models import Model, loss_of, make_model, tokens
+from tests.parity.helpers import STRATEGIES, every_two_axis_placements, make_sharded
+from tests.ranks import run_ranks
+
+
+@cache
+def summed_gradients(world_size: int, microbatches: int) -> dict[str, Tensor]:
+    """The sum over ranks and microbatches of the gradients of each one's own loss."""
+    model = make_model(depth=2)
+    for rank in range(world_size):
+        for microbatch in range(microbatches):
+            loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def accumulate(model: Model, rank: int, world_size: int, microbatches: int) -> None:
+    for microbatch in range(microbatches):
+        model.set_is_last_backward(microbatch == microbatches - 1)
+        loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
+
+
+def assert_gradients(model: Model, world_size: int, microbatches: int, divisor: float) -> None:
+    expected = summed_gradients(world_size, microbatches)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert found.keys() == expected.keys() and len(found) == 15
+    for name, value in found.items():
+        torch.testing.assert_close(
+            value, expected[name] / divisor, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def check_divisors(rank: int, world_size: int, placements: sw.Placements) -> int:
+    checked = 0
+    for microbatches in (1, 3):
+        for factor in (None, 1.0, float(world_size), 5.0):
+            model = make_sharded(placements, world_size)
+            if factor is not None:
+                for unit in (model, *model.layers):
+                    unit.set_gradient_divide_factor(factor)
+            accumulate(model, rank, world_size, microbatches)
+            assert_gradients(model, world_size, microbatches, factor or world_size)
+            # A second time without clearing: the divisor meets only what is new.
+            accumulate(model, rank, world_size, microbatches)
+            assert_gradients(model, world_size, microbatches, (factor or world_size) / 2)
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])  # for two axes: meshes (1, 1), (2, 1), (2, 2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_divided_once_by_the_chosen_factor(strategy: str, world_size: int) -> None:
+    assert run_ranks(check_divisors, world_size, STRATEGIES[strategy]) == [8] * world_size
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp", "hfsdp"])
+def test_gradients_are_divided_once_on_three_ranks(strategy: str) -> None:
+    assert run_ranks(check_divisors, 3, STRATEGIES[strategy]) == [8] * 3
+
+
+def check_hand_written(rank: int, world_size: int) -> int:
+    placements = [p for p in every_two_axis_placements() if p not in (sw.hsdp(), sw.hfsdp())]
+    for one in placements:
+        model = make_sharded(one, world_size)
+        for unit in (model, *model.layers):
+            unit.set_gradient_divide_factor(5.0)
+        accumulate(model, rank, world_size, 3)
+        assert_gradients(model, world_size, 3, 5.0)
+    return len(placements)
+
+
+def test_gradients_are_divided_once_under_hand_written_placements() -> None:
+    assert run_ranks(check_hand_written, 4) == [12] * 4
+
+
+def check_one_unit(rank: int, world_size: int) -> None:
+    """The factor is a unit's own: the layers still take the mean."""
+    model = make_sharded(sw.zero(3), world_size)
+    model.set_gradient_divide_factor(1.0)
+    accumulate(model, rank, world_size, 1)
+    expected = summed_gradients(world_size, 1)
+    for name, parameter in model.named_parameters():
+        divisor = world_size if name.startswith("layers.") else 1.0
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), expected[name] / divisor, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_a_factor_holds_for_the_unit_it_was_given_to() -> None:
+    run_ranks(check_one_unit, 2)
+
+
+def check_sums(rank: int, world_size: int, placements: sw.Placements) -> None:
+    for factor in (None, 5.0):
+        for microbatches in (1, 3):
+            model = make_sharded(placements, world_size)
+            for unit in (model, *model.layers):
+                unit.set_force_sum_reduction_for_comms(True)
+                if factor is not None:
+                    unit.set_gradient_divide_factor(factor)
+            accumulate(model, rank, world_size, microbatches)
+            assert_gradients(model, world_size, microbatches, factor or world_size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forcing_sums_on_the_wire_does_not_change_gradients(strategy: str) -> None:
+    """torch's words: "even if it comes at the cost of separate pre- or post-scaling"."""
+    run_ranks(check_sums, 4, STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
+def test_a_factor_that_is_not_positive_is_refused(factor: float) -> None:
+    run_ranks(check_refused, 1, factor)
+
+
+def check_refused(rank: int, world_size: int, factor: float) -> None:
+    model = make_sharded(sw.zero(3), world_size)
+    with pytest.raises(ValueError, match="must be positive"):
+        model.set_gradient_divide_factor(factor)
+
+
+def check_no_sync(rank: int, world_size: int, placements: sw.Placements, precision: str) -> None:
+    model = make_sharded(placements, world_size, precision=PRECISIONS[precision])
+    tolerance = 1e-5 if precision == "fp32" else 3e-2
+    for _ in range(2):  # the second round reuses what the first one left
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch == 2)
+            loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
+            if microbatch < 2:
+                assert all(p.grad is None for p in model.parameters()), "nothing is shown yet"
+        expected = summed_gradients(world_size, 3)
+        compared = 0
+        for name, parameter in model.named_parameters():
+            found = parameter.grad.full_tensor()
+            assert (found - expected[name] / world_size).abs().max() < tolerance, name
+            compared += found.abs().max().item() > 0
+            parameter.grad = None
+        assert compared == 15
+
+
+PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulating_without_sync_gives_the_mean_of_the_sums(
+    strategy: str, precision: str
+) -> None:
+    run_ranks(check_no_sync, 4, STRATEGIES[strategy], precision)
+    run_ranks(check_no_sync, 1, STRATEGIES[strategy], precision)
+
+
+def check_no_sync_is_silent(rank: int, world_size: int, placements: sw.Placements) -> list[str]:
+    model = make_sharded(placements, world_size)
+    with sw.comm.record() as calls:
+        model.set_requires_gradient_sync(False)
+        loss_of(model, tokens(0, 0, rank, world_size)).backward()
+    return [call.operation for call in calls if call.operation != "all_gather"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_without_sync_no_gradient_is_sent(strategy: str) -> None:
+    assert run_ranks(check_no_sync_is_silent, 4, STRATEGIES[strategy]) == [[]] * 4
+
+
+def check_early_step(rank: int, world_size: int, placements: sw.Placements) -> None:
+    """Weights that change while gradients still wait would mix two steps: it is said, everywhere."""
+    model = make_sharded(placements, world_size)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, tokens(0, 0, rank, world_size)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    with pytest.raises(RuntimeError, match="stepped before the last microbatch"):
+        loss_of(model, tokens(0, 1, rank, world_size))
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
+def test_a_step_before_the_last_microbatch_is_refused(strategy: str) -> None:
+    run_ranks(check_early_step, 2, STRATEGIES[strategy])

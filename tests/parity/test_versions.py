@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main weight is the only truth: whoever wrote it, the next forward computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import Model, loss_of, make_model, tokens
+from tests.parity.helpers import STRATEGIES, make_sharded
+from tests.ranks import run_ranks
+
+PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
+OPTIONS: dict[str, dict[str, object]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "trace": {"memory": "trace"},
+}
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.full_tensor() for name, p in model.named_parameters()}
+
+
+def step_with_adamw(model: Model) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_with_foreach_sgd(model: Model) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, foreach=True).step()
+
+
+def step_with_single_tensor_adam(model: Model) -> None:
+    torch.optim.Adam(model.parameters(), lr=0.05, foreach=False).step()
+
+
+def write_to_local(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.5)
+
+
+def write_to_data(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5).add_(0.01)
+
+
+def write_to_parameter(model: Model) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02)
+
+
+def initialise(model: Model) -> None:
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.05)
+
+
+def load_a_full_state_dict(model: Model) -> None:
+    model.load_state_dict(make_model(depth=2, seed=7).state_dict())
+
+
+def load_its_own_kind(model: Model) -> None:
+    state = {name: value.detach().clone().mul_(1.25) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def copy_full_tensors(model: Model) -> None:
+    other = make_model(depth=2, seed=8)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
+
+
+WRITERS: tuple[Callable[[Model], None], ...] = (
+    step_with_adamw,
+    step_with_foreach_sgd,
+    step_with_single_tensor_adam,
+    write_to_local,
+    write_to_data,
+    write_to_parameter,
+    initialise,
+    load_a_full_state_dict,
+    load_its_own_kind,
+    copy_full_tensors,
+)
+
+
+def expected_output(weights: dict[str, Tensor], batch: Tensor, precision: str) -> Tensor:
+    model = make_model(depth=2)
+    model.load_state_dict(weights)
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    with torch.no_grad():
+        return model(batch)
+
+
+def check_writers(rank: int, world_size: int, strategy: str, precision: str, options: str) -> int:
+    model = make_sharded(
+        STRATEGIES[strategy], world_size, precision=PRECISIONS[precision], **OPTIONS[options]
+    )
+    batch = tokens(0, 0, rank, world_size)
+    seen = 0
+    for writer in WRITERS:
+        for training in (True, False):
+            if training or "step" in writer.__name__:
+                loss_of(model, batch).backward()
+            else:
+                with torch.no_grad():
+                    model(batch)  # a root may stay gathered after this
+            before = full(model)
+            writer(model)
+            after = full(model)
+            assert all(not torch.equal(after[name], before[name]) for name in after) or (
+                writer in (initialise, load_a_full_state_dict, copy_full_tensors) and not training
+            ), f"{writer.__name__} changed nothing"
+            with torch.no_grad():
+                found = model(batch)
+            expected = expected_output(after, batch, precision)
+            torch.testing.assert_close(
+                found,
+                expected,
+                rtol=1e-5 if precision == "fp32" else 2e-2,
+                atol=1e-5 if precision == "fp32" else 2e-2,
+                msg=lambda m, w=writer, t=training: f"{w.__name__}, after training={t}: {m}",
+            )
+            seen += 1
+            model.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_next_forward_sees_what_was_written(
+    strategy: str, precision: str, options: str
+) -> None:
+    world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
+    seen = run_ranks(check_writers, world_size, strategy, precision, options)
+    assert seen == [2 * len(WRITERS)] * world_size
+
+
+def check_stale(rank: int, world_size: int) -> None:
+    """Negative control: with the version check taken out, the same comparison fails."""
+    model = make_sharded(sw.zero(1), world_size)
+    batch = tokens(0, 0, rank, world_size)
+    with torch.no_grad():
+        model(batch)
+    write_to_local(model)
+    for unit in (model, *model.layers):
+        for group in unit._shardwise_unit.groups:
+            group._filled = group.main.state  # as if nothing had been written
+    with torch.no_grad():
+        found = model(batch)
+    assert (found - expected_output(full(model), batch, "fp32")).abs().max() > 1e-3
+
+
+def test_stale_weights_would_be_noticed() -> None:
+    run_ranks(check_stale, 2)
+
+
+def check_between(rank: int, world_size: int, strategy: str) -> None:
+    """A write between two microbatches' forwards reaches each forward as it was at the time."""
+    model = make_sharded(STRATEGIES[strategy], world_size)
+    batch = tokens(0, 0, rank, world_size)
+    outputs, weights = [], []
+    for _ in range(3):
+        with torch.no_grad():
+            outputs.append(model(batch))
+        weights.append(full(model))
+        write_to_local(model)
+    for output, weight in zip(outputs, weights, strict=True):
+        torch.testing.assert_close(output, expected_output(weight, batch, "fp32"))
+    assert not torch.allclose(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluation_between_writes_is_never_stale(strategy: str) -> None:
+    run_ranks(check_between, 4 if strategy in ("hsdp", "hfsdp") else 2, strategy)

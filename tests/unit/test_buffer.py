@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers against whole tensors: every way from one list of placements to another.
+
+All values are multiples of 12, so sums and averages over 2, 3 or 4 ranks are exact, whatever their
+order. Padding is NaN in every test: whoever reads it shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.buffer import Buffer, Ranks
+from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
+from shardwise.memory import Caching
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+R, P, S = REPLICATE, PARTIAL, SHARD
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (7, 13),
+    "cube": (3, 5, 2),
+    "vector": (37,),
+    "tall": (50, 3),
+    "one_row": (1, 6),
+    "scalar": (),
+}
+CPU = torch.device("cpu")
+
+
+def items_of(grain: Grain) -> list[Item]:
+    return [Item(name, shape, grain) for name, shape in SHAPES.items()]
+
+
+def whole_values(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        12.0 * torch.randint(-50, 50, shape, generator=generator).float()
+        for shape in SHAPES.values()
+    ]
+
+
+def make(
+    layout: Layout,
+    ranks: Ranks,
+    placements: Sequence[Placement],
+    dtype: torch.dtype = torch.float32,
+) -> Buffer:
+    return Buffer(layout, ranks, placements, dtype, CPU, "test")
+
+
+def fill(buffer: Buffer, values: Sequence[Tensor]) -> Buffer:
+    """This rank's pieces of ``values``; NaN everywhere else."""
+    buffer.flat.fill_(math.nan)
+    for index, value in enumerate(values):
+        low, high, offset = buffer.pieces[index]
+        buffer.flat[offset : offset + high - low] = value.reshape(-1)[low:high].to(buffer.dtype)
+    return buffer
+
+
+def assert_holds(buffer: Buffer, values: Sequence[Tensor]) -> int:
+    """The pieces equal those of ``values``; returns how many elements were compared."""
+    compared = 0
+    for index, value in enumerate(values):
+        low, high, _ = buffer.pieces[index]
+        expected = value.reshape(-1)[low:high].to(buffer.dtype)
+        assert torch.equal(buffer.view(index).reshape(-1), expected), (index, low, high)
+        compared += high - low
+    return compared
+
+
+# ------------------------------------------------------------------------------ one-axis steps
+
+
+def suffix_placements(num_axes: int) -> list[tuple[Placement, ...]]:
+    """Every list whose sharded axes are the inner ones."""
+    return [
+        placements
+        for placements in itertools.product((R, P, S), repeat=num_axes)
+        if [value == S for value in placements] == sorted(value == S for value in placements)
+    ]
+
+
+def terms(
+    here: Sequence[Placement], there: Sequence[Placement], ranks: Ranks, average: bool
+) -> list[Tensor]:
+    """What this rank must hold (cut to its pieces) after going from ``here`` to ``there``.
+
+    On a partial axis rank r holds its own term; the seed of a term is its place on those axes.
+    """
+    spans, weight = [], 1.0
+    for axis, (before, after) in enumerate(zip(here, there, strict=True)):
+        size, position = ranks.sizes[axis], ranks.coordinate[axis]
+        if before == P and after != P:
+            spans.append(range(size))
+            weight /= size if average else 1
+        else:
+            spans.append(range(position, position + 1) if before == P else range(1))
+            if after == P and before == R and not average and position != 0:
+                weight = 0.0  # a sum: one rank keeps the value, the others hold zero
+    places = list(itertools.product(*spans))
+    summed = [sum(column) for column in zip(*(whole_values(_seed(p)) for p in places), strict=True)]
+    return [value * weight for value in summed]
+
+
+def _seed(place: Sequence[int]) -> int:
+    return sum(10**axis * position for axis, position in enumerate(place))
+
+
+def own_terms(here: Sequence[Placement], ranks: Ranks) -> list[Tensor]:
+    return terms(here, here, ranks, average=False)
+
+
+def check_transitions(rank: int, world_size: int, sizes: tuple[int, ...], grain: Grain) -> int:
+    ranks = Ranks(mesh_of(*sizes))
+    layout = plan(items_of(grain), world_size)
+    routes = 0
+    for here, there in itertools.product(suffix_placements(len(sizes)), repeat=2):
+        impossible = any(b == S and a == P for b, a in zip(here, there, strict=True))
+        for average in (False, True):
+            source = fill(make(layout, ranks, here), own_terms(here, ranks))
+            before = source.flat.clone()
+            if impossible:
+                with pytest.raises(ValueError, match="go through Replicate"):
+                    source.redistribute(there, average=average)
+                continue
+            result = source.redistribute(there, average=average)
+            assert result.placements == there
+            assert_holds(result, terms(here, there, ranks, average))
+            assert torch.equal(source.flat.nan_to_num(1.5), before.nan_to_num(1.5))
+            given = make(layout, ranks, there)
+            assert source.redistribute(there, average=average, out=given) is given
+            assert_holds(given, terms(here, there, ranks, average))
+            routes += 1
+    return routes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("grain", [ROW, ELEMENT], ids=str)
+def test_every_transition_on_one_axis(world_size: int, grain: Grain) -> None:
+    # All 9 pairs of R, Partial and S but S -> Partial, summed and averaged.
+    assert run_ranks(check_transitions, world_size, (world_size,), grain) == [16] * world_size
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3, 1)])
+def test_every_transition_on_two_axes(sizes: tuple[int, int]) -> None:
+    world_size = math.prod(sizes)
+    routes = run_ranks(check_transitions, world_size, sizes, ROW)
+    # 7 lists; of the 49 pairs those with S -> Partial on an axis are refused.
+    pairs = itertools.product(suffix_placements(2), repeat=2)
+    legal = sum((S, P) not in tuple(zip(a, b, strict=True)) for a, b in pairs)
+    assert legal == 41 and routes == [2 * legal] * world_size
+
+
+def check_operations(rank: int, world_size: int) -> dict[str, list[str]]:
+    ranks = Ranks(mesh_of(world_size))
+    layout = plan(items_of(ROW), world_size)
+    found = {}
+    for here, there in itertools.product((R, P, S), repeat=2):
+        if (here, there) == (S, P):
+            continue
+        source = fill(make(layout, ranks, [here]), whole_values())
+        with comm.record() as calls:
+            source.redistribute([there], average=True)
+        assert all(call.nbytes == layout.numel * 4 for call in calls)
+        found[f"{here}->{there}"] = [call.operation for call in calls]
+    return found
+
+
+def test_each_step_costs_the_collective_it_names_and_no_other() -> None:
+    for found in run_ranks(check_operations, 2):
+        assert found == {
+            "R->R": [],
+            "R->Partial": [],
+            "R->S": [],
+            "Partial->R": ["all_reduce"],
+            "Partial->Partial": [],
+            "Partial->S": ["reduce_scatter"],
+            "S->R": ["all_gather"],
+            "S->S": [],
+        }
+
+
+def check_the_check(rank: int, world_size: int) -> None:
+    """Negative control: a wrong element in any piece, and a NaN that was read, are both seen."""
+    ranks = Ranks(mesh_of(world_size))
+    buffer = fill(make(plan(items_of(ROW), world_size), ranks, [R]), whole_values())
+    assert assert_holds(buffer, whole_values()) == sum(v.numel() for v in whole_values())
+    assert buffer.flat.isnan().any(), "there is padding to be poisoned"
+    for index in range(len(SHAPES)):
+        view = buffer.view(index).view(-1)
+        for wrong in (view[-1].item() + 12, math.nan):
+            before, view[-1] = view[-1].clone(), wrong
+            with pytest.raises(AssertionError):
+                assert_holds(buffer, whole_values())
+            view[-1] = before
+
+
+def test_a_wrong_element_is_noticed() -> None:
+    run_ranks(check_the_check, 2)
+
+
+# ------------------------------------------------------------------------------ gather with a cast
+
+
+def check_gather(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[str]:
+    ranks = Ranks(mesh_of(*sizes))
+    layout = plan(items_of(ROW), world_size)
+    values = whole_values()
+    everywhere = [R] * len(sizes)
+    for dtype in (torch.float32, torch.bfloat16):
+        for axis in range(len(sizes) + 1):
+            here = [R] * axis + [S] * (len(sizes) - axis)
+            main = fill(make(layout, ranks, here), values)
+            whole = make(layout, ranks, everywhere, dtype)
+            main.gather(whole).wait()
+            assert_holds(whole, values)
+    # In two stages, as hfsdp does: the outer axis once, then the inner one.
+    main = fill(make(layout, ranks, [S] * len(sizes)), values)
+    compute = make(layout, ranks, [R] + [S] * (len(sizes) - 1), torch.bfloat16)
+    whole = make(layout, ranks, everywhere, torch.bfloat16)
+    with comm.record() as calls:
+        main.gather(compute).wait()
+        assert_holds(compute, values)
+        compute.gather(whole).wait()
+    assert_holds(whole, values)
+    return [f"{call.axis} {call.nbytes * world_size // layout.numel // 2}" for call in calls]
+
+
+def test_a_gather_casts_before_it_sends_and_walks_from_outside_in() -> None:
+    # In bf16; the outer gather brings half of the buffer, the inner one all of it.
+    assert run_ranks(check_gather, 4, (2, 2)) == [["dp_outer 2", "dp 4"]] * 4
+    assert run_ranks(check_gather, 3, (3,)) == [["dp 3"]] * 3
+    assert run_ranks(check_gather, 1, (1,)) == [[]]
+
+
+def check_part_of(rank: int, world_size: int) -> None:
+    ranks = Ranks(mesh_of(2, 2))
+    layout = plan(items_of(ROW), 4)
+    outer, inner = divmod(rank, 2)
+    whole, shard = make(layout, ranks, [R, R]), make(layout, ranks, [S, S])
+    begin = (inner * 2 + outer) * layout.shard_size
+    part = shard.part_of(whole)
+    assert part.data_ptr() == whole.flat[begin:].data_ptr() and part.numel() == layout.shard_size
+    half = make(layout, ranks, [R, S])
+    assert half.flat.numel() == 2 * layout.shard_size
+    assert half.part_of(whole).data_ptr() == whole.flat[2 * inner * layout.shard_size :].data_ptr()
+
+
+def test_the_inner_axis_cuts_first_and_the_outer_one_inside_it() -> None:
+    run_ranks(check_part_of, 4)
+
+
+# ------------------------------------------------------------------------------ rows, whole tensors
+
+
+def check_relayout(
+    rank: int, world_size: int, sizes: tuple[int, ...], sharded: int, few: bool
+) -> tuple[int, int]:
+    """(elements held as whole tensors, bytes sent)."""
+    ranks = Ranks(mesh_of(*sizes))
+    placements = [R] * (len(sizes) - sharded) + [S] * sharded
+    shards = math.prod(sizes[len(sizes) - sharded :])
+    count = 1 if few else len(SHAPES)
+    values = whole_values()[:count]
+    cut = plan(items_of(ROW)[:count], shards)
+    owned = plan(items_of(TENSOR)[:count], shards)
+    source = fill(make(cut, ranks, placements), values)
+    with comm.record() as calls:
+        whole = source.relayout(owned)
+    assert whole.layout is owned and whole.placements == tuple(placements)
+    held = assert_holds(whole, values)
+    for index in range(count):  # all or nothing
+        low, high, _ = whole.pieces[index]
+        assert (low, high) in ((0, values[index].numel()), (low, low)), (low, high)
+    fill(source, [torch.full_like(value, math.nan) for value in values])
+    back = whole.relayout(cut, out=source)
+    assert back is source
+    assert_holds(back, values)
+    return held, sum(call.nbytes for call in calls)
+
+
+RELAYOUTS = [((1,), 1), ((2,), 1), ((3,), 1), ((4,), 1), ((2, 2), 2), ((2, 2), 1)]
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many tensors", "one tensor"])
+@pytest.mark.parametrize(("sizes", "sharded"), RELAYOUTS)
+def test_rows_become_whole_tensors_and_rows_again(
+    sizes: tuple[int, ...], sharded: int, few: bool
+) -> None:
+    world_size = math.prod(sizes)
+    results = run_ranks(check_relayout, world_size, sizes, sharded, few)
+    replicas = math.prod(sizes[: len(sizes) - sharded])
+    total = sum(math.prod(shape) for shape in list(SHAPES.values())[: 1 if few else None])
+    assert sum(held for held, _ in results) == total * replicas
+    owners = sum(held > 0 for held, _ in results)
+    if few:
+        assert owners == replicas  # everybody else owns nothing
+    assert (sum(sent for _, sent in results) > 0) == (world_size > 1)
+
+
+def check_relayout_refusals(rank: int, world_size: int) -> None:
+    ranks = Ranks(mesh_of(world_size))
+    source = fill(make(plan(items_of(ROW), 2), ranks, [S]), whole_values())
+    with pytest.raises(ValueError, match="plan the target for as many shards as ranks"):
+        source.relayout(plan(items_of(TENSOR), 4))
+    with pytest.raises(ValueError, match="hold one shard each"):
+        fill(make(plan(items_of(ROW), 2), ranks, [R]), whole_values()).relayout(
+            plan(items_of(TENSOR), 2)
+        )
+    with pytest.raises(ValueError, match="plan both layouts from the same parameters"):
+        source.relayout(plan([Item("other", (7, 13)), *items_of(ROW)[1:]], 2))
+
+
+def test_a_relayout_that_cannot_be_is_refused_everywhere() -> None:
+    run_ranks(check_relayout_refusals, 2)
+
+
+# ------------------------------------------------------------------------------ DTensors over it
+
+
+FULL_MESHES = [
+    ((1,), 1),
+    ((2,), 1),
+    ((3,), 1),
+    ((4,), 1),
+    ((2,), 0),
+    ((2, 2), 2),
+    ((2, 2), 1),
+    ((2, 2), 0),
+]
+
+
+def check_full_tensor(
+    rank: int, world_size: int, sizes: tuple[int, ...], sharded: int, finer: int
+) -> list[int]:
+    ranks = Ranks(mesh_of(*sizes))
+    placements = [R] * (len(sizes) - sharded) + [S] * sharded
+    held = []
+    for grain in (ROW, ELEMENT, TENSOR):
+        for dtype in (torch.float32, torch.bfloat16):
+            layout = plan(items_of(grain), finer * math.prod(sizes))
+            buffer = fill(make(layout, ranks, placements, dtype), whole_values())
+            for index, value in enumerate(whole_values()):
+                tensor = buffer.dtensor(index)
+                assert tensor.shape == value.shape
+                assert tensor.to_local().data_ptr() == buffer.view(index).data_ptr()
+                assert torch.equal(tensor.full_tensor(), value.to(dtype)), (index, str(grain))
+                held.append(tensor.to_local().numel())
+    return held
+
+
+@pytest.mark.parametrize("finer", [1, 3], ids=["one shard each", "three shards each"])
+@pytest.mark.parametrize(("sizes", "sharded"), FULL_MESHES)
+def test_the_full_tensor_of_every_parameter_is_the_reference(
+    sizes: tuple[int, ...], sharded: int, finer: int
+) -> None:
+    world_size = math.prod(sizes)
+    held = run_ranks(check_full_tensor, world_size, sizes, sharded, finer)
+    assert len(held[0]) == 6 * len(SHAPES)
+    if world_size > 1 and sharded:
+        assert any(numel == 0 for rank in held for numel in rank), "some rank owns nothing of one"
+
+
+def check_uneven(rank: int, world_size: int) -> list[int]:
+    ranks = Ranks(mesh_of(world_size))
+    layout = plan([Item("rows", (7, 13))], world_size)
+    return [make(layout, ranks, [S]).dtensor(0).to_local().numel() // 13]
+
+
+def test_rows_that_do_not_divide_are_uneven_and_some_rank_has_none_of_two() -> None:
+    rows = [count for (count,) in run_ranks(check_uneven, 4)]
+    assert sum(rows) == 7 and len(set(rows)) > 1
+
+
+def check_state(rank: int, world_size: int) -> int:
+    buffer = fill(
+        make(plan(items_of(ROW), world_size), Ranks(mesh_of(world_size)), [S]), whole_values()
+    )
+    tensor = buffer.dtensor(0)
+    parameter = torch.nn.Parameter(buffer.dtensor(1))
+    seen = [buffer.state]
+
+    def changed() -> bool:
+        seen.append(buffer.state)
+        return seen[-1] != seen[-2]
+
+    with torch.no_grad():
+        tensor.to_local(), tensor.full_tensor(), tensor + 1, tensor.norm(), parameter.detach()
+        assert not changed(), "reading is no change"
+        writes = [
+            lambda: tensor.add_(1),
+            lambda: tensor.mul_(2),
+            lambda: tensor.copy_(whole_values()[0]),
+            lambda: tensor.to_local().add_(1),
+            lambda: buffer.view(2).zero_(),
+            lambda: buffer.flat.mul_(2),
+            lambda: parameter.add_(1),
+            lambda: parameter.data.mul_(3),
+            lambda: parameter.detach().zero_(),
+            lambda: torch._foreach_add_([tensor, parameter], 1),
+            lambda: torch.nn.init.normal_(parameter),
+            lambda: tensor.zero_(),
+        ]
+        for number, write in enumerate(writes):
+            write()
+            assert changed(), number
+    return len(writes)
+
+
+def test_every_way_of_writing_changes_the_state_and_reading_does_not() -> None:
+    assert run_ranks(check_state, 2) == [12, 12]
+
+
+# ------------------------------------------------------------------------------ release and restore
+
+
+def check_restore(rank: int, world_size: int) -> None:
+    """A view that autograd saved in forward is read in backward, after its memory went and came."""
+    ranks = Ranks(mesh_of(world_size))
+    layout = plan([Item("weight", (7, 5)), Item("bias", (7,))], world_size)
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(7, 5, generator=generator), torch.randn(7, generator=generator)
+    main = fill(make(layout, ranks, [S]), [weight, bias])
+    whole = make(layout, ranks, [R])
+    inputs = torch.randn(4, 5, generator=generator)
+    results = []
+    for refill in (True, False):
+        main.gather(whole).wait()
+        x = inputs.clone().requires_grad_()
+        parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
+        for index, parameter in enumerate(parameters):
+            parameter.data = whole.view(index).detach()
+        y = torch.nn.functional.linear(x, *parameters)
+        whole.block.release(Caching())
+        assert whole.flat.untyped_storage().nbytes() == 0 and not whole.block.live
+        whole.block.acquire(Caching())
+        assert whole.flat.untyped_storage().nbytes() == whole.block.nbytes
+        whole.flat.fill_(math.nan)
+        if refill:
+            main.gather(whole).wait()
+        y.sum().backward()
+        results.append(x.grad)
+    expected = weight.sum(0).expand(4, 5)
+    torch.testing.assert_close(results[0], expected)
+    assert results[1].isnan().all(), "without the refill backward reads what is there: it is a view"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_views_saved_by_autograd_survive_a_release(world_size: int) -> None:
+    run_ranks(check_restore, world_size)

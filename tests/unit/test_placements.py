@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which placement lists can work, and which shards a rank holds under them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch.distributed.tensor as torch_placements
+
+from shardwise.placements import (
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    as_placement,
+    hfsdp,
+    hsdp,
+    shard_range,
+    zero,
+)
+
+EVERY = (REPLICATE, PARTIAL, SHARD)
+
+
+def is_legal(compute: Placement, grad: Placement, main: Placement) -> bool:
+    """One axis by itself, written as a table: what is kept sharded must be sharded in main."""
+    return (str(compute), str(grad), str(main)) in {
+        ("R", "Partial", "R"),
+        ("R", "Partial", "S"),
+        ("R", "S", "S"),
+        ("S", "Partial", "S"),
+        ("S", "S", "S"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "grad", "main"),
+    [
+        (0, REPLICATE, PARTIAL, REPLICATE),
+        (1, REPLICATE, PARTIAL, SHARD),
+        (2, REPLICATE, SHARD, SHARD),
+        (3, SHARD, SHARD, SHARD),
+    ],
+)
+def test_zero_stages_are_rows_of_the_table(
+    stage: int, compute: Placement, grad: Placement, main: Placement
+) -> None:
+    assert zero(stage) == Placements(compute=[compute], grad=[grad], main=[main])
+
+
+@pytest.mark.parametrize("stage", [-1, 4, "3", None])
+def test_other_stages_are_refused(stage: object) -> None:
+    with pytest.raises(ValueError, match="the stages are 0, 1, 2 and 3"):
+        zero(stage)  # type: ignore[arg-type]
+
+
+def test_hsdp_and_hfsdp_differ_only_in_the_outer_main_axis() -> None:
+    assert hsdp().compute == hfsdp().compute == (REPLICATE, SHARD)
+    assert hsdp().grad == hfsdp().grad == (PARTIAL, SHARD)
+    assert hsdp().main == (REPLICATE, SHARD)
+    assert hfsdp().main == (SHARD, SHARD)
+
+
+def test_one_axis_lists_are_legal_exactly_as_the_table_says() -> None:
+    legal = 0
+    for compute, grad, main in itertools.product(EVERY, repeat=3):
+        if is_legal(compute, grad, main):
+            legal += 1
+            assert Placements(compute=[compute], grad=[grad], main=[main]).num_axes == 1
+        else:
+            with pytest.raises(ValueError, match="cannot work"):
+                Placements(compute=[compute], grad=[grad], main=[main])
+    assert legal == 5
+
+
+def test_two_axis_lists_are_legal_where_each_axis_is_and_shards_are_a_suffix() -> None:
+    legal = 0
+    pairs = list(itertools.product(EVERY, repeat=2))
+    for compute, grad, main in itertools.product(pairs, repeat=3):
+        suffix = all(
+            values != (SHARD, values[1]) or values[1] == SHARD for values in (compute, grad, main)
+        )
+        if suffix and all(is_legal(*axis) for axis in zip(compute, grad, main, strict=True)):
+            legal += 1
+            assert Placements(compute=compute, grad=grad, main=main).num_axes == 2
+        else:
+            with pytest.raises(ValueError, match="cannot work"):
+                Placements(compute=compute, grad=grad, main=main)
+    assert legal == 14
+
+
+@pytest.mark.parametrize(
+    ("compute", "grad", "main", "reason"),
+    [
+        ([REPLICATE], [PARTIAL, PARTIAL], [REPLICATE], "one entry per data-parallel axis"),
+        ([], [], [], "at least one"),
+        ([PARTIAL], [PARTIAL], [REPLICATE], "weights are Replicate or Shard"),
+        ([SHARD, REPLICATE], [PARTIAL, PARTIAL], [SHARD, SHARD], "must be a suffix"),
+        ([SHARD], [PARTIAL], [REPLICATE], "compute is sharded, so main must be"),
+        ([REPLICATE], [SHARD], [REPLICATE], "grad is sharded, so main must be"),
+        ([REPLICATE], [REPLICATE], [REPLICATE], "accumulates as Partial"),
+    ],
+)
+def test_the_error_says_what_is_wrong(
+    compute: list[Placement], grad: list[Placement], main: list[Placement], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Placements(compute=compute, grad=grad, main=main)
+
+
+def test_every_problem_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"axis 0: compute is sharded.*axis 0: a grad accumulates"):
+        Placements(compute=[SHARD], grad=[REPLICATE], main=[REPLICATE])
+
+
+def test_torch_placements_are_understood() -> None:
+    assert as_placement(torch_placements.Replicate()) == Replicate()
+    assert as_placement(torch_placements.Partial()) == Partial()
+    assert as_placement(torch_placements.Shard(0)) == Shard()
+    with pytest.raises(ValueError, match="only Shard\\(0\\) exists"):
+        as_placement(torch_placements.Shard(1))
+    with pytest.raises(ValueError, match="'S' is no placement"):
+        as_placement("S")
+
+
+def test_placements_are_values() -> None:
+    assert hash(zero(3)) == hash(zero(3))
+    assert len({zero(0), zero(1), zero(2), zero(3), hsdp(), hfsdp(), zero(0)}) == 6
+    assert str(hfsdp()) == "Placements(compute=[R, S], grad=[Partial, S], main=[S, S])"
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 2), (2, 3), (3, 1), (2, 2, 3)])
+@pytest.mark.parametrize("finer", [1, 2])
+def test_shards_of_all_ranks_cover_the_buffer_once_and_a_gather_joins_neighbours(
+    sizes: tuple[int, ...], finer: int
+) -> None:
+    num_shards = math.prod(sizes) * finer
+    ranks = list(itertools.product(*(range(size) for size in sizes)))
+    for sharded in range(len(sizes) + 1):
+        placements = [REPLICATE] * (len(sizes) - sharded) + [SHARD] * sharded
+        held = {rank: shard_range(placements, sizes, rank, num_shards) for rank in ranks}
+        copies = math.prod(sizes[: len(sizes) - sharded])
+        covered = sorted(
+            shard for first, count in held.values() for shard in range(first, first + count)
+        )
+        assert covered == sorted(list(range(num_shards)) * copies)
+        if not sharded:
+            continue
+        # Undo the outermost sharded axis: ranks in its order must hold neighbours in that order.
+        axis = len(sizes) - sharded
+        wider = placements.copy()
+        wider[axis] = REPLICATE
+        for rank in ranks:
+            peers = [(*rank[:axis], peer, *rank[axis + 1 :]) for peer in range(sizes[axis])]
+            joined = [shard for peer in peers for shard in range(held[peer][0], sum(held[peer]))]
+            first, count = shard_range(wider, sizes, rank, num_shards)
+            assert joined == list(range(first, first + count))
+
+
+def test_the_inner_axis_is_the_major_shard_index() -> None:
+    held = {
+        (outer, inner): shard_range([SHARD, SHARD], (2, 3), (outer, inner), 6)
+        for outer in range(2)
+        for inner in range(3)
+    }
+    assert held == {(o, i): (i * 2 + o, 1) for o in range(2) for i in range(3)}
