@@ -71,9 +71,12 @@ class Lanes:
             torch.cuda.synchronize(self.device)
 
     def _stream(self, lane: LaneName) -> Any:
-        if lane == "compute":
-            return torch.cuda.current_stream(self.device)
-        return self._streams[lane]
+        if lane != "compute":
+            return self._streams[lane]
+        current = torch.cuda.current_stream(self.device)
+        # Inside ``on(...)`` the caller's own stream cannot be told: join before, not inside.
+        assert current not in self._streams.values(), "name the compute lane outside other lanes"
+        return current
 
 
 def annotate(name: str) -> AbstractContextManager[Any]:

@@ -28,11 +28,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.cut import Cut, Version
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
+
+
+# Before 2.13 torch sends every DTensor, subclasses too, to its own C++ rules without asking the
+# class. It does ask dispatch modes first, so there each call runs under one that asks us.
+_CXX_FIRST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+
+
+class _AskUsFirst(TorchDispatchMode):
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, ShardedTensor) for kind in types):
+            return _operations(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _ask_us_first(
+    cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass(), _AskUsFirst():  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
 
 
 class ShardedTensor(DTensor):
@@ -47,7 +69,9 @@ class ShardedTensor(DTensor):
     version: Version | None
     # No __slots__ of ours: torch's staging of asynchronous checkpoints copies DTensor's own two,
     # and __dict__, where cut and version live.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = (
+        classmethod(_ask_us_first) if _CXX_FIRST else torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    )
 
     def __new__(
         cls, local: Tensor, cut: Cut, *, requires_grad: bool = False, version: Version | None = None

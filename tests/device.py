@@ -9,6 +9,7 @@ show: memory that is really freed, streams that do not race, offloading, fp16 sc
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import traceback
@@ -21,30 +22,31 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.streams import Lanes
 from tests.ranks import run_ranks
 
-WIDTH, TOKENS = 96, 61
+TOKENS = 61
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH + 5)  # rows that divide by nothing
-        self.down = nn.Linear(4 * WIDTH + 5, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width + 5)  # rows that divide by nothing
+        self.down = nn.Linear(4 * width + 5, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, width: int = 96) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, TOKENS)
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -78,8 +80,8 @@ def batch(step: int, micro: int, rank: int, world_size: int) -> Tensor:
 
 
 def train(net: Net, rank: int, world_size: int, micros: int, steps: int = 4) -> list[Tensor]:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
-    losses = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=3e-2, momentum=0.9, fused=True)
+    losses = []  # left on the device: reading one would make the host wait and hide races
     for step in range(steps):
         for micro in range(micros):
             if isinstance(net, sw.ShardedModule):
@@ -88,7 +90,7 @@ def train(net: Net, rank: int, world_size: int, micros: int, steps: int = 4) -> 
             logits = net(tokens).float()
             loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / micros
             loss.backward()
-            losses.append(loss.detach().cpu())
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -102,9 +104,39 @@ def values(net: Net) -> dict[str, Tensor]:
     }
 
 
-def build(recompute: bool = False) -> Net:
+def build(recompute: bool = False, width: int = 96) -> Net:
     torch.manual_seed(7)
-    return Net(recompute)
+    return Net(recompute, width)
+
+
+class Serial(Lanes):
+    """Everything on one stream: the truth that overlap must not change."""
+
+    def __init__(self, device: torch.device, *, unify: bool = False) -> None:
+        super().__init__(device, unify=unify)
+        self._streams = dict.fromkeys(self._streams, None)
+
+    def on(self, lane: str) -> contextlib.AbstractContextManager[object]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+
+def check_races(rank: int, world_size: int, strategy: str) -> None:
+    """Kernels long enough to overlap, no host waits: the same bits as on one stream."""
+    precision = sw.Precision(weights="bf16", reduce="fp32")
+    runs = []
+    for serial in (True, False):
+        net = wrap(build(width=1536), strategy, world_size, precision=precision)
+        if serial:
+            net._shardwise_unit.shared.lanes = Serial(torch.device("cuda", 0))
+        losses = train(net, rank, world_size, 2, steps=6)
+        runs.append((losses, values(net)))
+    (losses, expected), (overlapped, found) = runs
+    assert all(map(torch.equal, overlapped, losses)), (overlapped, losses)
+    assert losses[-1] < 0.9 * losses[0], "it did not learn"
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def check_parity(rank: int, world_size: int, strategy: str, micros: int) -> None:
@@ -115,7 +147,7 @@ def check_parity(rank: int, world_size: int, strategy: str, micros: int) -> None
     ours, theirs = values(net), values(reference)
     assert ours.keys() == theirs.keys() and len(ours) > 20
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
 def check_bitwise(rank: int, world_size: int, strategy: str) -> None:
@@ -140,11 +172,14 @@ def check_offload(rank: int, world_size: int, strategy: str) -> None:
     train(offloaded, rank, world_size, 2)
     ours, theirs = values(offloaded), values(net)
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
 def check_memory(rank: int, world_size: int, strategy: str) -> None:
     """Deleting the model gives every byte back, at once."""
+    warm = build().cuda()
+    warm(batch(0, 0, rank, world_size)).float().mean().backward()  # cuBLAS takes its workspace
+    del warm
     gc.collect()
     torch.cuda.synchronize()
     before, ledger_before = torch.cuda.memory_allocated(), dict(sw.ledger.snapshot())
@@ -191,6 +226,8 @@ def main() -> int:
         for strategy in STRATEGIES:
             checks += [(check_parity, strategy, 1), (check_parity, strategy, 3)]
             checks += [(check_bitwise, strategy), (check_memory, strategy)]
+        if world_size < 4:
+            checks += [(check_races, "zero3"), (check_races, "zero1"), (check_races, "hfsdp")]
         checks += [(check_offload, "zero3"), (check_offload, "hfsdp"), (check_scaler, "zero3")]
         for check, *arguments in checks:
             label = f"{world_size} {backend} rank(s): {check.__name__} {arguments}"  # type: ignore[attr-defined]

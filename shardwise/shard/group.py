@@ -255,8 +255,8 @@ class Group:
         if self.persistent or self.aliased or not self.whole.block.live:
             return
         self.wait(runtime)
+        runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            runtime.lanes.join("gather", "compute")
             self.whole.block.release(runtime.source)
         self._filled = None
 
@@ -267,8 +267,8 @@ class Group:
             return
         whole = self.whole.flat
         length = whole.numel() // axis.size
+        runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            runtime.lanes.join("gather", "compute")
             if self._kept is None:
                 self._kept = Block(length, whole.dtype, whole.device, "compute", lane="gather")
             self._kept.acquire(runtime.source)

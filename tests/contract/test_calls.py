@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How units are called: often, never, in any order, with and without gradients, with any structure."""
+"""How units are called: often, never, in any order, without gradients, with any structure."""
 
 from __future__ import annotations
 

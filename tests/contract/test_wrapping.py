@@ -75,7 +75,7 @@ def shapes_are_global(rank: int, world_size: int) -> None:
 
 def test_parameters_at_rest_show_the_whole_shape_and_hold_a_part() -> None:
     run_ranks(shapes_are_global, 2)
-    run_ranks(shapes_are_global, 3)
+    run_ranks(shapes_are_global, 4)
 
 
 def slices_are_plain(rank: int, world_size: int) -> None:

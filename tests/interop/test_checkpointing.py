@@ -119,7 +119,7 @@ def test_checkpointing_with_weights_kept_after_forward(reentrant: bool) -> None:
 def wrapped_inside(rank: int, world_size: int, reentrant: bool) -> None:
     """A unit with a unit inside, and the checkpoint around the outer one; the order of units in
     the recomputation is another than forward's."""
-    net, plain = pair(CheckpointedNet)
+    net, _ = pair(CheckpointedNet)
     options = options_for("zero3", world_size)
     for block in net.blocks:
         sw.fully_shard(block.part, **options)

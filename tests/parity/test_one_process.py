@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -22,12 +20,8 @@ from tests.parity.helpers import (
 )
 from tests.ranks import run_ranks
 
-# (microbatches, set_to_none, optimizer)
-RECIPES = [
-    *itertools.product((1, 3), (True, False), ("adamw",)),
-    (1, True, "sgd"),
-    (3, False, "sgd"),
-]
+# (microbatches, set_to_none, optimizer): every pair of choices meets
+RECIPES = [(1, True, "adamw"), (3, False, "adamw"), (3, True, "sgd"), (1, False, "sgd")]
 
 
 def check_recipes(

@@ -67,7 +67,7 @@ def load_a_full_state_dict(model: Model) -> None:
 
 
 def load_its_own_kind(model: Model) -> None:
-    state = {name: value.detach().clone().mul_(1.25) for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone().add_(0.1) for name, value in model.state_dict().items()}
     model.load_state_dict(state)
 
 
@@ -106,44 +106,44 @@ def check_writers(rank: int, world_size: int, strategy: str, precision: str, opt
         STRATEGIES[strategy], world_size, precision=PRECISIONS[precision], **OPTIONS[options]
     )
     batch = tokens(0, 0, rank, world_size)
-    seen = 0
+    before = full(model)
     for writer in WRITERS:
-        for training in (True, False):
-            if training or "step" in writer.__name__:
-                loss_of(model, batch).backward()
-            else:
-                with torch.no_grad():
-                    model(batch)  # a root may stay gathered after this
-            before = full(model)
-            writer(model)
-            after = full(model)
-            assert all(not torch.equal(after[name], before[name]) for name in after) or (
-                writer in (initialise, load_a_full_state_dict, copy_full_tensors) and not training
-            ), f"{writer.__name__} changed nothing"
+        if "step" in writer.__name__:
+            loss_of(model, batch).backward()
+        else:
             with torch.no_grad():
-                found = model(batch)
-            expected = expected_output(after, batch, precision)
-            torch.testing.assert_close(
-                found,
-                expected,
-                rtol=1e-5 if precision == "fp32" else 2e-2,
-                atol=1e-5 if precision == "fp32" else 2e-2,
-                msg=lambda m, w=writer, t=training: f"{w.__name__}, after training={t}: {m}",
-            )
-            seen += 1
-            model.zero_grad()
-    return seen
+                model(batch)  # what stays gathered after this is stale after the write
+        writer(model)
+        after = full(model)
+        assert len(after) == 15
+        for name, value in after.items():
+            assert not torch.equal(value, before[name]), f"{writer.__name__} left {name} alone"
+        with torch.no_grad():
+            found = model(batch)
+        tolerance = 1e-5 if precision == "fp32" else 2e-2
+        torch.testing.assert_close(
+            found,
+            expected_output(after, batch, precision),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, w=writer: f"{w.__name__}: {m}",
+        )
+        model.zero_grad()
+        before = after
+    return len(WRITERS)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("fp32", "default"), ("bf16", "default"), ("fp32", "trace"), ("bf16", "kept")],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_next_forward_sees_what_was_written(
     strategy: str, precision: str, options: str
 ) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
     seen = run_ranks(check_writers, world_size, strategy, precision, options)
-    assert seen == [2 * len(WRITERS)] * world_size
+    assert seen == [len(WRITERS)] * world_size
 
 
 def check_stale(rank: int, world_size: int) -> None:
@@ -166,7 +166,7 @@ def test_stale_weights_would_be_noticed() -> None:
 
 
 def check_between(rank: int, world_size: int, strategy: str) -> None:
-    """A write between two microbatches' forwards reaches each forward as it was at the time."""
+    """Each forward computes with the weights as they were at its time."""
     model = make_sharded(STRATEGIES[strategy], world_size)
     batch = tokens(0, 0, rank, world_size)
     outputs, weights = [], []

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient accumulation: what is reduced when, and what a step sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vectors,
+    word_loss,
+    words,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+MICROBATCHES = 3
+
+
+def announce(net: Any, how: str, last: bool) -> None:
+    """The ways to say that more microbatches come."""
+    if how == "no sync":
+        net.set_requires_gradient_sync(last)
+    elif how == "last backward":
+        net.set_is_last_backward(last)
+    elif how == "both":
+        net.set_requires_gradient_sync(last)
+        net.set_is_last_backward(last)
+    elif how == "all reduce":
+        net.set_requires_all_reduce(last)
+    else:
+        assert how == "nothing"
+
+
+def accumulate(
+    rank: int, world_size: int, strategy: str, how: str, set_to_none: bool, mixed: bool = False
+) -> None:
+    net, plain = pair(Net)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap(net, world_size, strategy, **({"mp_policy": policy} if mixed else {}))
+    before = transient_bytes()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for microbatch in range(MICROBATCHES):
+            seed = 10 * step + microbatch
+            last = microbatch == MICROBATCHES - 1
+            announce(net, how, last)
+            with sw.comm.record() as calls:
+                word_loss(net, rank, seed).backward()
+            if how in ("no sync", "both") and not last:
+                assert not [call for call in calls if call.operation in REDUCTIONS]
+            if last:
+                assert [call for call in calls if call.operation in REDUCTIONS]
+            average_gradients(plain, lambda m, r, seed=seed: word_loss(m, r, seed), world_size)
+        assert_gradients_equal(net, plain, 0.05 if mixed else 1e-5)
+        assert_at_rest(net, before)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+    assert_parameters_equal(net, plain, 0.02 if mixed else 1e-5)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "to zero"])
+@pytest.mark.parametrize("how", ["no sync", "last backward", "both", "all reduce", "nothing"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_add_up_however_they_are_announced(
+    strategy: str, how: str, set_to_none: bool
+) -> None:
+    run_ranks(accumulate, ranks_for(strategy), strategy, how, set_to_none)
+
+
+@pytest.mark.parametrize("how", ["no sync", "last backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_add_up_in_mixed_precision(strategy: str, how: str) -> None:
+    run_ranks(accumulate, ranks_for(strategy), strategy, how, True, True)
+
+
+def outer_reductions(rank: int, world_size: int, strategy: str, how: str) -> None:
+    """Over the outer axis gradients go once per step; over the inner one every time."""
+    net = wrap(Net(), world_size, strategy)
+    inner: list[int] = []
+    outer: list[int] = []
+    for microbatch in range(MICROBATCHES):
+        announce(net, how, microbatch == MICROBATCHES - 1)
+        with sw.comm.record() as calls:
+            word_loss(net, rank, microbatch).backward()
+        reductions = [call for call in calls if call.operation in REDUCTIONS]
+        inner.append(sum(call.axis == "dp" for call in reductions))
+        outer.append(sum(call.axis == "dp_outer" for call in reductions))
+    assert inner[0] == inner[1] == inner[2] > 0, inner
+    assert outer[0] == outer[1] == 0 and outer[2] > 0, outer
+
+
+@pytest.mark.parametrize("how", ["all reduce", "last backward"])
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+def test_the_outer_axis_is_reduced_on_the_last_microbatch_only(strategy: str, how: str) -> None:
+    run_ranks(outer_reductions, 4, strategy, how)
+
+
+class Late(nn.Module):
+    """A branch that only the last microbatch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block()])
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.taken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        return self.branch(x) if self.taken else x
+
+
+def first_used_last(rank: int, world_size: int, strategy: str, mixed: bool) -> None:
+    net, plain = pair(Late)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mp_policy": policy} if mixed else {}
+    wrap(net, world_size, strategy, unused_parameters="zeros", **options)
+    before = transient_bytes()
+
+    def loss(model: Any, which: int, seed: int) -> Tensor:
+        return model(vectors(which, seed)).float().square().mean()
+
+    for _ in range(2):
+        for microbatch in range(MICROBATCHES):
+            last = microbatch == MICROBATCHES - 1
+            net.taken = plain.taken = last
+            net.set_requires_gradient_sync(last)
+            loss(net, rank, microbatch).backward()
+            average_gradients(plain, lambda m, r, s=microbatch: loss(m, r, s), world_size)
+        assert net.branch.weight.grad is not None
+        assert_gradients_equal(net, plain, 0.05 if mixed else 1e-5)
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_first_used_on_the_last_microbatch(strategy: str, mixed: bool) -> None:
+    run_ranks(first_used_last, ranks_for(strategy), strategy, mixed)
+
+
+def stepped_too_early(rank: int, world_size: int, strategy: str) -> str:
+    net = wrap(Net(), world_size, strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    word_loss(net, rank).backward()
+    optimizer.step()
+    net.set_requires_gradient_sync(False)
+    word_loss(net, rank).backward()
+    optimizer.step()  # the grads of before: those of the last microbatch are still unreduced
+    return raised(lambda: word_loss(net, rank), RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_stepping_while_gradients_wait_unreduced_is_reported(strategy: str) -> None:
+    for message in run_ranks(stepped_too_early, 2, strategy):
+        assert "last microbatch" in message
+
+
+def divide(rank: int, world_size: int, strategy: str, microbatches: int, how: str) -> None:
+    """A custom divisor is applied once: per-token losses divide by the tokens of all ranks."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    tokens = 45.0
+    for module in (net, *net.blocks):  # as torch's, these two reach one unit
+        if how == "divisor":
+            module.set_gradient_divide_factor(tokens)
+        else:
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(tokens if how == "divisor and sum" else 1.0)
+
+    def loss(model: Any, which: int, seed: int) -> Tensor:
+        x = words(which, seed)
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum")
+
+    scale = world_size if how == "sum" else world_size / tokens
+    for microbatch in range(microbatches):
+        net.set_is_last_backward(microbatch == microbatches - 1)
+        loss(net, rank, microbatch).backward()
+        average_gradients(plain, lambda m, r, s=microbatch: scale * loss(m, r, s), world_size)
+    assert_gradients_equal(net, plain, 1e-3 if how == "sum" else 1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("how", ["divisor", "sum", "divisor and sum"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_custom_divisor_is_applied_once(strategy: str, how: str, microbatches: int) -> None:
+    run_ranks(divide, ranks_for(strategy), strategy, microbatches, how)
+
+
+def one_rank_divide(rank: int, world_size: int, strategy: str) -> None:
+    divide(rank, world_size, strategy, 3, "divisor")
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_a_custom_divisor_on_a_single_rank(strategy: str) -> None:
+    run_ranks(one_rank_divide, 1, strategy)

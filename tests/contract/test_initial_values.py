@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that initialised their models differently."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.contract.helpers import STRATEGIES, Net, full, ranks_for, word_loss, words, wrap
+from tests.ranks import run_ranks
+
+
+class Notes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def wrapped_with_seed(
+    rank: int, world_size: int, strategy: str, alike: bool
+) -> tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0 if alike else rank)
+    net = Net()
+    with torch.no_grad():  # one parameter agrees everywhere
+        net.head.bias.fill_(0.5)
+    own = {name: value.detach().clone() for name, value in net.named_parameters()}
+    notes = Notes()
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(notes)
+    try:
+        wrap(net, world_size, strategy)
+        values = {name: full(value).clone() for name, value in net.named_parameters()}
+        with torch.no_grad():
+            output = net(words(0))
+        word_loss(net, rank).backward()
+    finally:
+        logger.removeHandler(notes)
+    return notes.messages, own, values, output
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_first_ranks_values_are_taken_with_a_warning(strategy: str) -> None:
+    results = run_ranks(wrapped_with_seed, ranks_for(strategy), strategy, False)
+    truth = results[0][1]
+    assert len(truth) > 10
+    assert not torch.equal(results[1][1]["embedding.weight"], truth["embedding.weight"])
+    for messages, _, values, output in results:
+        for name, value in values.items():
+            assert torch.equal(value, truth[name]), name
+        assert torch.equal(output, results[0][3])
+        assert messages and all("differently" in message for message in messages)
+        assert any("embedding.weight" in message for message in messages)
+        assert not any("head.bias" in message for message in messages)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+def test_equal_values_need_no_warning(strategy: str) -> None:
+    for messages, own, values, _ in run_ranks(
+        wrapped_with_seed, ranks_for(strategy), strategy, True
+    ):
+        assert messages == []
+        assert values and all(torch.equal(value, own[name]) for name, value in values.items())
+
+
+def permuted(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """The same numbers in another order have the same sum, and are not the same."""
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        net.head.weight.copy_(net.head.weight.roll(rank, 0))
+        net.head.bias.copy_(net.head.bias.roll(rank, 0))
+    wrap(net, world_size)
+    return {name: full(value).clone() for name, value in net.named_parameters()} | {
+        "own": net.head.weight.full_tensor()
+    }
+
+
+def test_values_that_differ_only_in_their_order_are_noticed() -> None:
+    torch.manual_seed(0)
+    truth = dict(Net().named_parameters())
+    for values in run_ranks(permuted, 2):
+        for name in ("head.weight", "head.bias"):
+            assert torch.equal(values[name], truth[name].detach()), name

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that write the gradient of a weight themselves, into ``main_grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    pair,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+class FusedLinear(torch.autograd.Function):
+    """x @ W.T, whose backward leaves W's gradient in ``W.main_grad`` and returns none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, overwrite: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.fused, ctx.overwrite = weight, fused, overwrite
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        into = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        if not ctx.fused:
+            return grad @ weight, into, None, None
+        parameter = ctx.parameter
+        if ctx.overwrite:
+            target, fresh = parameter.fresh_main_grad()
+            if fresh:
+                target.copy_(into)  # whatever was there is not a gradient
+            else:
+                target.add_(into)
+        else:
+            parameter.main_grad.add_(into)
+        parameter.grad_added_to_main_grad = True
+        return grad @ weight, None, None, None
+
+
+class Fused(nn.Module):
+    """A fused weight between ordinary ones, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(7, WIDTH) / 3)
+        self.after = nn.Linear(7, WIDTH)
+        self.fused = self.overwrite = self.twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y = FusedLinear.apply(x, self.weight, self.fused, self.overwrite)
+        if self.twice:
+            y = y + FusedLinear.apply(x * 2, self.weight, self.fused, self.overwrite)
+        return self.after(y)
+
+
+class FusedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Fused() for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)  # the root's, fused too
+        self.fused = self.overwrite = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return FusedLinear.apply(x, self.weight, self.fused, self.overwrite)
+
+
+def tell(net: Any, **flags: bool) -> None:
+    for module in (net, *net.blocks):
+        for name, value in flags.items():
+            setattr(module, name, value)
+
+
+def train_fused(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    microbatches: int,
+    overwrite: bool,
+    set_to_none: bool,
+    sync_each: bool,
+    mixed: bool,
+) -> None:
+    net, plain = pair(FusedNet)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    wrap(net, world_size, strategy, **({"mp_policy": policy} if mixed else {}))
+    before = transient_bytes()
+    tell(net, fused=True, overwrite=overwrite)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(3):
+        for microbatch in range(microbatches):
+            seed = 10 * step + microbatch
+            net.set_is_last_backward(sync_each or microbatch == microbatches - 1)
+            vector_loss(net, rank, seed).backward()
+            average_gradients(plain, lambda m, r, seed=seed: vector_loss(m, r, seed), world_size)
+        assert assert_gradients_equal(net, plain, 0.1 if mixed else 1e-5) == 11
+        assert_at_rest(net, before)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+    assert_parameters_equal(net, plain, 0.02 if mixed else 1e-5)
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_written_by_a_kernel_train_like_autograds(
+    strategy: str, microbatches: int, overwrite: bool
+) -> None:
+    run_ranks(
+        train_fused,
+        ranks_for(strategy),
+        strategy,
+        microbatches,
+        overwrite,
+        True,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize("sync_each", [False, True], ids=["last reduces", "each reduces"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_written_by_a_kernel_with_grads_set_to_zero(
+    strategy: str, sync_each: bool
+) -> None:
+    run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, False, sync_each, False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_written_by_a_kernel_in_mixed_precision(strategy: str) -> None:
+    run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, True, False, True)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_gradients_written_by_a_kernel_on_one_rank(strategy: str) -> None:
+    run_ranks(train_fused, 1, strategy, 3, True, True, False, False)
+
+
+def used_twice(rank: int, world_size: int, strategy: str, overwrite: bool) -> None:
+    """The kernel runs twice for one weight in one backward: the second adds to the first."""
+    net, plain = pair(FusedNet)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    tell(net, fused=True, overwrite=overwrite, twice=True)
+    tell(plain, twice=True)
+    for _ in range(2):
+        vector_loss(net, rank).backward()
+        average_gradients(plain, vector_loss, world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_weight_written_twice_in_one_backward(strategy: str, overwrite: bool) -> None:
+    run_ranks(used_twice, ranks_for(strategy), strategy, overwrite)
+
+
+def garbage(rank: int, world_size: int, strategy: str) -> None:
+    """Memory that was never written must not leak into a gradient: it is poisoned here."""
+    net, plain = pair(FusedNet)
+    wrap(net, world_size, strategy)
+    tell(net, fused=True, overwrite=True)
+    original = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        made = original(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() and made.numel() else made
+
+    torch.empty = poisoned
+    try:
+        for microbatch in range(3):
+            net.set_is_last_backward(microbatch == 2)
+            vector_loss(net, rank, microbatch).backward()
+    finally:
+        torch.empty = original
+    for microbatch in range(3):
+        average_gradients(plain, lambda m, r, s=microbatch: vector_loss(m, r, s), world_size)
+    assert_gradients_equal(net, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fresh_memory_is_overwritten_not_added_to(strategy: str) -> None:
+    run_ranks(garbage, ranks_for(strategy), strategy)

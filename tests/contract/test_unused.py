@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a backward does not reach, on all ranks or on some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    assert_at_rest,
+    assert_close,
+    full,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+class Choice(nn.Module):
+    """Experts inside a unit: a call uses those it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.chosen: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.chosen:
+            x = x + self.experts[number](x)
+        return x
+
+
+class ChoiceNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Choice(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def reference_grads(plain: Any, world_size: int, chosen: dict[int, tuple[int, ...]]) -> None:
+    """The average over ranks, where what a rank did not use counts as zeros."""
+    for rank in range(world_size):
+        plain.blocks[1].chosen = chosen[rank]
+        (vector_loss(plain, rank) / world_size).backward()
+
+
+def named(rank: int, world_size: int, strategy: str) -> str:
+    net = wrap(ChoiceNet(), world_size, strategy)
+    net.blocks[1].chosen = (0, 2)
+    return raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_unused_parameter_is_named_by_default(strategy: str) -> None:
+    for message in run_ranks(named, ranks_for(strategy), strategy):
+        assert "experts.1.weight" in message and "experts.1.bias" in message
+        assert "blocks.1" in message and "experts.0" not in message
+        assert "zeros" in message, "and how to allow it"
+
+
+def recovers(rank: int, world_size: int) -> None:
+    """After the error was seen, the next iteration is right."""
+    net, plain = pair(ChoiceNet)
+    wrap(net, world_size)
+    before = transient_bytes()
+    net.blocks[1].chosen = (0, 2)
+    raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    net.reset_iter_state()
+    net.blocks[1].chosen = (0, 1, 2)
+    vector_loss(net, rank).backward()
+    reference_grads(plain, world_size, dict.fromkeys(range(world_size), (0, 1, 2)))
+    for name, parameter in plain.named_parameters():
+        assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
+    assert_at_rest(net, before)
+
+
+def test_training_goes_on_after_the_error_about_an_unused_parameter() -> None:
+    run_ranks(recovers, 2)
+
+
+def with_zeros(
+    rank: int, world_size: int, strategy: str, chosen: dict[int, tuple[int, ...]], by_method: bool
+) -> None:
+    net, plain = pair(ChoiceNet)
+    if by_method:
+        wrap(net, world_size, strategy)
+        net.set_reduce_scatter_unused_params(True)
+    else:
+        wrap(net, world_size, strategy, unused_parameters="zeros")
+    before = transient_bytes()
+    net.blocks[1].chosen = chosen[rank]
+    for _ in range(2):
+        vector_loss(net, rank).backward()
+        reference_grads(plain, world_size, chosen)
+        compared = 0
+        for name, parameter in plain.named_parameters():
+            grad = net.get_parameter(name).grad
+            # Zeros are a gradient: the optimizer sees the same on every rank.
+            assert grad is not None, name
+            wanted = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            assert_close(full(grad), wanted, name)
+            compared += 1
+        assert compared == 20
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("by_method", [False, True], ids=["argument", "method"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unused_parameters_count_as_zeros_where_told(strategy: str, by_method: bool) -> None:
+    world_size = ranks_for(strategy)
+    run_ranks(with_zeros, world_size, strategy, dict.fromkeys(range(world_size), (0, 2)), by_method)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_used_on_some_ranks_only_average_with_zeros(strategy: str) -> None:
+    chosen = {0: (0, 1), 1: (1,), 2: (2,), 3: (0, 1, 2)}
+    run_ranks(with_zeros, ranks_for(strategy), strategy, chosen, False)
+
+
+def none_reached(rank: int, world_size: int, strategy: str) -> None:
+    """One rank's loss does not depend on the parameters of a unit at all."""
+    net, plain = pair(ChoiceNet)
+    wrap(net, world_size, strategy, unused_parameters="zeros")
+    before = transient_bytes()
+
+    def loss(model: Any, which: int) -> Tensor:
+        model.blocks[1].chosen = (0, 1, 2) if which == 0 else ()
+        return vector_loss(model, which)
+
+    for _ in range(2):
+        loss(net, rank).backward()
+        for which in range(world_size):
+            (loss(plain, which) / world_size).backward()
+        for name, parameter in plain.named_parameters():
+            assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(strategy: str) -> None:
+    run_ranks(none_reached, ranks_for(strategy), strategy)

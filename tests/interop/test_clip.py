@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own gradient clipping and loss scaling on sharded gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.contract.helpers import (
+    STRATEGIES,
+    Net,
+    assert_close,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    full,
+    pair,
+    ranks_for,
+    word_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+def clip(rank: int, world_size: int, strategy: str, kind: float, foreach: bool | None) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    word_loss(net, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    limit = 0.05
+    norms = [
+        torch.nn.utils.clip_grad_norm_(m.parameters(), limit, norm_type=kind, foreach=foreach)
+        for m in (net, plain)
+    ]
+    ours, theirs = (full(norm) for norm in norms)
+    assert theirs > limit, "there was something to clip"
+    assert ours.shape == (), ours.shape
+    assert_close(ours, theirs, "norm", 1e-5)
+    assert_gradients_equal(net, plain, 1e-7)
+    again = full(torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9, norm_type=kind))
+    assert_close(again, torch.tensor(limit), "clipped norm", 1e-5)
+
+
+@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")], ids=["2", "1", "inf"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clip_grad_norm_sees_the_whole_gradient_once(strategy: str, kind: float) -> None:
+    run_ranks(clip, ranks_for(strategy), strategy, kind, None)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
+def test_clip_grad_norm_without_foreach(strategy: str) -> None:
+    run_ranks(clip, ranks_for(strategy), strategy, 2.0, False)
+
+
+def clip_values(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    word_loss(net, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    for model in (net, plain):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    assert_gradients_equal(net, plain, 1e-7)
+    assert max(parameter.grad.max() for parameter in plain.parameters()) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+def test_clip_grad_value(strategy: str) -> None:
+    run_ranks(clip_values, ranks_for(strategy), strategy)
+
+
+def scaled(rank: int, world_size: int, strategy: str) -> None:
+    """fp16 with a loss scale; an overflow on one rank alone must skip the step on all."""
+    net, plain = pair(Net)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.float16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    wrap(net, world_size, strategy, mp_policy=policy)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    taken = 0
+    for step in range(4):
+        overflows = step == 1
+        loss: Any = word_loss(net, rank, step)
+        if overflows and rank == world_size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if not overflows:
+            average_gradients(plain, lambda m, r, s=step: word_loss(m, r, s), world_size)
+            assert_gradients_equal(net, plain, 5e-3)
+            reference.step()
+            reference.zero_grad()
+            taken += 1
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (256.0 if step < 1 else 128.0), (step, scaler.get_scale())
+    assert taken == 3
+    assert_parameters_equal(net, plain, 3e-3)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(strategy: str) -> None:
+    run_ranks(scaled, ranks_for(strategy), strategy)

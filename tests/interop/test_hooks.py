@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on parameters, other methods than forward, and several roots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Block,
+    Net,
+    assert_at_rest,
+    assert_close,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    full,
+    mesh_for,
+    options_for,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+    vectors,
+    word_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+def after_reduction(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    seen: dict[str, Tensor] = {}
+    order: list[str] = []
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            assert isinstance(parameter, DTensor)
+            assert parameter is dict(net.named_parameters())[name] or name not in seen
+            assert name not in order, "once per backward"
+            order.append(name)
+            seen[name] = parameter.grad.to_local().clone()
+
+        return hook
+
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(note(name))
+    for _ in range(2):
+        order.clear()
+        word_loss(net, rank).backward()
+        average_gradients(plain, word_loss, world_size)
+        assert_gradients_equal(net, plain)
+        assert sorted(order) == sorted(name for name, _ in plain.named_parameters())
+        for name, parameter in net.named_parameters():
+            assert torch.equal(seen[name], parameter.grad.to_local()), "the reduced gradient"
+        for model in (net, plain):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_post_accumulate_hooks_see_the_reduced_gradient(strategy: str) -> None:
+    run_ranks(after_reduction, ranks_for(strategy), strategy)
+
+
+def only_when_reduced(rank: int, world_size: int, strategy: str) -> None:
+    net = wrap(Net(), world_size, strategy)
+    count = 0
+
+    def hook(parameter: Tensor) -> None:
+        nonlocal count
+        count += 1
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    net.set_requires_gradient_sync(False)
+    word_loss(net, rank).backward()
+    assert count == 0, "nothing was reduced yet"
+    net.set_requires_gradient_sync(True)
+    word_loss(net, rank).backward()
+    assert count == len(list(net.parameters())) > 0
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
+def test_post_accumulate_hooks_wait_for_the_reduction(strategy: str) -> None:
+    run_ranks(only_when_reduced, ranks_for(strategy), strategy)
+
+
+def optimizer_in_backward(rank: int, world_size: int, strategy: str) -> None:
+    """The step is taken inside backward, parameter by parameter, and the gradient dropped."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        word_loss(net, rank, number).backward()
+        assert all(parameter.grad is None for parameter in net.parameters())
+        average_gradients(plain, lambda m, r, n=number: word_loss(m, r, n), world_size)
+        reference.step()
+        reference.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_may_step_inside_backward(strategy: str) -> None:
+    run_ranks(optimizer_in_backward, ranks_for(strategy), strategy)
+
+
+class Methods(nn.Module):
+    """Has an encoder besides its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block()])
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"y": self.linear(x) * scale}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.linear(x))
+
+
+def another_method(rank: int, world_size: int, strategy: str, ours: bool) -> None:
+    net, plain = pair(Methods)
+    wrap(net, world_size, strategy, unused_parameters="zeros")
+    before = transient_bytes()
+    register = sw.register_fsdp_forward_method if ours else torch_fsdp.register_fsdp_forward_method
+    register(net, "encode")
+    register(plain, "encode")  # not wrapped: nothing to do
+
+    def loss(model: Any, which: int) -> Tensor:
+        first = model.encode(vectors(which), scale=3.0)["y"].square().mean()
+        return first + model(vectors(which, 1)).square().mean()
+
+    for _ in range(2):
+        loss(net, rank).backward()
+        average_gradients(plain, loss, world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+        for model in (net, plain):
+            model.zero_grad()
+    with torch.no_grad():
+        got = net.encode(vectors(rank))["y"]
+    assert_close(got, plain.encode(vectors(rank))["y"].detach(), "encoded", 1e-6)
+    assert "missing" in raised(lambda: register(net, "missing"), ValueError)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_other_methods_may_act_as_forward(strategy: str, ours: bool) -> None:
+    run_ranks(another_method, ranks_for(strategy), strategy, ours)
+
+
+def several_roots(rank: int, world_size: int, ours: bool) -> None:
+    """Two stages of a pipeline on one rank, microbatches interleaved."""
+    first, plain_first = pair(Block)
+    second, plain_second = pair(lambda: nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)))
+    for stage in (first, second):
+        sw.fully_shard(stage, **options_for("zero3", world_size))
+    share = sw.share_comm_ctx if ours else torch_fsdp.share_comm_ctx
+    share([first, second])
+    for _ in range(2):
+        middles, losses = [], []
+        for microbatch in range(2):
+            middle = first(vectors(rank, microbatch))
+            middles.append((middle, middle.detach().requires_grad_()))
+            losses.append(second(middles[-1][1]).square().mean())
+        for (middle, cut), loss in zip(middles, losses, strict=True):
+            loss.backward()
+            middle.backward(cut.grad)
+        for microbatch in range(2):
+            for which in range(world_size):
+                out = plain_second(plain_first(vectors(which, microbatch)))
+                (out.square().mean() / world_size).backward()
+        for stage, plain in ((first, plain_first), (second, plain_second)):
+            assert_gradients_equal(stage, plain)
+            stage.zero_grad()
+            plain.zero_grad()
+    assert unit_lanes(first) is unit_lanes(second), "one set of lanes"
+
+
+def unit_lanes(module: nn.Module) -> Any:
+    return module._get_fsdp_state().runtime.lanes
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
+def test_several_roots_share_their_lanes(ours: bool) -> None:
+    run_ranks(several_roots, 2, ours)
+
+
+def plain_module_in_share(rank: int, world_size: int) -> str:
+    net = sw.fully_shard(Block(), mesh=mesh_for("zero", world_size))
+    return raised(lambda: sw.share_comm_ctx([net, nn.Linear(2, 2)]), ValueError)
+
+
+def test_sharing_takes_wrapped_modules_only() -> None:
+    for message in run_ranks(plain_module_in_share, 2):
+        assert "fully_shard" in message
+
+
+def tensor_hooks(rank: int, world_size: int, strategy: str) -> None:
+    """Module hooks of autograd inside a unit run as before."""
+    net, plain = pair(Block)
+    wrap(net, world_size, strategy)
+    calls: list[str] = []
+    for model, name in ((net, "net"), (plain, "plain")):
+        model.up.register_full_backward_hook(lambda *_, name=name: calls.append(name))
+    vector_loss(net, rank).backward()
+    average_gradients(plain, vector_loss, world_size)
+    assert calls.count("net") == 1 and calls.count("plain") == world_size
+    assert_gradients_equal(net, plain)
+    assert full(net.up.weight.grad).abs().max() > 0
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+def test_module_backward_hooks_inside_a_unit(strategy: str) -> None:
+    run_ranks(tensor_hooks, 2, strategy)

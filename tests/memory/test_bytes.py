@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes at rest equal the closed form, and never more than two units are whole at a time."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.memory.helpers import (
+    PRECISIONS,
+    STRATEGIES,
+    Books,
+    Watch,
+    backward,
+    compute_bytes,
+    forward_only,
+    main_bytes,
+    make,
+    parts,
+    unit_numels,
+    world_of,
+)
+from tests.models import loss_of, make_model, tokens
+from tests.ranks import run_ranks
+
+
+def check_at_rest(rank: int, world_size: int, strategy: str, precision: str) -> dict[str, int]:
+    books = Books()
+    width = 4 if precision == "fp32" else 2
+    model = make(strategy, world_size, precision=PRECISIONS[precision])
+    numels = unit_numels(model)
+    main = main_bytes(strategy, world_size, numels)
+    compute = compute_bytes(strategy, world_size, numels, width)
+    resting = {"main": main} | ({"compute": compute} if compute else {})
+    assert books() == resting, "after wrapping"
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        backward(model, rank, world_size, step)
+        assert books() == resting | {"grad": main}, "gradients lie as the main weights do"
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens(0, 0, rank, world_size))
+    model.reshard()
+    assert books() == resting, "the memory of dropped gradients is back after the next forward"
+    return resting
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_at_rest_equal_the_closed_form(strategy: str, precision: str) -> None:
+    world_size = world_of(strategy)
+    resting = run_ranks(check_at_rest, world_size, strategy, precision)
+    assert resting[0]["main"] > 0 and all(other == resting[0] for other in resting)
+
+
+def test_the_closed_form_is_what_the_table_of_strategies_says() -> None:
+    """By hand for 1000 elements: fp32 main, bf16 compute, 2 ranks (4 for two axes)."""
+    found = {
+        strategy: (
+            main_bytes(strategy, world_of(strategy), [600, 400]),
+            compute_bytes(strategy, world_of(strategy), [600, 400], 2),
+        )
+        for strategy in STRATEGIES
+    }
+    assert found == {
+        "zero0": (4000, 2000),
+        "zero1": (2000, 2000),
+        "zero2": (2000, 2000),
+        "zero3": (2000, 0),
+        "hsdp": (2000, 0),
+        "hfsdp": (1000, 1000),
+    }
+    assert compute_bytes("zero0", 2, [600, 400], 4) == 0, "main itself is the compute weight"
+
+
+def check_padding(rank: int, world_size: int) -> tuple[int, int]:
+    model = make("zero3", world_size)
+    return sum(unit_numels(model)), sum(p.numel() for p in make_model().parameters())
+
+
+def test_padding_is_little() -> None:
+    for laid_out, payload in run_ranks(check_padding, 4):
+        assert payload <= laid_out <= payload + 4 * 15 * 64
+
+
+def check_accumulation(rank: int, world_size: int, strategy: str) -> None:
+    """Between microbatches gradients wait where the placements say, and nowhere else."""
+    books = Books()
+    model = make(strategy, world_size)
+    numels = unit_numels(model)
+    resting = books()
+    waiting = 4 * sum(numels) // parts(STRATEGIES[strategy].grad, world_size)
+    reduced = strategy in ("zero2", "zero3")
+    for microbatch in range(2):
+        model.set_is_last_backward(False)
+        backward(model, rank, world_size, 0, microbatch)
+        expected = {"grad" if reduced else "grad_accumulator": waiting}
+        assert books() == resting | expected, (microbatch, books())
+    model.set_is_last_backward(True)
+    backward(model, rank, world_size, 0, 2)
+    assert books() == resting | {"grad": main_bytes(strategy, world_size, numels)}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_wait_in_the_bytes_of_their_placement(strategy: str) -> None:
+    run_ranks(check_accumulation, world_of(strategy), strategy)
+
+
+# ------------------------------------------------------------------------------ peaks
+
+
+def check_peaks(rank: int, world_size: int, strategy: str, precision: str) -> None:
+    width = 4 if precision == "fp32" else 2
+    model = make(strategy, world_size, depth=5, precision=PRECISIONS[precision])
+    root, *layers = unit_numels(model)
+    largest = max(layers)
+    backward(model, rank, world_size)
+    model.zero_grad()
+    for _ in range(2):
+        with Watch() as forward:
+            loss = loss_of(model, tokens(0, 0, rank, world_size))
+        assert forward.peaks["compute"] <= (root + 2 * largest) * width
+        assert forward.peaks["compute"] >= (root + largest) * width, "units were gathered"
+        assert forward.peak <= forward.peaks["compute"], "and nothing else"
+        with Watch() as back:
+            loss.backward()
+        # The root was whole already when backward began.
+        assert back.peaks["compute"] <= 2 * largest * width
+        assert back.peaks["compute"] >= largest * width
+        assert 0 < back.peaks["grad_transient"] <= 2 * largest * 4
+        assert 1 <= back.most_alive <= 2, "at most two gradient buffers"
+        model.zero_grad()
+    with Watch() as evaluation:
+        forward_only(model, rank, world_size)
+    assert evaluation.peaks["compute"] <= (root + 2 * largest) * width
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hfsdp"])
+def test_at_most_two_units_and_two_gradient_buffers_are_whole(
+    strategy: str, precision: str
+) -> None:
+    run_ranks(check_peaks, world_of(strategy), strategy, precision)
+
+
+def check_gradient_buffers(rank: int, world_size: int, strategy: str) -> list[int]:
+    model = make(strategy, world_size, depth=5)
+    most = []
+    for limit in (2, 1, 4):
+        model.set_reduce_scatter_max_input_buffers(limit)
+        with Watch() as watch:
+            backward(model, rank, world_size)
+        most.append(watch.most_alive)
+    return most
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_the_number_of_gradient_buffers_is_what_was_asked_for(strategy: str) -> None:
+    for most in run_ranks(check_gradient_buffers, 2, strategy):
+        assert most[0] == 2 and most[1] == 1 and 2 < most[2] <= 4
+
+
+def check_bound_can_fail(rank: int, world_size: int) -> None:
+    """Negative control: keep every layer after forward, and the bound above is broken."""
+    model = make("zero3", world_size, depth=5, reshard_after_forward=False)
+    root, *layers = unit_numels(model)
+    with Watch() as watch:
+        loss = loss_of(model, tokens(0, 0, rank, world_size))
+    assert watch.peaks["compute"] == (root + sum(layers)) * 4 > (root + 2 * max(layers)) * 4
+    loss.backward()
+
+
+def test_the_peak_is_seen_when_nothing_is_released() -> None:
+    run_ranks(check_bound_can_fail, 2)
+
+
+# ------------------------------------------------------------------------------ the end
+
+
+def check_deleted(rank: int, world_size: int, strategy: str, options: dict[str, object]) -> None:
+    books = Books()
+    gc.disable()
+    try:
+        for trained in (False, True):
+            model = make(strategy, world_size, **options)
+            optimizer = torch.optim.AdamW(model.parameters())
+            loss = None
+            if trained:
+                for step in range(2):
+                    loss = loss_of(model, tokens(step, 0, rank, world_size))
+                    loss.backward()
+                    optimizer.step()
+            assert books()
+            del model, optimizer, loss
+            assert books() == {}, f"trained={trained}"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": "trace"}], ids=["caching", "trace"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deleting_the_model_frees_every_byte_at_once(
+    strategy: str, options: dict[str, object]
+) -> None:
+    run_ranks(check_deleted, world_of(strategy), strategy, options)
+
+
+def check_deleted_half_way(rank: int, world_size: int) -> None:
+    """A forward whose backward never came, and gradients that were never used, die with it."""
+    books = Books()
+    gc.disable()
+    try:
+        model = make("zero3", world_size)
+        backward(model, rank, world_size)
+        loss = loss_of(model, tokens(0, 1, rank, world_size))
+        del loss
+        loss = loss_of(model, tokens(0, 1, rank, world_size))
+        del model, loss
+        assert books() == {}
+        model = make("zero1", world_size)
+        model.set_is_last_backward(False)
+        backward(model, rank, world_size)
+        del model
+        assert books() == {}
+    finally:
+        gc.enable()
+
+
+def test_deleting_in_the_middle_of_a_step_frees_every_byte() -> None:
+    run_ranks(check_deleted_half_way, 2)
+
+
+def check_memory_is_real(rank: int, world_size: int) -> None:
+    """The ledger is no fiction: a released block has no storage, and the rest has what it says."""
+    model = make("zero3", world_size)
+    backward(model, rank, world_size)
+    released = 0
+    for module in (model, *model.layers):
+        group = module._shardwise_unit.groups[0]
+        assert group.whole.flat.untyped_storage().nbytes() == 0
+        assert group.main.flat.untyped_storage().nbytes() == group.main.block.nbytes
+        assert all(p.untyped_storage().nbytes() == 0 for p in group.unsharded)
+        released += 1
+    assert released == 4
+
+
+def test_released_weights_hold_no_memory() -> None:
+    run_ranks(check_memory_is_real, 2)
+
+
+def test_the_ledger_is_public() -> None:
+    assert sw.ledger.total == sum(sw.ledger.current.values())

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks, their sources and the ledger, without ranks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from shardwise.memory import Block, Caching, Ledger, TracePool, ledger
+
+CPU = torch.device("cpu")
+SIZE = 256  # elements: 1024 bytes, a multiple of the pool's alignment
+
+
+def make(numel: int = SIZE, kind: str = "test", lane: str = "compute") -> Block:
+    block = Block(numel, torch.float32, CPU, kind, lane=lane)
+    block.release(Caching())
+    return block
+
+
+def bytes_of(kind: str) -> int:
+    return ledger.current[kind]
+
+
+# ------------------------------------------------------------------------------ the ledger
+
+
+def test_the_ledger_counts_by_kind_and_remembers_the_highest() -> None:
+    books = Ledger()
+    books.add("main", 100)
+    books.add("grad", 50)
+    books.add("main", -100)
+    books.add("grad", 10)
+    assert books.snapshot() == {"grad": 60}
+    assert (books.total, books.peak_total) == (60, 150)
+    assert dict(books.peak) == {"main": 100, "grad": 60}
+    books.reset_peak()
+    assert books.peak_total == 60 and books.peak["grad"] == 60 and books.peak["main"] == 0
+
+
+def test_watchers_are_told_of_every_change() -> None:
+    books, seen = Ledger(), []
+    books.watchers.append(lambda kind, nbytes: seen.append((kind, nbytes)))
+    books.add("main", 3)
+    books.add("main", -3)
+    assert seen == [("main", 3), ("main", -3)]
+
+
+def test_a_block_is_counted_while_it_has_memory_and_no_longer() -> None:
+    gc.disable()
+    try:
+        block = Block(10, torch.bfloat16, CPU, "counted")
+        assert bytes_of("counted") == block.nbytes == 20
+        block.release(Caching())
+        block.release(Caching())
+        assert bytes_of("counted") == 0
+        block.acquire(Caching())
+        block.acquire(Caching())
+        assert bytes_of("counted") == 20
+        del block
+        assert bytes_of("counted") == 0, "freed at once, without a collection"
+    finally:
+        gc.enable()
+
+
+def test_a_block_on_the_meta_device_counts_nothing() -> None:
+    block = Block(10, torch.float32, torch.device("meta"), "meta")
+    assert bytes_of("meta") == 0 and block.nbytes == 40
+
+
+# ------------------------------------------------------------------------------ caching
+
+
+def test_caching_takes_the_memory_and_keeps_the_tensor_and_its_views() -> None:
+    block = Block(SIZE, torch.float32, CPU, "test")
+    view = block.tensor[16:32].view(4, 4)
+    block.release(Caching())
+    assert block.tensor.untyped_storage().nbytes() == 0
+    block.acquire(Caching())
+    block.tensor.copy_(torch.arange(SIZE))
+    assert torch.equal(view.flatten(), torch.arange(16.0, 32.0))
+
+
+def test_a_release_and_refill_is_no_change_to_autograd() -> None:
+    block = Block(4, torch.float32, CPU, "test")
+    block.tensor.fill_(3.0)
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight.data = block.tensor.detach()
+    x = torch.ones(4, requires_grad=True)
+    loss = (x * weight).sum()
+    block.release(Caching())
+    block.acquire(Caching())
+    block.tensor.fill_(3.0)
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 3.0))
+
+
+# ------------------------------------------------------------------------------ the trace pool
+
+
+def play(pool: TracePool, script: str, **blocks: Block) -> None:
+    """``+a`` acquires, ``-a`` releases; what is alive must keep its contents throughout."""
+    alive: dict[str, float] = {}
+    for stamp, word in enumerate(script.split()):
+        sign, name = word[0], word[1:]
+        block = blocks[name]
+        if sign == "+":
+            block.acquire(pool)
+            block.tensor.fill_(float(stamp + 1))
+            alive[name] = float(stamp + 1)
+        else:
+            assert torch.equal(block.tensor, torch.full_like(block.tensor, alive.pop(name))), word
+            block.release(pool)
+        for other, value in alive.items():
+            tensor = blocks[other].tensor
+            assert torch.equal(tensor, torch.full_like(tensor, value)), f"{word} overwrote {other}"
+
+
+STEP = "+a +b -a +c -b -c +c +b -c +a -b -a"  # three units, each with the next one ahead, and back
+
+
+def test_blocks_that_are_never_alive_together_share_a_home() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    assert not pool.planned
+    pool.step_done()
+    assert pool.planned and pool.arena_bytes == {"compute": 2 * SIZE * 4}
+    homes = {name: block.tensor.data_ptr() for name, block in blocks.items()}
+    assert homes["a"] == homes["c"] != homes["b"]
+    for _ in range(3):
+        play(pool, STEP, **blocks)
+        pool.step_done()
+        assert {name: block.tensor.data_ptr() for name, block in blocks.items()} == homes
+    assert pool.fallbacks == 0
+
+
+def test_the_arena_is_no_larger_than_the_most_that_was_alive() -> None:
+    """Equal blocks: left-edge colouring of intervals is optimal."""
+    pool = TracePool()
+    blocks = {name: make() for name in "abcdef"}
+    play(pool, "+a +b -a +c -b +d -c +e -d +f -e -f", **blocks)
+    pool.step_done()
+    assert pool.arena_bytes == {"compute": 2 * SIZE * 4}
+
+
+def test_homes_hold_blocks_of_different_sizes_and_start_aligned() -> None:
+    pool = TracePool()
+    blocks = {"a": make(100), "b": make(700), "c": make(300), "d": make(1)}
+    script = "+a +b -a +c -b +d -c -d"
+    play(pool, script, **blocks)
+    pool.step_done()
+    play(pool, script, **blocks)
+    base = min(block.tensor.data_ptr() for block in blocks.values())
+    assert all((b.tensor.data_ptr() - base) % TracePool.ALIGNMENT == 0 for b in blocks.values())
+    assert pool.fallbacks == 0
+    assert pool.arena_bytes["compute"] < sum(-(-b.nbytes // 512) * 512 for b in blocks.values())
+
+
+def test_lanes_share_no_home() -> None:
+    pool = TracePool()
+    blocks = {"a": make(lane="gather"), "b": make(lane="reduce")}
+    play(pool, "+a -a +b -b", **blocks)
+    pool.step_done()
+    assert pool.arena_bytes == {"gather": SIZE * 4, "reduce": SIZE * 4}
+    assert blocks["a"].tensor.data_ptr() != blocks["b"].tensor.data_ptr()
+
+
+def test_another_order_falls_back_and_stays_right(caplog: pytest.LogCaptureFixture) -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    pool.step_done()
+    with caplog.at_level(logging.WARNING):
+        play(pool, "+a +c -a -c", **blocks)  # they share a home
+        play(pool, "+c +a +b -c -b -a", **blocks)
+    assert pool.fallbacks == 2
+    assert len([r for r in caplog.records if "another order" in r.message]) == 1, "said once"
+    play(pool, STEP, **blocks)
+    assert pool.fallbacks == 2, "back to the traced order, back to the homes"
+    assert blocks["a"].tensor.data_ptr() == blocks["c"].tensor.data_ptr()
+
+
+def test_every_fallback_is_counted() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    pool.step_done()
+    for times in range(1, 4):
+        play(pool, "+a +c -a -c", **blocks)
+        assert pool.fallbacks == times
+
+
+def test_a_block_that_was_not_traced_falls_back() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "ab"}
+    play(pool, "+a -a", **blocks)
+    pool.step_done()
+    play(pool, "+a +b -b -a", **blocks)
+    assert pool.fallbacks == 1
+
+
+def test_views_that_autograd_holds_never_lose_their_memory_silently() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    pool.step_done()
+    blocks["a"].viewed = lambda: True  # a graph holds views of a's home
+    blocks["c"].acquire(pool)
+    with pytest.raises(RuntimeError, match=r"order of units changed.*memory='caching'"):
+        blocks["a"].acquire(pool)
+
+
+def test_a_block_with_views_of_its_own_memory_is_not_moved_home() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    pool.step_done()
+    play(pool, "+a +c", **blocks)  # c is out of home
+    away = blocks["c"].tensor.untyped_storage().data_ptr()
+    blocks["c"].viewed = lambda: True
+    view = blocks["c"].tensor[:4]
+    blocks["c"].release(pool)
+    blocks["a"].release(pool)
+    blocks["c"].acquire(pool)  # its home is free, but the view would stay behind
+    blocks["c"].tensor.fill_(5.0)
+    assert torch.equal(view, torch.full((4,), 5.0))
+    assert blocks["c"].tensor.untyped_storage().data_ptr() != blocks["a"].tensor.data_ptr()
+    assert away, "it had memory of its own"
+
+
+def test_nothing_is_planned_while_a_graph_holds_views_or_a_block_is_alive() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "ab"}
+    play(pool, "+a -a +b", **blocks)
+    pool.step_done()
+    assert not pool.planned
+    blocks["b"].release(pool)
+    blocks["a"].viewed = lambda: True
+    pool.step_done()
+    assert not pool.planned
+    blocks["a"].viewed = lambda: False
+    play(pool, "+a -a +b -b", **blocks)
+    pool.step_done()
+    assert pool.planned
+
+
+def test_owners_are_told_when_a_block_moves() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    moves = []
+    for name, block in blocks.items():
+        block.moved = lambda name=name: moves.append(name)
+    play(pool, STEP, **blocks)
+    assert moves == []
+    pool.step_done()
+    assert sorted(moves) == ["a", "b", "c"]
+    moves.clear()
+    play(pool, STEP, **blocks)
+    assert moves == []
+    play(pool, "+a +c -c -a", **blocks)
+    assert moves == ["c"]
+
+
+def test_a_reset_gives_the_arena_back_and_traces_anew() -> None:
+    pool, blocks = TracePool(), {name: make() for name in "abc"}
+    play(pool, STEP, **blocks)
+    pool.step_done()
+    play(pool, STEP, **blocks)
+    pool.reset()
+    assert not pool.planned and pool.arena_bytes == {}
+    assert all(block.tensor.untyped_storage().nbytes() == 0 for block in blocks.values())
+    play(pool, "+a +b +c -a -b -c", **blocks)  # another step from now on
+    pool.step_done()
+    assert pool.planned and pool.arena_bytes == {"compute": 3 * SIZE * 4}
+    play(pool, "+a +b +c -a -b -c", **blocks)
+    assert pool.fallbacks == 0
+
+
+def test_the_pool_keeps_no_block_alive() -> None:
+    gc.disable()
+    try:
+        pool, blocks = TracePool(), {name: make(kind="pooled") for name in "abc"}
+        play(pool, STEP, **blocks)
+        pool.step_done()
+        blocks["a"].acquire(pool)
+        assert bytes_of("pooled") == SIZE * 4
+        blocks["a"].release(pool)
+        del blocks
+        assert bytes_of("pooled") == 0 and len(pool._homes) == 0
+    finally:
+        gc.enable()
