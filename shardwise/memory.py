@@ -69,6 +69,9 @@ class Source(Protocol):
 
     def release(self, block: Block) -> None: ...
 
+    def ready_for(self, block: Block) -> bool:
+        """Whether ``acquire`` would succeed now without taking memory from another block."""
+
 
 class Block:
     """A flat tensor whose memory can be given back and had again.
@@ -94,6 +97,8 @@ class Block:
         self.moved: Callable[[], None] | None = None
         # Whether autograd may hold views of this block; the owner of the graph answers.
         self.viewed: Callable[[], bool] = _never
+        # Give the block up if nobody uses it yet; the owner decides.
+        self.evict: Callable[[], object] = _never
         self._counted = _Counted(kind)
         self._counted.set(self.nbytes if device.type != "meta" else 0)
         weakref.finalize(self, self._counted.set, 0).atexit = False
@@ -146,6 +151,9 @@ class Caching:
     def release(self, block: Block) -> None:
         block.tensor.untyped_storage().resize_(0)
 
+    def ready_for(self, block: Block) -> bool:
+        return True
+
 
 @dataclass
 class _Home:
@@ -187,11 +195,14 @@ class TracePool:
             self._caching.acquire(block)
             return
         at_home = self._at_home(block)
+        if home.holder is not None and at_home and block.viewed():
+            home.holder.evict()  # gathered ahead, not in use yet: it is gathered again when it is
         if home.holder is None and (at_home or not block.viewed()):
             if not at_home:
                 block.move(self._arenas[block.lane], home.offset)
             home.holder = block
         elif not at_home:
+            self._fall_back(block, "its home is taken: units ran in another order than traced")
             self._caching.acquire(block)
         elif block.viewed():
             holder = home.holder.kind if home.holder is not None else "another block"
@@ -213,14 +224,22 @@ class TracePool:
         else:
             self._caching.release(block)
 
+    def ready_for(self, block: Block) -> bool:
+        home = self._homes.get(block)
+        return home is None or home.holder is None or not block.viewed()
+
     def step_done(self) -> None:
         """The end of a backward: plan, if there is a trace and no graph holds views of old
         memory."""
         if self.planned or not self._events:
             return
         lives = self._lives()
+        if not lives:
+            return
         if any(block.live or block.viewed() for block in lives):
-            return  # planned after a later step, when everything rests
+            self._events = []  # the next step is traced anew
+            self._fall_back(next(iter(lives)), "not everything rests after a step: no plan yet")
+            return
         self._plan(lives)
         self.planned, self._events = True, []
 

@@ -391,12 +391,17 @@ def _same_values(found: Sequence[_Found], ranks: Ranks, device: torch.device) ->
 
 
 def _checksum(value: Tensor) -> int:
-    """Of the bits; 0 for a parameter that has no values yet."""
+    """Of the bits and their order; 0 for a parameter that has no values yet."""
     if value.is_meta:
         return 0
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
-    return int(bits.sum(dtype=torch.int64).item())
+    total, first = 0, 1
+    for part in bits.split(1 << 22):  # the weights of positions take memory too
+        places = torch.arange(first, first + part.numel(), device=part.device)
+        total += int((part.to(torch.int64) * places).sum().item())
+        first += part.numel()
+    return total % (1 << 63)
 
 
 def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> None:

@@ -231,10 +231,14 @@ class Gradients:
             self._packed.flat.copy_(target.flat)
             target.block.release(_CACHING)
             target = self._packed
+        fresh = last and self._main_is_fresh()
         if last:
             self._main_buffer().block.acquire(_CACHING)
+            if not fresh:
+                self._repair_main()
         self._in_flight = True
-        runtime.launch(self._reduction(runtime, target, last), self._finish(target, last))
+        collectives = self._reduction(runtime, target, last, fresh)
+        runtime.launch(collectives, self._finish(target, last))
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
@@ -253,21 +257,22 @@ class Gradients:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
 
-    def _reduction(self, runtime: Runtime, target: Buffer, last: bool) -> Iterator[comm.Pending]:
+    def _reduction(
+        self, runtime: Runtime, target: Buffer, last: bool, fresh: bool
+    ) -> Iterator[comm.Pending]:
         """Issue the collectives one after another; the caller waits between them."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
         steps = self._steps[last]
         main = self._main if last else None
-        fresh = last and self._main_is_fresh()
-        if last and not fresh:
-            self._repair_main()
         inner_live = self._inner_waits
         divisors = self._divisors(steps)
         for position, (axis, scatter, outer) in enumerate(steps):
             if outer and lane == "reduce":
                 if inner_live:  # the earlier microbatches join before the outer reduction
-                    current = self._join_inner(current)
+                    with lanes.on("reduce"):
+                        current = self._join_inner(current)
+                    runtime.hold(current)
                     inner_live = False
                 lane = "outer"
                 lanes.join("outer", "reduce")

@@ -21,7 +21,8 @@ init), the next gather sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class Group:
             self.compute = Buffer(
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
             )
-        self.whole.block.moved = self._point_at_whole
+        self.whole.block.moved = _weakly(self)
 
     @property
     def _whole_device(self) -> torch.device:
@@ -156,6 +157,8 @@ class Group:
         """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
         counters apart from the buffer's, so a gather is no in-place change to autograd."""
         self._plan = None
+        if self.whole.flat.is_meta:
+            return  # no values yet, and a parameter cannot move to the meta device in place
         for index, parameter in enumerate(self.unsharded):
             parameter.data = self.whole.view(index).detach()
 
@@ -219,9 +222,12 @@ class Group:
         """Whether ``whole`` holds, or will hold after ``wait``, what main holds now."""
         return self.aliased or (self.whole.block.live and self._filled == self.main.state)
 
-    def gather(self, runtime: Runtime) -> None:
-        """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`."""
-        if self.fresh:
+    def gather(self, runtime: Runtime, ahead: bool = False) -> None:
+        """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`.
+
+        ``ahead`` of their use they come only where there is room for them.
+        """
+        if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
             return
         lanes = runtime.lanes
         with lanes.on("gather"):
@@ -293,6 +299,18 @@ class Group:
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.unsharded)
+
+
+def _weakly(group: Group) -> Callable[[], None]:
+    """``group._point_at_whole`` for a block that must not keep its group alive."""
+    reference = weakref.ref(group)
+
+    def moved() -> None:
+        owner = reference()
+        if owner is not None:
+            owner._point_at_whole()
+
+    return moved
 
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runtime: what the units of one model share: lanes, memory, the order of units, reductions under
-way.
+"""Runtime: what the units of one model share: lanes, memory, their order, reductions under way.
 
-    forward    unit 1 | unit 2 | unit 3        each prefetches the next of the recorded order
-    backward   unit 3 | unit 2 | unit 1        each prefetches the previous one
-    reductions         [3]      [2 3] -> [2]   at most two gradient buffers in flight
+    forward      unit 1 | unit 2 | unit 3        each prefetches the next one
+    backward     unit 3 | unit 2 | unit 1        each prefetches the previous one
+    reductions           [3]      [3 2] -> [2]   at most two gradient buffers alive
 
-The order is the one that the last forward really took. A unit that comes unexpected is gathered
-when it comes; one that was prefetched and never came is released at the end.
+A unit that comes unexpected is gathered when it comes; one that was prefetched and never came is
+released at the end.
 """
 
 from __future__ import annotations
@@ -16,29 +15,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
 from shardwise.memory import Caching, Source, TracePool
+from shardwise.shard.order import Member, Order
 from shardwise.streams import Lanes
-
-
-class Member(Protocol):
-    """A unit, as far as the order of units is concerned."""
-
-    @property
-    def expects_backward(self) -> bool: ...
-
-    def prefetch(self) -> None: ...
-
-    def end_forward(self) -> None: ...
-
-    def end_backward(self) -> list[str]: ...
-
-    def release_unused(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -58,6 +43,7 @@ class Runtime:
     def __init__(
         self,
         device: torch.device,
+        units: list[Member],
         *,
         lanes: Lanes | None = None,
         memory: str = "caching",
@@ -70,21 +56,17 @@ class Runtime:
         self._reductions: deque[_Reduction] = deque()
         self._launching: _Reduction | None = None
         self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
-        self.units: list[weakref.ref[Member]] = []
-        self._order: list[weakref.ref[Member]] = []
-        self._recording: list[weakref.ref[Member]] = []
-        self._backward_position = 0
+        self._units = [weakref.ref(unit) for unit in units]
+        self.order = Order(units)
         self._backward_task: int | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
 
-    # ------------------------------------------------------------------ the order of units
+    # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
-        """The root's forward starts: what it records replaces the order of the last one."""
-        if self._recording:
-            self._order = self._recording
-        self._recording = []
+        """The root's forward starts."""
+        self.order.begin_forward()
         # A gather must see what the optimizer wrote; and only that, where the user marked its end.
         if self.after_optimizer is not None:
             self.lanes.wait("gather", self.after_optimizer)
@@ -94,34 +76,8 @@ class Runtime:
 
     def end_forward(self) -> None:
         """The root's forward is over."""
-        for reference in self._recording:
-            unit = reference()
-            if unit is not None:
-                unit.end_forward()
-
-    def expect(self, units: list[Member]) -> None:
-        """The order to assume for the very first forward."""
-        self.units = [weakref.ref(unit) for unit in units]
-        self._order = list(self.units)
-
-    def entered(self, unit: Member) -> Member | None:
-        """Note that ``unit`` runs now, and say which one is expected next."""
-        position = len(self._recording)
-        self._recording.append(weakref.ref(unit))
-        order = self._order
-        if position + 1 < len(order) and order[position]() is unit:
-            return order[position + 1]()
-        return None
-
-    def previous(self, unit: Member) -> Member | None:
-        """Which unit backward is expected to reach after ``unit``."""
-        order = self._recording or self._order
-        start = min(self._backward_position, len(order) - 1)
-        for position in range(start, -1, -1):
-            if order[position]() is unit:
-                self._backward_position = position
-                return order[position - 1]() if position else None
-        return None
+        for unit in self.order.ran():
+            unit.end_forward()
 
     # ------------------------------------------------------------------ reductions
 
@@ -184,17 +140,19 @@ class Runtime:
         if self._backward_task is not None:
             return
         self._backward_task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-        self._backward_position = len(self._recording or self._order) - 1
+        self.order.begin_backward()
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         """Join the lanes and check; what is missing is named, on every rank that misses it."""
         self._backward_task = None
-        units = [unit for reference in reversed(self.units) if (unit := reference()) is not None]
+        units = [unit for reference in reversed(self._units) if (unit := reference()) is not None]
         missing: list[str] = []
+        for unit in self.order.waiting():
+            missing += unit.end_backward(awaited=True)
         for unit in units:
-            missing += unit.end_backward()
+            missing += unit.end_backward(awaited=False)
         self.drain()
         for unit in units:
             unit.release_unused()
@@ -213,5 +171,9 @@ class Runtime:
 
     def reset(self) -> None:
         """Forget an iteration that failed half way."""
+        for reduction in self._reductions:
+            if reduction.current is not None:
+                reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
-        self._backward_task, self._recording = None, []
+        self._backward_task = None
+        self.order.begin_forward()

@@ -104,11 +104,11 @@ class Unit:
         self._exposed = False
         self._open_calls: list[Call] = []
         self._running: list[Call | None] = []
-        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._arrived = [[False] * len(group.unsharded) for group in self.groups]
         self._waiting = 0
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected = 0  # forwards whose backward is still to come
+        self._reached = False  # whether this backward has gathered for this unit
         self._listeners: dict[tuple[int, int], Any] = {}
         self.rebind()
 
@@ -117,6 +117,7 @@ class Unit:
         for number, group in enumerate(self.groups):
             group.gradients.on_written = _weakly(self, number)
             group.whole.block.viewed = _viewed_by(self)
+            group.whole.block.evict = _evict_weakly(self)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self._listen()
@@ -208,7 +209,7 @@ class Unit:
             self._go(Phase.BACKWARD if self.phase is Phase.BACKWARD else Phase.FORWARD)
             self.expose()
             if not recomputing:
-                self._prefetch(runtime.entered(self), self.forward_prefetch)
+                self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         self._to_run = (self._to_run or len(self.modules)) - 1
         call = Call(self) if torch.is_grad_enabled() else None
         self._running.append(call)
@@ -221,13 +222,14 @@ class Unit:
         """Release unless told to keep; and be called when a gradient of an output comes."""
         call = self._running.pop() if self._running else None
         runtime = self.runtime
+        if not runtime.in_backward:
+            runtime.order.left(self)
         finished = self.phase is Phase.FORWARD and not self._running and not self._to_run
         if finished and not runtime.in_backward:
             self._end_forward(kept=call is not None)
             if self.is_root:
                 runtime.end_forward()
         if call is not None and call.watch_outputs(output):
-            self._calls.add(call)
             self._expected += 1
         return cast_floats(output, self.precision.output_dtype)
 
@@ -263,20 +265,34 @@ class Unit:
     def _enter_backward(self) -> None:
         runtime = self.runtime
         runtime.begin_backward()
+        if self.unused == "zeros":
+            for unit in runtime.order.before(self):
+                unit.pass_by()
         self._go(Phase.BACKWARD)
+        self._expect_gradients()
+        if self.gather_in_backward:
+            with annotate(f"{self.name}: gather for backward"):
+                self.expose()
+                self._reached = True
+                after = runtime.order.after(self)
+                if after is not None and not after.expects_backward:
+                    after = None
+                self._prefetch(after, self.backward_prefetch)
+
+    def _expect_gradients(self) -> None:
         self._waiting = 0
         for number, group in enumerate(self.groups):
             group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
             flags = [not parameter.requires_grad for parameter in group.unsharded]
             self._arrived[number] = flags
             self._waiting += flags.count(False)
-        if self.gather_in_backward:
-            with annotate(f"{self.name}: gather for backward"):
-                self.expose()
-                previous = runtime.previous(self)
-                if previous is not None and not previous.expects_backward:
-                    previous = None
-                self._prefetch(previous, self.backward_prefetch)
+
+    def pass_by(self) -> None:
+        """Backward went past this unit here; other ranks may have entered it. Gather as they do."""
+        if not self._reached and self.expects_backward and self.phase is Phase.RESTING:
+            self.prefetch()
+            self._release()
+            self._reached = True
 
     @property
     def expects_backward(self) -> bool:
@@ -290,23 +306,42 @@ class Unit:
 
     def _complete(self) -> None:
         """Release the weights first, then reduce: the two never need memory at the same time."""
-        runtime = self.runtime
+        self.hide()
+        if self.release_after_backward:
+            self._release()
+        self._open_calls.clear()
+        self._go(Phase.RESTING)
+        if any(group.trainable for group in self.groups):
+            self.runtime.order.ready(self)
+
+    def reduce(self) -> None:
+        """It is this unit's turn."""
         with annotate(f"{self.name}: reduce gradients"):
-            self.hide()
-            if self.release_after_backward:
-                self._release()
             for group in self.groups:
                 if group.trainable:
-                    group.gradients.reduce(runtime)
-        self._open_calls.clear()
-        for call in list(self._calls):
-            call.finished = call.finished or call.opened
-        self._go(Phase.RESTING)
+                    group.gradients.reduce(self.runtime)
 
-    def end_backward(self) -> list[str]:
-        """Backward is over: complete what waited for nothing any more; name what is missing."""
+    @property
+    def holds_turn(self) -> bool:
+        """Whether units behind must wait: this one is in backward, or other ranks' may be."""
+        if self.phase is Phase.BACKWARD:
+            return True
+        awaited = self.unused == "zeros" and self.expects_backward
+        return awaited and any(group.trainable for group in self.groups)
+
+    def end_backward(self, awaited: bool) -> list[str]:
+        """Backward is over: complete what waited for nothing any more; name what is missing.
+
+        ``awaited``: it is this unit's turn to reduce, or would be if backward had come to it.
+        """
         if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self.rest()
+        if awaited and self.phase is Phase.RESTING and self.holds_turn:
+            # Used by other ranks perhaps: its gradients are zeros here.
+            self.pass_by()
+            self._expected -= 1
+            self._go(Phase.BACKWARD)
+            self._expect_gradients()
         if self.phase is not Phase.BACKWARD:
             return []
         missing = [
@@ -317,17 +352,21 @@ class Unit:
         ]
         self._running.clear()
         self._complete()
-        return (
-            []
-            if self.unused == "zeros"
-            else [f"'{name}' of unit '{self.name}'" for name in missing]
-        )
+        if self.unused == "zeros":
+            return []
+        return [f"'{name}' of unit '{self.name}'" for name in missing]
 
     # ------------------------------------------------------------------ weights
 
     def prefetch(self) -> None:
+        """Begin to gather ahead of use."""
         for group in self.groups:
-            group.gather(self.runtime)
+            group.gather(self.runtime, ahead=True)
+
+    def evict(self) -> None:
+        """Give up what was gathered ahead, if it is not in use yet."""
+        if not self._exposed:
+            self._release()
 
     def _prefetch(self, guess: Any, wanted: list[weakref.ref[Unit]] | None) -> None:
         """What the user listed, or else the one unit that the recorded order expects."""
@@ -335,11 +374,13 @@ class Unit:
         for unit in units:
             if unit is not None and unit is not self:
                 unit.prefetch()
+                unit._reached = self.phase is Phase.BACKWARD
 
     def expose(self) -> None:
         """Gather, wait, and put the whole weights in the modules' hands."""
-        self.prefetch()
         runtime = self.runtime
+        for group in self.groups:
+            group.gather(runtime)
         for group in self.groups:
             group.wait(runtime)
         if not self._exposed:
@@ -362,6 +403,7 @@ class Unit:
 
     def release_unused(self) -> None:
         """After backward: what was gathered ahead and never came."""
+        self._reached = False
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()
 
@@ -401,14 +443,13 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
             f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )
     device = devices.pop() if devices else torch.device("cpu")
-    runtime = Runtime(device, lanes=unit.shared.lanes, **unit.options)
+    runtime = Runtime(device, units, lanes=unit.shared.lanes, **unit.options)  # type: ignore[arg-type]
     unit.shared.lanes = runtime.lanes
     for inner in units:
         inner.is_root = inner is unit
         inner.adopt_runtime(runtime)
         for group in inner.groups:
             group.settle_initial_values()
-    runtime.expect(units)  # type: ignore[arg-type]
 
 
 def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
@@ -419,11 +460,7 @@ def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
         for name, reference in unit.forsaken
         if (parameter := reference()) is not None
     }
-    for unit in units:
-        unit.forsaken = []
-    if not alive:
-        return
-    for thing in gc.get_objects():
+    for thing in gc.get_objects() if alive else ():
         if issubclass(type(thing), torch.optim.Optimizer):
             held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
             if held:
@@ -434,6 +471,8 @@ def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
                     f"nothing. "
                     f"Build the optimizer after wrapping"
                 )
+    for unit in units:
+        unit.forsaken = []
 
 
 def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor) -> None:
@@ -460,6 +499,17 @@ def _viewed_by(unit: Unit) -> Callable[[], bool]:
 
     def viewed() -> bool:
         owner = reference()
-        return owner is not None and any(not call.finished for call in owner._calls)
+        return owner is not None and (owner.expects_backward or owner.phase is Phase.BACKWARD)
 
     return viewed
+
+
+def _evict_weakly(unit: Unit) -> Callable[[], None]:
+    reference = weakref.ref(unit)
+
+    def evict() -> None:
+        owner = reference()
+        if owner is not None:
+            owner.evict()
+
+    return evict

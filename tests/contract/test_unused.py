@@ -159,3 +159,20 @@ def none_reached(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(strategy: str) -> None:
     run_ranks(none_reached, ranks_for(strategy), strategy)
+
+
+def missing_on_one_rank(rank: int, world_size: int, strategy: str) -> str | None:
+    net = wrap(ChoiceNet(), world_size, strategy)
+    net.blocks[1].chosen = (0, 1, 2) if rank == 0 else (0, 2)
+    try:
+        vector_loss(net, rank).backward()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_used_on_some_ranks_only_never_hang_by_default(strategy: str) -> None:
+    found = run_ranks(missing_on_one_rank, ranks_for(strategy), strategy, timeout=20)
+    for message in found[1:]:
+        assert message is not None and "experts.1.weight" in message

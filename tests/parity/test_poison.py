@@ -65,7 +65,7 @@ def train(model: Model, rank: int, world_size: int, *, poison: bool) -> dict[str
         for microbatch in range(3):
             model.set_is_last_backward(microbatch == 2)
             loss_of(model, tokens(step, microbatch, rank, world_size)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad(set_to_none=step == 0)
     return full_parameters(model) | {"norms": torch.stack(norms)}

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of units: who comes next, and whose turn it is to reduce. No communication here.
+
+    forward     root( 1( ) 2( ) 3( ) )      entries: root 1 2 3       exits: 1 2 3 root
+    backward    enters root 3 2 1           the exits, backwards: each prefetches the one after it
+                reduces 3 2 1 root          the entries, backwards: a parent after its children
+
+Collectives are matched by their order, so every rank must issue them in the same one. Gradients may
+be complete in another order on one rank, where a parameter was not used; so units reduce in turn:
+one that is ready waits until those before it have reduced.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import ref
+
+
+class Member(Protocol):
+    """A unit, as far as the order of units is concerned."""
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a forward of it waits for its backward."""
+
+    @property
+    def holds_turn(self) -> bool:
+        """Whether others must wait for it: it is in backward, or other ranks may be."""
+
+    def prefetch(self) -> None: ...
+
+    def pass_by(self) -> None: ...
+
+    def reduce(self) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def end_backward(self, awaited: bool) -> list[str]: ...
+
+    def release_unused(self) -> None: ...
+
+
+class Order:
+    """The order in which the units of one model ran, and will run."""
+
+    def __init__(self, units: list[Member]) -> None:
+        self._expected = [ref(unit) for unit in units]  # entries of the last forward
+        self._entries: list[ref[Member]] = []
+        self._exits: list[ref[Member]] = []
+        self._arrivals: list[ref[Member]] = []
+        self._turns: list[ref[Member]] = []
+        self._turn = 0
+        self._ready: list[Member] = []
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self) -> None:
+        """What this forward records is expected of the next."""
+        if self._entries:
+            self._expected = self._entries
+        self._entries, self._exits = [], []
+
+    def entered(self, unit: Member) -> Member | None:
+        """Note that ``unit`` runs now, and say which one is expected next."""
+        position = len(self._entries)
+        self._entries.append(ref(unit))
+        expected = self._expected
+        if position + 1 < len(expected) and expected[position]() is unit:
+            return expected[position + 1]()
+        return None
+
+    def left(self, unit: Member) -> None:
+        self._exits.append(ref(unit))
+
+    def ran(self) -> list[Member]:
+        """The units of this forward, in order of entry."""
+        return [unit for unit in map(_alive, self._entries) if unit is not None]
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_backward(self) -> None:
+        self._arrivals = _once(self._exits[::-1])
+        self._turns = _once(self._entries)[::-1]
+        self._turn, self._ready = 0, []
+
+    def after(self, unit: Member) -> Member | None:
+        """Which unit backward is expected to enter after ``unit``."""
+        for position, reference in enumerate(self._arrivals[:-1]):
+            if reference() is unit:
+                return self._arrivals[position + 1]()
+        return None
+
+    def before(self, unit: Member) -> list[Member]:
+        """Which units backward should have entered before ``unit``."""
+        earlier: list[Member] = []
+        for other in map(_alive, self._arrivals):
+            if other is unit:
+                return earlier
+            if other is not None:
+                earlier.append(other)
+        return []
+
+    def ready(self, unit: Member) -> None:
+        """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
+        if unit in (_alive(reference) for reference in self._turns[self._turn :]):
+            self._ready.append(unit)
+            self._advance()
+        else:  # not of this forward, or its turn was passed over
+            unit.reduce()
+
+    def waiting(self) -> list[Member]:
+        """Units whose turn has not come, in turn."""
+        return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
+
+    def _advance(self) -> None:
+        # Not past the last that is ready: who has not entered backward by then may still do so.
+        while self._ready:
+            unit = self._turns[self._turn]()
+            if unit is not None:
+                if unit in self._ready:
+                    self._ready.remove(unit)
+                    unit.reduce()
+                elif unit.holds_turn:
+                    return
+            self._turn += 1
+
+
+def _alive(reference: ref[Member]) -> Member | None:
+    return reference()
+
+
+def _once(references: list[ref[Member]]) -> list[ref[Member]]:
+    """Each unit where it comes first."""
+    return list(dict.fromkeys(references))
