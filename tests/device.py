@@ -220,7 +220,7 @@ def check_scaler(rank: int, world_size: int, strategy: str) -> None:
 
 def main() -> int:
     failures = 0
-    runs = [(1, "nccl"), (2, "gloo"), (4, "gloo")]
+    runs = [(2, "gloo"), (1, "nccl"), (4, "gloo")]
     for world_size, backend in runs:
         checks: list[tuple[object, ...]] = []
         for strategy in STRATEGIES:

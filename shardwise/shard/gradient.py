@@ -377,23 +377,30 @@ class Gradients:
 
     def _publish(self) -> None:
         """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
-        for parameter, whole, grad in zip(
-            self.sharded, self.unsharded, self._dtensors, strict=True
-        ):
-            if whole.requires_grad:
-                parameter.grad = grad
-                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                    hook(parameter)
+        hooked = []
+        with _plain_attributes():
+            for parameter, whole, grad in zip(
+                self.sharded, self.unsharded, self._dtensors, strict=True
+            ):
+                if whole.requires_grad:
+                    parameter.grad = grad
+                    if parameter._post_accumulate_grad_hooks:
+                        hooked.append(parameter)
+        for parameter in hooked:
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):
+                hook(parameter)
 
     def _main_is_fresh(self) -> bool:
-        return all(parameter.grad is None for parameter in self.sharded)
+        with _plain_attributes():
+            return all(parameter.grad is None for parameter in self.sharded)
 
     def _repair_main(self) -> None:
         """Some grads may be gone or replaced by the user's: make the buffer say what they say."""
         main = self._main_buffer()
         main.block.acquire(_CACHING)
-        for index, (parameter, ours) in enumerate(zip(self.sharded, self._dtensors, strict=True)):
-            grad = parameter.grad
+        with _plain_attributes():
+            grads = [parameter.grad for parameter in self.sharded]
+        for index, (grad, ours) in enumerate(zip(grads, self._dtensors, strict=True)):
             if grad is ours:
                 continue
             view = main.view(index)
@@ -426,6 +433,9 @@ class Gradients:
 
 
 _CACHING = Caching()
+# Attributes of parameters at rest (.grad and the like) are read many times a step; not through
+# __torch_function__, which some torch versions give our DTensors.
+_plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 def _forget(views: dict[int, list[Tensor]], key: int) -> None:

@@ -292,9 +292,10 @@ class Group:
 
     def follow_trainability(self) -> None:
         """``requires_grad_`` on a parameter at rest reaches the one that forward uses."""
-        for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
-            if sharded.requires_grad != whole.requires_grad:
-                whole.requires_grad_(sharded.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
+                if sharded.requires_grad != whole.requires_grad:
+                    whole.requires_grad_(sharded.requires_grad)
 
     @property
     def trainable(self) -> bool:

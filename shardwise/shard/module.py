@@ -79,7 +79,7 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Release them again."""
-        self._ready_unit().rest()
+        self._shardwise_unit.rest()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop the iteration, gradients included."""
@@ -108,7 +108,8 @@ class ShardedModule(FSDPModule):
         units = list(units_of(self))  # type: ignore[arg-type]
         for unit in units:
             unit.rest()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        # Past FSDPModule, whose own version knows torch's buffers only.
+        result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
             for group in unit.groups:
                 group.adopt()

@@ -430,7 +430,8 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
             inner.name = name or type(root).__name__.removeprefix("FSDP")
             for group in inner.groups:
                 if group.main.flat.is_meta:
-                    unborn += [item.name for item in group.items]
+                    prefix = f"{name}." if name else ""
+                    unborn += [prefix + item.name for item in group.items]
     if unborn:
         raise RuntimeError(
             f"parameters {unborn} are on the meta device and have no values yet: call "
@@ -466,10 +467,8 @@ def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
             if held:
                 raise RuntimeError(
                     f"{type(thing).__name__} was built before fully_shard and holds the old "
-                    f"parameters "
-                    f"({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it would update "
-                    f"nothing. "
-                    f"Build the optimizer after wrapping"
+                    f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
+                    f"would update nothing. Build the optimizer after wrapping"
                 )
     for unit in units:
         unit.forsaken = []

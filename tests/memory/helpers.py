@@ -7,6 +7,7 @@ import gc
 import math
 
 import torch
+import torch._dynamo  # its import leaves tracebacks that hold whatever is on the stack: do it here
 
 import shardwise as sw
 from shardwise.placements import SHARD, Placement

@@ -16,7 +16,7 @@ from shardwise import comm
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 
-STEPS = 3
+STEPS = 2
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),

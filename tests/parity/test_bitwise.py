@@ -41,8 +41,10 @@ def check_stages(rank: int, world_size: int, precision: str) -> None:
         assert_same_bits(parameters[name], parameters["zero0"], name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "world_size"),
+    [("fp32", 2), ("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16", 3), ("bf16 wire", 4)],
+)
 def test_all_zero_stages_train_to_the_same_bits(precision: str, world_size: int) -> None:
     run_ranks(check_stages, world_size, precision)
 
@@ -116,7 +118,7 @@ def check_schedules(rank: int, world_size: int, strategy: str) -> int:
     return len(CHANGES) + len(OPTIONS)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp", "hfsdp"])
 def test_overlap_prefetch_and_memory_do_not_change_a_bit(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
     assert run_ranks(check_schedules, world_size, strategy) == [9] * world_size

@@ -10,6 +10,7 @@ import shardwise as sw
 from tests.models import make_model, mesh_of, shard_model
 from tests.parity.helpers import (
     ONE_AXIS,
+    STEPS,
     TWO_AXES,
     assert_close_to_reference,
     every_two_axis_placements,
@@ -89,7 +90,7 @@ def check_control(rank: int, world_size: int) -> None:
     with pytest.raises(AssertionError):
         assert_close_to_reference(model, losses, 1, "adamw")
     model = make_sharded(sw.zero(3), world_size)
-    train(model, rank, world_size, steps=2)
+    train(model, rank, world_size, steps=STEPS - 1)
     expected = reference(1, "adamw")[0]
     found = full_parameters(model)
     assert all((found[name] - expected[name]).abs().max() > 1e-4 for name in expected)

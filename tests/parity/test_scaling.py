@@ -158,7 +158,8 @@ def test_accumulating_without_sync_gives_the_mean_of_the_sums(
     strategy: str, precision: str
 ) -> None:
     run_ranks(check_no_sync, 4, STRATEGIES[strategy], precision)
-    run_ranks(check_no_sync, 1, STRATEGIES[strategy], precision)
+    if precision == "fp32":
+        run_ranks(check_no_sync, 1, STRATEGIES[strategy], precision)
 
 
 def check_no_sync_is_silent(rank: int, world_size: int, placements: sw.Placements) -> list[str]:

@@ -18,7 +18,6 @@ PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
 OPTIONS: dict[str, dict[str, object]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
-    "trace": {"memory": "trace"},
 }
 
 
@@ -135,7 +134,7 @@ def check_writers(rank: int, world_size: int, strategy: str, precision: str, opt
 
 @pytest.mark.parametrize(
     ("precision", "options"),
-    [("fp32", "default"), ("bf16", "default"), ("fp32", "trace"), ("bf16", "kept")],
+    [("fp32", "default"), ("bf16", "default"), ("bf16", "kept")],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_next_forward_sees_what_was_written(
