@@ -174,11 +174,12 @@ def memory_worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, fl
                 loss.backward()
             del loss
         grads = sum(local_bytes(parameter.grad) for parameter in trainer.model.parameters())
+        rest = sum(local_bytes(parameter) for parameter in trainer.model.parameters())
     phases, unit = meter.phases, trainer.unit_bytes
-    rest = phases["first forward"].start
     rest_with_grads = phases["second forward"].start
     return {
         "rest": rest / unit,
+        "held": (phases["first forward"].start - rest) / unit,
         "grads": grads / unit,
         "left_over": (phases["first backward"].end - rest - grads) / unit,
         "forward": (phases["first forward"].peak - rest) / unit,
@@ -200,11 +201,14 @@ def memory_table(options: Options) -> Table:
         f"bytes of a unit, is {8 * width**2 * 4 / 1e6:.1f} MB. Transient = peak less what is at\n"
         "rest: shards in forward, shards and all sharded grads in backward. *Accumulating*: a\n"
         "second microbatch, whose grads lie at rest before it begins, so that nothing is\n"
-        "subtracted which was not yet there: the backward figure to compare."
+        "subtracted which was not yet there: the backward figure to compare. *Held before\n"
+        "forward*: what a system still holds of dropped grads, inputs and workspaces when a\n"
+        "forward begins; it counts into the peak of forward."
     )
     columns = {
         "system": ("system", "s"),
         "rest": ("at rest B", ".2f"),
+        "held": ("+ held before forward B", ".2f"),
         "grads": ("grads B", ".2f"),
         "forward": ("forward B", ".2f"),
         "forward_ratio": ("x FSDP2", ".2f"),

@@ -84,6 +84,9 @@ class ShardedTensor(DTensor):
             )
         return _wrap(local.detach(), cut, version, requires_grad)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """DTensor's would import torch's compiler, whose import keeps the caller's frame alive."""
+
     # ------------------------------------------------------------------ torch's hooks
 
     @classmethod

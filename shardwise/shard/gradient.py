@@ -285,18 +285,10 @@ class Gradients:
                     if self.sum_only and divisor is not None:
                         current.div_(divisor)
                     continue
-                final = position == len(steps) - 1
-                if (
-                    final
-                    and fresh
-                    and main is not None
-                    and main.dtype == current.dtype
-                    and main.flat.device == current.device
-                ):
-                    out = main.flat
-                else:
-                    out = current.new_empty(current.numel() // link.size)
-                runtime.hold(out)
+                out = current.view(link.size, -1)[link.rank]  # in place, where it need not go on
+                if position == len(steps) - 1 and fresh and main is not None:
+                    like_main = main.dtype == out.dtype and main.flat.device == out.device
+                    out = main.flat if like_main else out
                 yield comm.reduce_scatter(out, current, link, divisor=on_wire)
                 if self.sum_only and divisor is not None:
                     out.div_(divisor)

@@ -195,7 +195,8 @@ class ShardedModule(FSDPModule):
     # ------------------------------------------------------------------ communication
 
     def set_reduce_scatter_max_input_buffers(self, max_bufs: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers may be in flight; two by default."""
+        """How many gradient buffers may be alive; one by default. Two help where the reduction of
+        one unit takes longer than the backward of the next."""
         if not isinstance(max_bufs, int) or max_bufs < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers({max_bufs!r}): at least 1")
         self._ready_unit().runtime.max_reductions = max_bufs

@@ -3,7 +3,7 @@
 
     forward      unit 1 | unit 2 | unit 3        each prefetches the next one
     backward     unit 3 | unit 2 | unit 1        each prefetches the previous one
-    reductions           [3]      [3 2] -> [2]   at most two gradient buffers alive
+    reductions           [3]      [2]            while the next unit computes
 
 A unit that comes unexpected is gathered when it comes; one that was prefetched and never came is
 released at the end.
@@ -51,7 +51,7 @@ class Runtime:
     ) -> None:
         self.lanes = lanes or Lanes(device, unify=unify)
         self.source: Source = TracePool() if memory == "trace" else Caching()
-        self.max_reductions = 2
+        self.max_reductions = 1  # a gradient buffer more in flight is a unit more of peak memory
         self.separate_reduce = False
         self._reductions: deque[_Reduction] = deque()
         self._launching: _Reduction | None = None
@@ -67,6 +67,10 @@ class Runtime:
     def begin_forward(self) -> None:
         """The root's forward starts."""
         self.order.begin_forward()
+        for reference in self._units:
+            unit = reference()
+            if unit is not None:
+                unit.tidy()  # all before the first gather: their memory is free for it
         # A gather must see what the optimizer wrote; and only that, where the user marked its end.
         if self.after_optimizer is not None:
             self.lanes.wait("gather", self.after_optimizer)

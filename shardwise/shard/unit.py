@@ -108,6 +108,7 @@ class Unit:
         self._waiting = 0
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected = 0  # forwards whose backward is still to come
+        self._tidy = False  # whether the root's forward has looked after this unit already
         self._reached = False  # whether this backward has gathered for this unit
         self._listeners: dict[tuple[int, int], Any] = {}
         self.rebind()
@@ -133,8 +134,12 @@ class Unit:
                     report = partial(_report, weakref.ref(self), number, index)
                     self._listeners[key] = parameter.register_post_accumulate_grad_hook(report)  # type: ignore[no-untyped-call]
 
-    def arrived(self, number: int, index: int) -> None:
-        """The gradient of one parameter is whole for this backward."""
+    def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
+        """The gradient of one parameter is whole for this backward.
+
+        A kernel that wrote it itself may still read the weight (``settle=False``): then the next
+        gradient, the inputs' gate or the end of backward completes the unit.
+        """
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
             self._enter_backward()
@@ -143,7 +148,8 @@ class Unit:
             return
         flags[index] = True
         self._waiting -= 1
-        self._maybe_complete()
+        if settle:
+            self._maybe_complete()
 
     def inputs_done(self, call: Call) -> None:
         """The gradients of one call's inputs are on their way."""
@@ -202,10 +208,10 @@ class Unit:
             if not recomputing:
                 if self.is_root:
                     runtime.begin_forward()
-                for group in self.groups:
-                    group.follow_trainability()
-                    group.gradients.tidy()
-                self._listen()
+                    self._tidy = False
+                elif not self._tidy:
+                    self.tidy()
+                self._tidy = False
             self._go(Phase.BACKWARD if self.phase is Phase.BACKWARD else Phase.FORWARD)
             self.expose()
             if not recomputing:
@@ -217,6 +223,14 @@ class Unit:
         return (
             call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
         )
+
+    def tidy(self) -> None:
+        """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        for group in self.groups:
+            group.follow_trainability()
+            group.gradients.tidy()
+        self._listen()
+        self._tidy = True
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
@@ -487,7 +501,7 @@ def _weakly(unit: Unit, number: int) -> Callable[[int], None]:
     def written(index: int) -> None:
         owner = reference()
         if owner is not None:
-            owner.arrived(number, index)
+            owner.arrived(number, index, settle=False)
 
     return written
 

@@ -29,6 +29,8 @@ from tests.ranks import run_ranks
 class FusedLinear(torch.autograd.Function):
     """x @ W.T, whose backward leaves W's gradient in ``W.main_grad`` and returns none."""
 
+    late = False  # whether the weight is read after its gradient was announced
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool, overwrite: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -39,6 +41,7 @@ class FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         into = grad.flatten(0, -2).T @ x.flatten(0, -2)
+        of_input = None if FusedLinear.late else grad @ weight
         if not ctx.fused:
             return grad @ weight, into, None, None
         parameter = ctx.parameter
@@ -51,7 +54,7 @@ class FusedLinear(torch.autograd.Function):
         else:
             parameter.main_grad.add_(into)
         parameter.grad_added_to_main_grad = True
-        return grad @ weight, None, None, None
+        return grad @ weight if of_input is None else of_input, None, None, None
 
 
 class Fused(nn.Module):
@@ -65,7 +68,7 @@ class Fused(nn.Module):
         self.fused = self.overwrite = self.twice = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
+        x = self.before(x).to(self.weight.dtype)
         y = FusedLinear.apply(x, self.weight, self.fused, self.overwrite)
         if self.twice:
             y = y + FusedLinear.apply(x * 2, self.weight, self.fused, self.overwrite)
@@ -82,7 +85,7 @@ class FusedNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return FusedLinear.apply(x, self.weight, self.fused, self.overwrite)
+        return FusedLinear.apply(x.to(self.weight.dtype), self.weight, self.fused, self.overwrite)
 
 
 def tell(net: Any, **flags: bool) -> None:
@@ -208,3 +211,24 @@ def garbage(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fresh_memory_is_overwritten_not_added_to(strategy: str) -> None:
     run_ranks(garbage, ranks_for(strategy), strategy)
+
+
+def read_late(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(FusedNet)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    tell(net, fused=True)
+    FusedLinear.late = True
+    try:
+        for _ in range(2):
+            vector_loss(net, rank).backward()
+            average_gradients(plain, vector_loss, world_size)
+            assert_gradients_equal(net, plain)
+            assert_at_rest(net, before)
+    finally:
+        FusedLinear.late = False
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+def test_a_kernel_may_read_the_weight_after_it_said_so(strategy: str) -> None:
+    run_ranks(read_late, ranks_for(strategy), strategy)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,8 @@ def optimizer_state_dict(rank: int, world_size: int, strategy: str) -> None:
     net, optimizer = trained(rank, world_size, strategy, 2, seed=2)
     other, other_optimizer = trained(rank, world_size, strategy, 1, seed=3)
     other.load_state_dict(net.state_dict())
-    other_optimizer.load_state_dict(optimizer.state_dict())
+    # Copied: torch's optimizers keep the tensors of a state dict that they load.
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(2, 4):
         advance(net, optimizer, step)
         advance(other, other_optimizer, step)
