@@ -500,7 +500,7 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     return _DONE
 
 
-def agree(values: Sequence[Any], group: GroupLike) -> list[Any]:
+def agree(values: Any, group: GroupLike) -> list[Any]:
     """The small Python object of every rank, in rank order: for checks at construction only."""
     axis = as_axis(group)
     everyone: list[Any] = [None] * axis.size

@@ -209,7 +209,14 @@ class ShardedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """This rank's boxes, by arithmetic; none where it holds nothing."""
+        """This rank's boxes, by arithmetic; none where it holds nothing.
+
+        Asked of every rank when a checkpoint is planned, saved or loaded: a load will write, and
+        all ranks must count it, those with nothing to write too. After a save the version is one
+        too many, which costs a refresh.
+        """
+        if self.version is not None:
+            self.version.count += 1
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]

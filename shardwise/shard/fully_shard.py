@@ -23,7 +23,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.layout import ROW, Grain, Item, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
-from shardwise.placements import SHARD, Placements, hsdp, zero
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.shard.group import Group
 from shardwise.shard.module import ShardedModule, unit_of
@@ -80,19 +80,23 @@ def fully_shard(
         holds.
     """
     modules = list(module) if isinstance(module, list) else [module]
+    _check_types(modules, mesh, placements, precision, mp_policy)
     roots = _outermost(modules)
     mesh = _choose_mesh(mesh, dp_mesh_dims)
-    placements = placements or (zero(3) if mesh.ndim == 1 else hsdp())
-    problems = _problems(roots, mesh, placements, unused_parameters, memory)
-    problems += _policy_problems(precision, mp_policy, offload_policy, shard_placement_fn, roots)
-    if problems:
-        raise ValueError("fully_shard: " + "; ".join(problems))
+    placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     found = _parameters(roots, ignored_params or set())
-    _check_parameters(found)
     ranks = Ranks(mesh)
-    _check_ranks_agree(found, ranks, placements)
-    kept_axis, release = _after_forward(reshard_after_forward, ranks, placements)
+    problems = _module_problems(roots, found) + _mesh_problems(mesh, placements)
+    problems += _option_problems(unused_parameters, memory, offload_policy)
+    problems += _forward_problems(reshard_after_forward, ranks, placements)
+    problems += _placement_problems(shard_placement_fn, found)
+    description = [
+        f"{placements} {precision} unused={unused_parameters} memory={memory} "
+        f"offload={offload_policy} reshard_after_forward={reshard_after_forward}"
+    ] + [_describe(f, grain) for f in found]
+    _agree(description, problems, ranks)
+    kept_axis, release = _after_forward(reshard_after_forward, ranks)
     device = _device(mesh)
     values = _same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
@@ -175,35 +179,6 @@ def _parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[
     return list(found.values())
 
 
-def _check_parameters(found: Sequence[_Found]) -> None:
-    problems = []
-    for f in found:
-        parameter = f.parameter
-        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
-            problems.append(
-                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
-                f"both "
-                f"modules in one call with a list, or leave both to the root"
-            )
-        elif isinstance(parameter, DTensor):
-            raise NotImplementedError(
-                f"fully_shard: '{f.name}' is a DTensor on {parameter.device_mesh}: sharding what "
-                f"tensor "
-                f"parallelism has cut already is not supported yet; wrap plain parameters"
-            )
-        elif parameter.is_complex() or (
-            parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize == 1
-        ):
-            problems.append(
-                f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
-                f"train in float32, bfloat16 or float16"
-            )
-        elif parameter.numel() == 0:
-            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
-    if problems:
-        raise ValueError("fully_shard: " + "; ".join(problems))
-
-
 def _grain(found: _Found, choice: GrainChoice | None) -> Grain:
     return choice(found.name, found.parameter) if choice is not None else ROW
 
@@ -231,38 +206,93 @@ def _groups(
 # ------------------------------------------------------------------------------ checks
 
 
+def _check_types(
+    modules: Sequence[Any], mesh: Any, placements: Any, precision: Any, policy: Any
+) -> None:
+    """What would make even the exchange of problems impossible; raised at once."""
+    wrong = [
+        f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
+        for name, value, kind in (
+            *(("module", module, nn.Module) for module in modules),
+            ("mesh", mesh, DeviceMesh),
+            ("placements", placements, Placements),
+            ("precision", precision, Precision),
+            ("mp_policy", policy, MixedPrecisionPolicy),
+        )
+        if value is not None and not isinstance(value, kind)
+    ]
+    if precision is not None and policy is not None:
+        wrong.append("precision and mp_policy say the same thing twice; pass one")
+    if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+    if wrong:
+        raise ValueError("fully_shard: " + "; ".join(wrong))
+
+
 def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh is None:
         return default_mesh()
-    if dims is not None:
-        names = []
-        for wanted in (dims.replicate, dims.shard):
-            names += [wanted] if isinstance(wanted, str) else list(wanted or ())
-        missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
-        if missing:
-            raise ValueError(
-                f"dp_mesh_dims names {missing}, but the mesh has axes {mesh.mesh_dim_names}"
-            )
-        return mesh[tuple(names)]
-    return data_mesh(mesh)
+    if dims is None:
+        return data_mesh(mesh)
+    names = _axis_names(dims.replicate) + _axis_names(dims.shard)
+    missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
+    if missing:
+        raise ValueError(f"dp_mesh_dims names {missing}; the mesh has axes {mesh.mesh_dim_names}")
+    return mesh[tuple(names)]
 
 
-def _problems(
-    roots: Sequence[nn.Module], mesh: DeviceMesh, placements: Placements, unused: str, memory: str
-) -> list[str]:
-    problems = []
-    if not roots:
-        problems.append("an empty list of modules")
+def _axis_names(names: Any) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
+    """Fully sharded, replicated over the outer one of two axes; or as ``dims`` say."""
+    if dims is None:
+        return zero(3) if mesh.ndim == 1 else hsdp()
+    outer, inner = len(_axis_names(dims.replicate)), len(_axis_names(dims.shard))
+    weights = [REPLICATE] * outer + [SHARD] * inner
+    return Placements(compute=weights, grad=[PARTIAL] * outer + [SHARD] * inner, main=weights)
+
+
+_UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
+
+
+def _module_problems(roots: Sequence[nn.Module], found: Sequence[_Found]) -> list[str]:
+    problems = [] if roots else ["an empty list of modules"]
     for module in roots:
         if unit_of(module) is not None:
             problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and (
-            type(module).forward is nn.Module.forward
-        ):
+        bare = type(module).forward is nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
             problems.append(
                 f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
                 f"them as a list"
             )
+    for f in found:
+        parameter = f.parameter
+        eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
+        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
+            problems.append(
+                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
+                f"both modules in one call with a list, or leave both to the root"
+            )
+        elif isinstance(parameter, DTensor):
+            problems.append(
+                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh}, cut by tensor "
+                f"parallelism already; wrap plain parameters"
+            )
+        elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
+            problems.append(
+                f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
+                f"train in float32, bfloat16 or float16"
+            )
+        elif parameter.numel() == 0:
+            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
+    return problems
+
+
+def _mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
+    problems = []
     if mesh.ndim != placements.num_axes:
         problems.append(
             f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
@@ -271,82 +301,94 @@ def _problems(
         )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         problems.append("a mesh of several axes needs mesh_dim_names")
-    if mesh.get_coordinate() is None:
-        problems.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+    return problems
+
+
+def _option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
+    problems = []
     if unused not in ("error", "zeros"):
         problems.append(f"unused_parameters={unused!r}: 'error' or 'zeros'")
     if memory not in ("caching", "trace"):
         problems.append(f"memory={memory!r}: 'caching' or 'trace'")
-    return problems
-
-
-def _policy_problems(
-    precision: Precision | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload: OffloadPolicy | None,
-    placement: Callable[[nn.Parameter], Any] | None,
-    roots: Sequence[nn.Module],
-) -> list[str]:
-    problems = []
-    if precision is not None and mp_policy is not None:
-        problems.append("precision and mp_policy say the same thing twice; pass one")
     if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):
         problems.append(f"offload_policy={offload!r}: OffloadPolicy() or CPUOffloadPolicy()")
-    if placement is not None:
-        for root in roots:
-            for name, parameter in root.named_parameters():
-                wanted = placement(parameter)
-                if wanted is not None and getattr(wanted, "dim", None) not in (0, -parameter.ndim):
-                    raise NotImplementedError(
-                        f"shard_placement_fn wants {wanted} for '{name}': buffers are flat and cut "
-                        f"along rows, so only Shard(0) or None can hold"
-                    )
     return problems
 
 
-def _check_ranks_agree(found: Sequence[_Found], ranks: Ranks, placements: Placements) -> None:
-    """Every rank must wrap the same parameters under the same placements, or collectives hang."""
-    mine = [str(placements)] + [
-        f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} "
-        f"{'trainable' if f.parameter.requires_grad else 'frozen'}"
-        for f in found
-    ]
-    for axis in ranks.axes:
-        for rank, theirs in enumerate(comm.agree(mine, axis)):
-            if theirs != mine:
-                differs = [
-                    f"{ours} / {other}"
-                    for ours, other in zip(mine, theirs, strict=False)
-                    if ours != other
-                ]
-                what = differs[:4] or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
-                raise ValueError(
-                    f"fully_shard: the ranks do not wrap the same module: rank {axis.rank} / rank "
-                    f"{rank} of axis '{axis.name}': {'; '.join(what)}. Build the same model on "
-                    f"every rank"
-                )
-
-
-def _after_forward(
-    wanted: bool | int | None, ranks: Ranks, placements: Placements
-) -> tuple[comm.Axis | None, bool | None]:
-    """(the axis of k ranks that keep the weights between forward and backward, whether to
-    release)."""
+def _forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
     if wanted is None or isinstance(wanted, bool):
-        return None, wanted
+        return []
+    if not isinstance(wanted, int):
+        return [f"reshard_after_forward={wanted!r}: a bool, a number of ranks, or None"]
     axis = ranks.axes[-1]
     if placements.compute[-1] != SHARD:
-        raise ValueError(
+        return [
             f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
             f"there is nothing to reshard; pass None"
-        )
+        ]
     if wanted < 1 or axis.size % wanted:
-        raise ValueError(
+        return [
             f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
             f"'{axis.name}'"
-        )
+        ]
+    return []
+
+
+def _placement_problems(
+    choose: Callable[[nn.Parameter], Any] | None, found: Sequence[_Found]
+) -> list[str]:
+    problems = []
+    for f in found if choose is not None else ():
+        assert choose is not None
+        wanted = choose(f.parameter)
+        if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
+            problems.append(
+                f"{_UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
+                f"flat and cut along rows, so only Shard(0) or None can hold"
+            )
+    return problems
+
+
+def _describe(found: _Found, grain: GrainChoice | None) -> str:
+    parameter = found.parameter
+    return (
+        f"{found.name} {list(parameter.shape)} {parameter.dtype} by {_grain(found, grain)} "
+        f"{'trainable' if parameter.requires_grad else 'frozen'}"
+    )
+
+
+def _agree(mine: list[str], problems: list[str], ranks: Ranks) -> None:
+    """Raise on every rank what any rank has found, or that they do not wrap the same thing.
+
+    All ranks go through all axes, whatever they find: one that left early would make others wait.
+    """
+    for axis in ranks.axes:
+        news: list[str] = []
+        for rank, (theirs, heard) in enumerate(comm.agree((mine, problems), axis)):
+            known = set(problems) | set(news)
+            news += [problem for problem in heard if problem not in known]
+            if theirs != mine and not heard and not problems:
+                pairs = zip(mine, theirs, strict=False)
+                differs = [f"{ours} / {other}" for ours, other in pairs if ours != other][:4]
+                differs = differs or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
+                news.append(
+                    f"the ranks do not wrap the same module: rank {axis.rank} / rank {rank} of "
+                    f"axis '{axis.name}': {'; '.join(differs)}. Build the same model with the same "
+                    f"options on every rank"
+                )
+        problems = problems + news
+    if problems:
+        kind = NotImplementedError if problems[0].startswith(_UNSUPPORTED) else ValueError
+        raise kind("fully_shard: " + "; ".join(problems))
+
+
+def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
+    """(the axis of k ranks that keep weights between forward and backward, whether to release)."""
+    if wanted is None or isinstance(wanted, bool):
+        return None, wanted
     if wanted == 1:
         return None, False
+    axis = ranks.axes[-1]
     return (None, True) if wanted == axis.size else (axis.split(wanted), True)
 
 

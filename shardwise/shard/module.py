@@ -149,9 +149,12 @@ class ShardedModule(FSDPModule):
         for group in self._shardwise_unit.groups:
             group.gradients.sum_only = enable
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Whether a parameter without a gradient counts as zeros (else the backward names it)."""
-        self._each(recurse, lambda unit: setattr(unit, "unused", "zeros" if enable else "error"))
+        policy = "zeros" if reduce_scatter_unused_params else "error"
+        self._each(recurse, lambda unit: setattr(unit, "unused", policy))
 
     # ------------------------------------------------------------------ when weights are there
 
@@ -194,12 +197,16 @@ class ShardedModule(FSDPModule):
 
     # ------------------------------------------------------------------ communication
 
-    def set_reduce_scatter_max_input_buffers(self, max_bufs: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """How many gradient buffers may be alive; one by default. Two help where the reduction of
         one unit takes longer than the backward of the next."""
-        if not isinstance(max_bufs, int) or max_bufs < 1:
-            raise ValueError(f"set_reduce_scatter_max_input_buffers({max_bufs!r}): at least 1")
-        self._ready_unit().runtime.max_reductions = max_bufs
+        if not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): at least 1"
+            )
+        self._ready_unit().runtime.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

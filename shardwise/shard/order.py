@@ -24,6 +24,10 @@ class Member(Protocol):
         """Whether a forward of it waits for its backward."""
 
     @property
+    def gathers_in_backward(self) -> bool:
+        """Whether that backward will read its weights."""
+
+    @property
     def holds_turn(self) -> bool:
         """Whether others must wait for it: it is in backward, or other ranks may be."""
 

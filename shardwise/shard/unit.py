@@ -289,7 +289,7 @@ class Unit:
                 self.expose()
                 self._reached = True
                 after = runtime.order.after(self)
-                if after is not None and not after.expects_backward:
+                if after is not None and not after.gathers_in_backward:
                     after = None
                 self._prefetch(after, self.backward_prefetch)
 
@@ -303,16 +303,20 @@ class Unit:
 
     def pass_by(self) -> None:
         """Backward went past this unit here; other ranks may have entered it. Gather as they do."""
-        if not self._reached and self.expects_backward and self.phase is Phase.RESTING:
+        if not self._reached and self.gathers_in_backward and self.phase is Phase.RESTING:
             self.prefetch()
             self._release()
             self._reached = True
 
     @property
     def expects_backward(self) -> bool:
-        """Whether a forward of this unit waits for its backward: counted, the same on every
-        rank."""
+        """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
         return self._expected > 0
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward will want this unit's weights."""
+        return self._expected > 0 and self.gather_in_backward
 
     def _maybe_complete(self) -> None:
         if self._waiting == 0 and not self._open_calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise as sw
@@ -32,6 +33,15 @@ from tests.contract.helpers import (
     wrap,
 )
 from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """torch's of that name, which older versions do not have."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
 
 # ------------------------------------------------------------------------------ meshes
 
@@ -345,7 +355,7 @@ def placements_by_function(rank: int, world_size: int) -> dict[str, str]:
         ),
         "Replicate": raised(
             lambda: sw.fully_shard(Block(), mesh=mesh, shard_placement_fn=lambda _: Replicate()),
-            (ValueError, NotImplementedError),  # type: ignore[arg-type]
+            NotImplementedError,
         ),
     }
 
@@ -353,7 +363,7 @@ def placements_by_function(rank: int, world_size: int) -> dict[str, str]:
 def test_placement_functions_may_ask_for_rows_only() -> None:
     for found in run_ranks(placements_by_function, 2):
         assert "up.weight" in found["Shard(1)"] and "Shard(0)" in found["Shard(1)"]
-        assert "Replicate" in found["Replicate"]
+        assert "norm.weight" in found["Replicate"]
 
 
 # ------------------------------------------------------------------------------ every method
@@ -415,7 +425,7 @@ def test_every_method_works_or_says_why_not(name: str, first_forward: bool) -> N
 
 def test_no_method_of_torch_is_forgotten() -> None:
     theirs = {name for name in dir(FSDPModule) if name.startswith("set_")}
-    assert len(theirs) >= 17
+    assert len(theirs) >= 12
     assert theirs <= set(METHODS), "torch has a new method"
     for name in theirs | {"unshard", "reshard", "_get_fsdp_state", "_apply"}:
         assert getattr(sw.ShardedModule, name) is not getattr(FSDPModule, name), name

@@ -146,14 +146,14 @@ def test_gradients_written_by_a_kernel_train_like_autograds(
 
 
 @pytest.mark.parametrize("sync_each", [False, True], ids=["last reduces", "each reduces"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
 def test_gradients_written_by_a_kernel_with_grads_set_to_zero(
     strategy: str, sync_each: bool
 ) -> None:
     run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, False, sync_each, False)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
 def test_gradients_written_by_a_kernel_in_mixed_precision(strategy: str) -> None:
     run_ranks(train_fused, ranks_for(strategy), strategy, 3, True, True, False, True)
 
@@ -180,7 +180,7 @@ def used_twice(rank: int, world_size: int, strategy: str, overwrite: bool) -> No
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
 def test_a_weight_written_twice_in_one_backward(strategy: str, overwrite: bool) -> None:
     run_ranks(used_twice, ranks_for(strategy), strategy, overwrite)
 

@@ -84,7 +84,7 @@ def other_seeds(rank: int, world_size: int, strategy: str) -> list[torch.Tensor]
 def test_seeds_that_differ_between_ranks_give_one_model_all_the_same(strategy: str) -> None:
     first, *others = run_ranks(other_seeds, ranks_for(strategy), strategy)
     assert len(first) > 10 and first[0].abs().max() > 0
-    assert first[2].unique().numel() > 1, "something was initialised"
+    assert first[1].unique().numel() > 100, "the embedding was initialised"
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert torch.equal(mine, theirs)

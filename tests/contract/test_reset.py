@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
     Block,
     assert_at_rest,
     assert_gradients_equal,
@@ -99,7 +98,7 @@ def explode(
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
 def test_after_an_exception_and_a_reset_training_is_right(
     strategy: str, where: str, number: int
 ) -> None:
@@ -107,7 +106,7 @@ def test_after_an_exception_and_a_reset_training_is_right(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
 def test_a_reset_drops_microbatches_that_waited(strategy: str, where: str) -> None:
     run_ranks(explode, ranks_for(strategy), strategy, where, 1, True)
 

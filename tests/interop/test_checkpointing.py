@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
     WIDTH,
     Block,
     assert_at_rest,
@@ -104,7 +103,7 @@ def checkpointed(
 
 @pytest.mark.parametrize("where", ["around", "inside", "nested", "two units"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
 def test_checkpointing_changes_no_bit_and_leaves_all_at_rest(
     strategy: str, reentrant: bool, where: str
 ) -> None:
