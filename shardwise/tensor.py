@@ -231,9 +231,6 @@ class ShardedTensor(DTensor):
                 f"only at {held}; the checkpoint plan was made for another layout"
             )
         offsets, sizes = found[0]
-        if self.version is not None:
-            # A load writes here. A save only reads; a version too many costs one refresh.
-            self.version.count += 1
         pairs = zip(offsets, self.cut.stride, strict=True)
         first = sum(offset * stride for offset, stride in pairs)
         flat = self._local_tensor.view(-1)

@@ -10,29 +10,36 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.buffer import Ranks
-from shardwise.layout import ROW, Grain, Item, plan_groups
+from shardwise.layout import Item, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.shard.checks import (
+    check_types,
+    describe_parameter,
+    forward_problems,
+    mesh_problems,
+    module_problems,
+    option_problems,
+    placement_problems,
+    raise_together,
+)
+from shardwise.shard.find import Found, GrainChoice, find_parameters, grain_of, outermost
 from shardwise.shard.group import Group
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.unit import Unit
-from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
-GrainChoice = Callable[[str, nn.Parameter], Grain]
 
 
 def fully_shard(
@@ -80,22 +87,22 @@ def fully_shard(
         holds.
     """
     modules = list(module) if isinstance(module, list) else [module]
-    _check_types(modules, mesh, placements, precision, mp_policy)
-    roots = _outermost(modules)
+    check_types(modules, mesh, placements, precision, mp_policy)
+    roots = outermost(modules)
     mesh = _choose_mesh(mesh, dp_mesh_dims)
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
-    found = _parameters(roots, ignored_params or set())
+    found = find_parameters(roots, ignored_params or set())
     ranks = Ranks(mesh)
-    problems = _module_problems(roots, found) + _mesh_problems(mesh, placements)
-    problems += _option_problems(unused_parameters, memory, offload_policy)
-    problems += _forward_problems(reshard_after_forward, ranks, placements)
-    problems += _placement_problems(shard_placement_fn, found)
+    problems = module_problems(roots, found) + mesh_problems(mesh, placements)
+    problems += option_problems(unused_parameters, memory, offload_policy)
+    problems += forward_problems(reshard_after_forward, ranks, placements)
+    problems += placement_problems(shard_placement_fn, found)
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward}"
-    ] + [_describe(f, grain) for f in found]
-    _agree(description, problems, ranks)
+    ] + [describe_parameter(f, grain) for f in found]
+    raise_together(description, problems, ranks)
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
     device = _device(mesh)
     values = _same_values(found, ranks, device)
@@ -105,7 +112,7 @@ def fully_shard(
     where: dict[int, tuple[int, int]] = {}
     for members in _groups(found, ranks.num_shards(placements.main), grain):
         chosen = [found[position] for position in members]
-        items = [Item(f.name, tuple(f.parameter.shape), _grain(f, grain)) for f in chosen]
+        items = [Item(f.name, tuple(f.parameter.shape), grain_of(f, grain)) for f in chosen]
         tensors = [values[position] for position in members]
         for index, position in enumerate(members):
             where[position] = (len(groups), index)
@@ -136,55 +143,11 @@ def fully_shard(
     return module
 
 
-# ------------------------------------------------------------------------------ finding parameters
-
-
-@dataclass(eq=False)
-class _Found:
-    """One parameter and every place it is registered at."""
-
-    name: str
-    parameter: nn.Parameter
-    places: list[tuple[dict[str, Any], str]]
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Drop repetitions, and modules inside another of the list."""
-    inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    unique: list[nn.Module] = []
-    for module in modules:
-        if id(module) not in inner and all(module is not other for other in unique):
-            unique.append(module)
-    return unique
-
-
-def _parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[_Found]:
-    """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
-    found: dict[int, _Found] = {}
-    skipped = {id(parameter) for parameter in ignored}
-    seen: set[int] = set()
-    several = len(roots) > 1
-    waiting = [(root, f"{number}." if several else "") for number, root in enumerate(roots)][::-1]
-    while waiting:
-        module, path = waiting.pop()
-        if id(module) in seen or unit_of(module) is not None:
-            continue
-        seen.add(id(module))
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in skipped:
-                continue
-            entry = found.setdefault(id(parameter), _Found(f"{path}{name}", parameter, []))
-            entry.places.append((module._parameters, name))
-        waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
-    return list(found.values())
-
-
-def _grain(found: _Found, choice: GrainChoice | None) -> Grain:
-    return choice(found.name, found.parameter) if choice is not None else ROW
+# ------------------------------------------------------------------------------ choices
 
 
 def _groups(
-    found: Sequence[_Found], num_shards: int, grain: GrainChoice | None
+    found: Sequence[Found], num_shards: int, grain: GrainChoice | None
 ) -> list[tuple[int, ...]]:
     """Positions of parameters that share a buffer: alike in dtype and trainability, and not so
     odd in
@@ -195,38 +158,12 @@ def _groups(
     groups = []
     for positions in alike.values():
         items = [
-            Item(found[p].name, tuple(found[p].parameter.shape), _grain(found[p], grain))
+            Item(found[p].name, tuple(found[p].parameter.shape), grain_of(found[p], grain))
             for p in positions
         ]
         for members in plan_groups(items, num_shards):
             groups.append(tuple(positions[member] for member in members))
     return groups
-
-
-# ------------------------------------------------------------------------------ checks
-
-
-def _check_types(
-    modules: Sequence[Any], mesh: Any, placements: Any, precision: Any, policy: Any
-) -> None:
-    """What would make even the exchange of problems impossible; raised at once."""
-    wrong = [
-        f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
-        for name, value, kind in (
-            *(("module", module, nn.Module) for module in modules),
-            ("mesh", mesh, DeviceMesh),
-            ("placements", placements, Placements),
-            ("precision", precision, Precision),
-            ("mp_policy", policy, MixedPrecisionPolicy),
-        )
-        if value is not None and not isinstance(value, kind)
-    ]
-    if precision is not None and policy is not None:
-        wrong.append("precision and mp_policy say the same thing twice; pass one")
-    if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
-        wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
-    if wrong:
-        raise ValueError("fully_shard: " + "; ".join(wrong))
 
 
 def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
@@ -254,134 +191,6 @@ def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
     return Placements(compute=weights, grad=[PARTIAL] * outer + [SHARD] * inner, main=weights)
 
 
-_UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
-
-
-def _module_problems(roots: Sequence[nn.Module], found: Sequence[_Found]) -> list[str]:
-    problems = [] if roots else ["an empty list of modules"]
-    for module in roots:
-        if unit_of(module) is not None:
-            problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
-        bare = type(module).forward is nn.Module.forward
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
-            problems.append(
-                f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
-                f"them as a list"
-            )
-    for f in found:
-        parameter = f.parameter
-        eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
-        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
-            problems.append(
-                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
-                f"both modules in one call with a list, or leave both to the root"
-            )
-        elif isinstance(parameter, DTensor):
-            problems.append(
-                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh}, cut by tensor "
-                f"parallelism already; wrap plain parameters"
-            )
-        elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
-            problems.append(
-                f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
-                f"train in float32, bfloat16 or float16"
-            )
-        elif parameter.numel() == 0:
-            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
-    return problems
-
-
-def _mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
-    problems = []
-    if mesh.ndim != placements.num_axes:
-        problems.append(
-            f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
-            f"{mesh.mesh_dim_names or ''} has {mesh.ndim}: use zero(0..3) on one axis, hsdp() or "
-            f"hfsdp() on two, or Placements with {mesh.ndim} entries each"
-        )
-    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
-        problems.append("a mesh of several axes needs mesh_dim_names")
-    return problems
-
-
-def _option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
-    problems = []
-    if unused not in ("error", "zeros"):
-        problems.append(f"unused_parameters={unused!r}: 'error' or 'zeros'")
-    if memory not in ("caching", "trace"):
-        problems.append(f"memory={memory!r}: 'caching' or 'trace'")
-    if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):
-        problems.append(f"offload_policy={offload!r}: OffloadPolicy() or CPUOffloadPolicy()")
-    return problems
-
-
-def _forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
-    if wanted is None or isinstance(wanted, bool):
-        return []
-    if not isinstance(wanted, int):
-        return [f"reshard_after_forward={wanted!r}: a bool, a number of ranks, or None"]
-    axis = ranks.axes[-1]
-    if placements.compute[-1] != SHARD:
-        return [
-            f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
-            f"there is nothing to reshard; pass None"
-        ]
-    if wanted < 1 or axis.size % wanted:
-        return [
-            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
-            f"'{axis.name}'"
-        ]
-    return []
-
-
-def _placement_problems(
-    choose: Callable[[nn.Parameter], Any] | None, found: Sequence[_Found]
-) -> list[str]:
-    problems = []
-    for f in found if choose is not None else ():
-        assert choose is not None
-        wanted = choose(f.parameter)
-        if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
-            problems.append(
-                f"{_UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
-                f"flat and cut along rows, so only Shard(0) or None can hold"
-            )
-    return problems
-
-
-def _describe(found: _Found, grain: GrainChoice | None) -> str:
-    parameter = found.parameter
-    return (
-        f"{found.name} {list(parameter.shape)} {parameter.dtype} by {_grain(found, grain)} "
-        f"{'trainable' if parameter.requires_grad else 'frozen'}"
-    )
-
-
-def _agree(mine: list[str], problems: list[str], ranks: Ranks) -> None:
-    """Raise on every rank what any rank has found, or that they do not wrap the same thing.
-
-    All ranks go through all axes, whatever they find: one that left early would make others wait.
-    """
-    for axis in ranks.axes:
-        news: list[str] = []
-        for rank, (theirs, heard) in enumerate(comm.agree((mine, problems), axis)):
-            known = set(problems) | set(news)
-            news += [problem for problem in heard if problem not in known]
-            if theirs != mine and not heard and not problems:
-                pairs = zip(mine, theirs, strict=False)
-                differs = [f"{ours} / {other}" for ours, other in pairs if ours != other][:4]
-                differs = differs or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
-                news.append(
-                    f"the ranks do not wrap the same module: rank {axis.rank} / rank {rank} of "
-                    f"axis '{axis.name}': {'; '.join(differs)}. Build the same model with the same "
-                    f"options on every rank"
-                )
-        problems = problems + news
-    if problems:
-        kind = NotImplementedError if problems[0].startswith(_UNSUPPORTED) else ValueError
-        raise kind("fully_shard: " + "; ".join(problems))
-
-
 def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
     """(the axis of k ranks that keep weights between forward and backward, whether to release)."""
     if wanted is None or isinstance(wanted, bool):
@@ -401,7 +210,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _same_values(found: Sequence[_Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
+def _same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
     """Initial values, the same on every rank: where they differ, the first rank's are taken."""
     values: list[Tensor] = [f.parameter for f in found]
     sums = [_checksum(value) for value in values]

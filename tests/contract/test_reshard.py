@@ -214,6 +214,28 @@ def by_hand(rank: int, world_size: int, strategy: str, asynchronous: bool) -> No
     assert_at_rest(net, before)
 
 
+def state_of_the_unsharded(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    net.blocks[0].unshard()
+    assert not isinstance(net.blocks[0].up.weight, DTensor)
+    state = net.state_dict()
+    assert len(state) > 10 and all(isinstance(value, DTensor) for value in state.values())
+    net.blocks[0].unshard()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1.0)
+    net.load_state_dict(plain.state_dict())
+    assert_parameters_equal(net, plain, 0.0)
+    with torch.no_grad():
+        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+def test_state_dicts_of_an_unsharded_unit_are_the_sharded_ones(strategy: str) -> None:
+    run_ranks(state_of_the_unsharded, 2, strategy)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unshard_and_reshard_by_hand(strategy: str, asynchronous: bool) -> None:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot work is said before anything changes: all problems at once, on every rank alike.
+
+    rank 0   problems: none       --\
+    rank 1   problems: "'w' ..."  --->  exchanged over every axis  -->  every rank raises "'w' ..."
+
+A check returns sentences: the value, the reason, the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwise import comm
+from shardwise.buffer import Ranks
+from shardwise.placements import SHARD, Placements
+from shardwise.precision import Precision
+from shardwise.shard.find import Found, GrainChoice, grain_of
+from shardwise.shard.module import unit_of
+from shardwise.tensor import ShardedTensor
+
+_UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
+
+
+def check_types(
+    modules: Sequence[Any], mesh: Any, placements: Any, precision: Any, policy: Any
+) -> None:
+    """What would make even the exchange of problems impossible; raised at once."""
+    wrong = [
+        f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
+        for name, value, kind in (
+            *(("module", module, nn.Module) for module in modules),
+            ("mesh", mesh, DeviceMesh),
+            ("placements", placements, Placements),
+            ("precision", precision, Precision),
+            ("mp_policy", policy, MixedPrecisionPolicy),
+        )
+        if value is not None and not isinstance(value, kind)
+    ]
+    if precision is not None and policy is not None:
+        wrong.append("precision and mp_policy say the same thing twice; pass one")
+    if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
+    if wrong:
+        raise ValueError("fully_shard: " + "; ".join(wrong))
+
+
+def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[str]:
+    problems = [] if roots else ["an empty list of modules"]
+    for module in roots:
+        if unit_of(module) is not None:
+            problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
+        bare = type(module).forward is nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
+            problems.append(
+                f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
+                f"them as a list"
+            )
+    for f in found:
+        parameter = f.parameter
+        eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
+        if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
+            problems.append(
+                f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
+                f"both modules in one call with a list, or leave both to the root"
+            )
+        elif isinstance(parameter, DTensor):
+            problems.append(
+                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh}, cut by tensor "
+                f"parallelism already; wrap plain parameters"
+            )
+        elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
+            problems.append(
+                f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
+                f"train in float32, bfloat16 or float16"
+            )
+        elif parameter.numel() == 0:
+            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
+    return problems
+
+
+def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
+    problems = []
+    if mesh.ndim != placements.num_axes:
+        problems.append(
+            f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
+            f"{mesh.mesh_dim_names or ''} has {mesh.ndim}: use zero(0..3) on one axis, hsdp() or "
+            f"hfsdp() on two, or Placements with {mesh.ndim} entries each"
+        )
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        problems.append("a mesh of several axes needs mesh_dim_names")
+    return problems
+
+
+def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
+    problems = []
+    if unused not in ("error", "zeros"):
+        problems.append(f"unused_parameters={unused!r}: 'error' or 'zeros'")
+    if memory not in ("caching", "trace"):
+        problems.append(f"memory={memory!r}: 'caching' or 'trace'")
+    if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):
+        problems.append(f"offload_policy={offload!r}: OffloadPolicy() or CPUOffloadPolicy()")
+    return problems
+
+
+def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
+    if wanted is None or isinstance(wanted, bool):
+        return []
+    if not isinstance(wanted, int):
+        return [f"reshard_after_forward={wanted!r}: a bool, a number of ranks, or None"]
+    axis = ranks.axes[-1]
+    if placements.compute[-1] != SHARD:
+        return [
+            f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
+            f"there is nothing to reshard; pass None"
+        ]
+    if wanted < 1 or axis.size % wanted:
+        return [
+            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
+            f"'{axis.name}'"
+        ]
+    return []
+
+
+def placement_problems(
+    choose: Callable[[nn.Parameter], Any] | None, found: Sequence[Found]
+) -> list[str]:
+    problems = []
+    for f in found if choose is not None else ():
+        assert choose is not None
+        wanted = choose(f.parameter)
+        if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
+            problems.append(
+                f"{_UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
+                f"flat and cut along rows, so only Shard(0) or None can hold"
+            )
+    return problems
+
+
+def describe_parameter(found: Found, grain: GrainChoice | None) -> str:
+    parameter = found.parameter
+    return (
+        f"{found.name} {list(parameter.shape)} {parameter.dtype} by {grain_of(found, grain)} "
+        f"{'trainable' if parameter.requires_grad else 'frozen'}"
+    )
+
+
+def raise_together(mine: list[str], problems: list[str], ranks: Ranks) -> None:
+    """Raise on every rank what any rank has found, or that they do not wrap the same thing.
+
+    All ranks go through all axes, whatever they find: one that left early would make others wait.
+    """
+    for axis in ranks.axes:
+        news: list[str] = []
+        for rank, (theirs, heard) in enumerate(comm.agree((mine, problems), axis)):
+            known = set(problems) | set(news)
+            news += [problem for problem in heard if problem not in known]
+            if theirs != mine and not heard and not problems:
+                pairs = zip(mine, theirs, strict=False)
+                differs = [f"{ours} / {other}" for ours, other in pairs if ours != other][:4]
+                differs = differs or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
+                news.append(
+                    f"the ranks do not wrap the same module: rank {axis.rank} / rank {rank} of "
+                    f"axis '{axis.name}': {'; '.join(differs)}. Build the same model with the same "
+                    f"options on every rank"
+                )
+        problems = problems + news
+    if problems:
+        kind = NotImplementedError if problems[0].startswith(_UNSUPPORTED) else ValueError
+        raise kind("fully_shard: " + "; ".join(problems))
