@@ -6,9 +6,8 @@
     placements [R], any     | wq rows 0-3 | wk rows 0-3     | wv rows 0-3 | wo rows 0-3 |.pad.|
 
 A rank's part is always one contiguous range of the layout, so a gathered buffer *is* the
-parameters: no
-copy out, no reassembly. ``redistribute`` walks from one list of placements to another, one axis at
-a time:
+parameters: no copy out, no reassembly. ``redistribute`` walks from one list of placements to
+another, one axis at a time:
 
     from     to       what happens
     Shard    Rep.     all-gather, from the outermost sharded axis inwards
@@ -17,8 +16,7 @@ a time:
     Partial  Rep.     all-reduce
     Rep.     Partial  a new name for the same bytes, where the sum is an average
 
-``relayout`` moves pieces between two layouts of the same parameters: cut rows to whole tensors and
-back.
+``relayout`` moves pieces between two layouts of the same parameters: rows to whole tensors, back.
 """
 
 from __future__ import annotations
@@ -136,8 +134,7 @@ class Buffer:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """For each parameter: elements [low, high) of it are here, from ``offset`` of ``flat``
-        on."""
+        """For each parameter: elements [low, high) are here, from ``offset`` of ``flat`` on."""
         begin = self.first_shard * self.layout.shard_size
         found = []
         for index, start in enumerate(self.layout.starts):

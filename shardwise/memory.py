@@ -6,8 +6,7 @@ that autograd saved, stays. A *source* decides where the memory comes from:
 
 - :class:`Caching`: the storage is resized, so torch's allocator recycles it. The default.
 - :class:`TracePool`: the first step is traced, then every block gets a fixed home in one arena.
-Blocks
-  that are never alive together share a home:
+  Blocks that are never alive together share a home:
 
       step        | fwd 1 | fwd 2 | fwd 3 | bwd 3 | bwd 2 | bwd 1 |
       unit 1        #######                                 #######     home A
@@ -169,9 +168,8 @@ class TracePool:
     """Trace one step, plan homes by left-edge interval colouring, replay.
 
     ``step_done`` is called at the end of every backward; the pool plans at the first. From then on
-    a block
-    takes its home if it is free. Where it is not (another order, a validation pass in the middle),
-    the block gets memory of its own from the caching allocator, counted in ``fallbacks``.
+    a block takes its home if it is free. Where it is not (another order, a validation pass in the
+    middle), the block gets memory of its own from the caching allocator, counted in ``fallbacks``.
     """
 
     ALIGNMENT = 512  # bytes; what torch's CUDA allocator rounds to

@@ -66,25 +66,23 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
-        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes are used if it names them, else all
-        axes.
+        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
         placements: ``zero(0..3)``, ``hsdp()``, ``hfsdp()`` or your own :class:`Placements`.
-        Default: fully
-            sharded, replicated over the outer axis of a 2-D mesh.
+            Default: fully sharded, replicated over the outer axis of a 2-D mesh.
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
         reshard_after_forward: release after forward and gather again in backward (True), keep
-        (False), keep
-            1/k and gather again from k neighbours (an int), or True except for the root (None).
+            (False), keep 1/k and gather again from k neighbours (an int), or True except for the
+            root (None).
         offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the
-        host.
+            host.
         ignored_params: left alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate and which
-        shard.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
+            shard.
         grain: the smallest piece of a parameter that may not be cut; rows by default.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
-        holds.
+            holds.
     """
     modules = list(module) if isinstance(module, list) else [module]
     check_types(modules, mesh, placements, precision, mp_policy)
@@ -149,9 +147,8 @@ def fully_shard(
 def _groups(
     found: Sequence[Found], num_shards: int, grain: GrainChoice | None
 ) -> list[tuple[int, ...]]:
-    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so
-    odd in
-    their rows that packing them together would cost more than it saves."""
+    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so odd
+    in their rows that packing them together would cost more than it saves."""
     alike: dict[tuple[torch.dtype, bool], list[int]] = {}
     for position, f in enumerate(found):
         alike.setdefault((f.parameter.dtype, f.parameter.requires_grad), []).append(position)

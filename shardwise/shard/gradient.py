@@ -8,8 +8,7 @@ One microbatch of one group, and what is alive:
 Where gradients wait for later microbatches before they are reduced:
 
     partial    whole and unreduced: zero(0), zero(1), or without gradient sync
-    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp before the last
-    microbatch
+    inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 """
@@ -35,9 +34,8 @@ class WholeParameter(nn.Parameter):
     """A parameter as forward sees it: a view of gathered memory.
 
     A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
-    first
-    contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite asks
-    ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient, or none.
+    first contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite
+    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient, or none.
     """
 
     _gradients: weakref.ref[Gradients] | None

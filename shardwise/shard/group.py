@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group: parameters alike in dtype, packed in one flat buffer, and the life of their weights.
 
-    main      fp32, placements.main        the only truth; the parameters at rest are DTensors over
-    it
-    compute   bf16, placements.compute     kept only where gathering it anew from main would cost an
-                                           extra axis each time (hfsdp)
-    whole     bf16, all replicated         what forward and backward read; alive between gather and
-    release
+    main      fp32, placements.main      the only truth; parameters at rest are DTensors over it
+    compute   bf16, placements.compute   kept only where making it anew from main would cost an
+                                         extra axis each time (hfsdp)
+    whole     bf16, all replicated       what forward and backward read, from gather to release
 
-    zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|  -->
-    released
-    zero(1)   main |##|  --cast + all-gather, once per optimizer step---->  whole |########|  kept
+    zero(3)   main |##|  --cast + all-gather, each forward and backward-->  whole |########|
+    zero(1)   main |##|  --cast + all-gather, once per optimizer step---->  whole |########| kept
     zero(0)   main |########|  is the whole weight itself, where the dtypes agree
 
 A group knows nothing of modules. ``gather`` is the one place where a compute weight is made from
-the main
-weight, and it compares versions: whoever wrote the main weight (any optimizer, a checkpoint, an
-init), the next gather sees it.
+the main weight, and it compares versions: whoever wrote the main weight (any optimizer, a
+checkpoint, an init), the next gather sees it.
 """
 
 from __future__ import annotations
@@ -316,8 +312,7 @@ def _weakly(group: Group) -> Callable[[], None]:
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:
     """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...)
-    reaches
-    every tensor that stands for it."""
+    reaches every tensor that stands for it."""
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
             setattr(target, name, value)

@@ -3,13 +3,11 @@
 
     RESTING   parameters are DTensors over the main weight
     FORWARD   whole weights, between the hooks before and after forward
-    BACKWARD  whole weights, from the first gradient of an output to the last gradient of a
-    parameter
+    BACKWARD  whole weights, from the first gradient of an output to the last of a parameter
 
     RESTING --pre_forward--> FORWARD --post_forward--> RESTING
     RESTING --pre_backward--> BACKWARD --all gradients here, inputs' gradients out--> RESTING
-    BACKWARD --pre_forward--> BACKWARD      a recomputation: neither released after it nor
-    prefetched from
+    BACKWARD --pre_forward--> BACKWARD      a recomputation: not released after it, no prefetch
 
 A unit is complete in backward when every trainable parameter got its gradient *and* every call that
 backward entered has sent on the gradients of its inputs: the first alone comes too early for frozen
