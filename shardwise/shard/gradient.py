@@ -35,7 +35,7 @@ class WholeParameter(nn.Parameter):
 
     A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
     first contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite
-    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient, or none.
+    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient or none.
     """
 
     _gradients: weakref.ref[Gradients] | None
