@@ -247,8 +247,9 @@ CHEAP_PADDING = 1 << 17  # elements over all shards; a collective more would cos
 def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]:
     """Indices for one buffer or several, each to be planned alone, so that padding never explodes.
 
-    A buffer more is a collective more. Grain sizes therefore share one unless that costs over a
-    sixteenth (or 2 % and one grain per shard, if that is less) more than a buffer for each.
+    A buffer more is a collective more. Grain sizes therefore share one where that pads less than
+    ``CHEAP_PADDING``, or costs at most a sixteenth (or 2 % and one grain per shard, if that is
+    less) more than a buffer for each.
     """
     everything = tuple(range(len(items)))
     whole, kinds = plan(items, num_shards), _kinds(items)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shardwise import layout as layout_module
 from shardwise.layout import (
     ALIGNMENT,
+    CHEAP_PADDING,
     ELEMENT,
     ROW,
     TENSOR,
@@ -295,14 +296,21 @@ def test_never_far_above_fsdp2(
     groups = plan_groups(items, num_shards)
     total = sum(plan([items[i] for i in group], num_shards).numel for group in groups)
     price = price_of_alignment(items, num_shards)
-    assert total <= fsdp2_numel(items, num_shards) * factor + price
+    # Padding below CHEAP_PADDING is taken for one collective less.
+    assert total <= fsdp2_numel(items, num_shards) * factor + max(price, CHEAP_PADDING)
 
 
 def test_few_short_odd_parameters_do_not_explode() -> None:
-    items = [Item(name, (11, 47)) for name in "abc"]
-    assert plan(items, 11).numel == 11 * 576  # in one buffer each must stay whole
+    items = [Item(name, (11, 40_009)) for name in "abc"]
+    assert plan(items, 11).numel == 11 * 440_128  # in one buffer each must stay whole
     assert plan_groups(items, 11) == [(0,), (1,), (2,)]
     assert all(plan([item], 11).padding == 0 for item in items)
+
+
+def test_a_small_unit_is_one_collective_whatever_it_pads() -> None:
+    items = [Item(name, (11, 47)) for name in "abc"]
+    assert 0 < plan(items, 11).padding <= CHEAP_PADDING
+    assert plan_groups(items, 11) == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize("num_shards", [2, 8, 32, 64, 128, 256, 512, 1024])
