@@ -302,7 +302,7 @@ def test_never_far_above_fsdp2(
 
 def test_few_short_odd_parameters_do_not_explode() -> None:
     items = [Item(name, (11, 40_009)) for name in "abc"]
-    assert plan(items, 11).numel == 11 * 440_128  # in one buffer each must stay whole
+    assert plan(items, 11).padding > 2 * sum(item.numel for item in items)  # each stays whole
     assert plan_groups(items, 11) == [(0,), (1,), (2,)]
     assert all(plan([item], 11).padding == 0 for item in items)
 
