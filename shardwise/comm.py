@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.memory import counted
+
 ReduceName = Literal["sum", "max", "min"]
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
@@ -247,6 +249,11 @@ def _messages(
     return Pending(what, works, finish)
 
 
+def _room_for(message: Tensor) -> Tensor:
+    """Memory for a peer's message, until it has been added up."""
+    return counted(torch.empty_like(message), "receive")
+
+
 def _wire(tensor: Tensor) -> Tensor:
     """What gloo can carry: float8 types travel as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
@@ -350,8 +357,7 @@ def reduce_scatter(
 def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | None) -> Pending:
     parts = list(full.view(-1).chunk(axis.size))
     received = [
-        parts[peer] if peer == axis.rank else torch.empty_like(parts[peer])
-        for peer in range(axis.size)
+        parts[peer] if peer == axis.rank else _room_for(parts[peer]) for peer in range(axis.size)
     ]
 
     def finish() -> None:
@@ -429,9 +435,7 @@ def _all_reduce_messages(
 ) -> Pending:
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_ROUND_BYTES:
-        terms = [
-            flat.clone() if r == axis.rank else torch.empty_like(flat) for r in range(axis.size)
-        ]
+        terms = [flat.clone() if r == axis.rank else _room_for(flat) for r in range(axis.size)]
 
         def add_up() -> None:
             _sum_in_rank_order(flat, terms, divisor, op)
@@ -441,7 +445,7 @@ def _all_reduce_messages(
     length = -(-flat.numel() // axis.size)
     parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
     mine = parts[axis.rank]
-    received = [mine if r == axis.rank else torch.empty_like(mine) for r in range(axis.size)]
+    received = [mine if r == axis.rank else _room_for(mine) for r in range(axis.size)]
 
     def share() -> None:
         _sum_in_rank_order(mine, received, divisor, op)

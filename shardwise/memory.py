@@ -106,8 +106,8 @@ class Block:
         """Give the memory back. The contents are lost."""
         if self.live:
             self.live = False
+            self._counted.set(0)  # first: the pool counts the same bytes as idle from here on
             source.release(self)
-            self._counted.set(0)
 
     def acquire(self, source: Source) -> None:
         """Have memory again. The contents are undefined."""
@@ -135,6 +135,14 @@ class _Counted:
     def set(self, nbytes: int) -> None:
         ledger.add(self.kind, nbytes - self.nbytes)
         self.nbytes = nbytes
+
+
+def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """``tensor``, fresh memory of its own, in the ledger for as long as it is alive."""
+    entry = _Counted(kind)
+    entry.set(tensor.nbytes)
+    weakref.finalize(tensor, entry.set, 0).atexit = False
+    return tensor
 
 
 def _never() -> bool:
@@ -183,6 +191,9 @@ class TracePool:
         self._events: list[tuple[int, str, weakref.ref[Block]]] = []
         self._homes: weakref.WeakKeyDictionary[Block, _Home] = weakref.WeakKeyDictionary()
         self._arenas: dict[str, torch.UntypedStorage] = {}
+        # What the arena holds beyond the blocks that live in it, which count themselves.
+        self._idle = _Counted("pool_idle")
+        weakref.finalize(self, self._idle.set, 0).atexit = False
 
     def acquire(self, block: Block) -> None:
         self._note("acquire", block)
@@ -199,6 +210,7 @@ class TracePool:
             if not at_home:
                 block.move(self._arenas[block.lane], home.offset)
             home.holder = block
+            self._idle.set(self._idle.nbytes - block.nbytes)
         elif not at_home:
             self._fall_back(block, "its home is taken: units ran in another order than traced")
             self._caching.acquire(block)
@@ -219,6 +231,7 @@ class TracePool:
         home = self._homes.get(block)
         if home is not None and home.holder is block:
             home.holder = None
+            self._idle.set(self._idle.nbytes + block.nbytes)
         else:
             self._caching.release(block)
 
@@ -251,6 +264,7 @@ class TracePool:
                 self._caching.release(block)
         self._homes.clear()
         self._arenas.clear()
+        self._idle.set(0)
         self.arena_bytes, self.planned, self._events, self._clock = {}, False, [], 0
 
     def _note(self, event: str, block: Block) -> None:
@@ -312,6 +326,7 @@ class TracePool:
             self._arenas[lane] = torch.UntypedStorage(offset, device=blocks[0].tensor.device)
             for block in blocks:
                 block.move(self._arenas[lane], self._homes[block].offset)
+        self._idle.set(sum(self.arena_bytes.values()))
 
 
 def _overlap(first: list[tuple[int, float]], second: list[tuple[int, float]]) -> bool:

@@ -105,3 +105,28 @@ def scaled(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(strategy: str) -> None:
     run_ranks(scaled, ranks_for(strategy), strategy)
+
+
+def overflow_in_one_shard(rank: int, world_size: int, strategy: str) -> int:
+    """A loss that overflows spreads over every shard; an infinity in one shard alone does not."""
+    net, _ = pair(Net)
+    wrap(net, world_size, strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(word_loss(net, rank)).backward()
+    broken = rank == world_size - 1
+    if broken:
+        pieces = [parameter.grad.to_local() for parameter in net.parameters()]
+        next(piece for piece in pieces if piece.numel())[-1:].fill_(float("inf"))
+    before = [full(parameter).clone() for parameter in net.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0, "every rank knows"
+    for old, parameter in zip(before, net.parameters(), strict=True):
+        assert torch.equal(old, full(parameter)), "and no rank stepped"
+    return int(broken)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hfsdp"])
+def test_grad_scaler_hears_of_an_infinity_in_one_shard(strategy: str) -> None:
+    assert sum(run_ranks(overflow_in_one_shard, ranks_for(strategy), strategy)) == 1

@@ -255,3 +255,46 @@ def test_released_weights_hold_no_memory() -> None:
 
 def test_the_ledger_is_public() -> None:
     assert sw.ledger.total == sum(sw.ledger.current.values())
+
+
+# ------------------------------------------------------------------------------ every byte
+
+
+def check_receive(rank: int, world_size: int) -> None:
+    books = Books()
+    model = make("zero3", world_size)
+    largest = max(unit_numels(model))
+    with Watch() as watch:
+        backward(model, rank, world_size)
+    # Every peer's part of this rank's shard lies beside it until it has been added up.
+    assert watch.peaks["receive"] == 4 * largest // world_size * (world_size - 1)
+    assert "receive" not in books(), "and no longer"
+
+
+def test_what_a_reduction_receives_is_in_the_ledger() -> None:
+    run_ranks(check_receive, 3)
+
+
+def check_arena(rank: int, world_size: int) -> None:
+    books = Books()
+    model = make("zero3", world_size, memory="trace")
+    for step in range(3):
+        backward(model, rank, world_size, step)
+        model.zero_grad()
+    pool = model._shardwise_unit.runtime.source
+    model.reshard()
+    arena = sum(pool.arena_bytes.values())
+    assert arena > 0 and books()["pool_idle"] == arena, "at rest all of the arena is idle"
+    with Watch() as watch:
+        backward(model, rank, world_size)
+    assert watch.peaks.get("pool_idle", 0) <= 0
+    assert watch.peaks["compute"] > 0
+    # What lives in the arena is not counted twice: compute and packed gradients cost nothing more.
+    outside = watch.peaks.get("grad", 0) + watch.peaks["receive"]
+    assert watch.peak <= outside, (watch.peak, outside)
+    pool.reset()
+    assert "pool_idle" not in books()
+
+
+def test_the_trace_pool_counts_what_its_arena_holds_idle() -> None:
+    run_ranks(check_arena, 2)
