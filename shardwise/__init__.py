@@ -14,6 +14,11 @@ from shardwise import comm
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
+from shardwise.optim.adamw import adamw
+from shardwise.optim.muon import muon
+from shardwise.optim.routing import route
+from shardwise.optim.sharded import optimizer
+from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
@@ -35,6 +40,8 @@ __all__ = [
     "Shard",
     "ShardedModule",
     "ShardedTensor",
+    "Split",
+    "adamw",
     "comm",
     "describe",
     "find_nonfinite",
@@ -45,8 +52,11 @@ __all__ = [
     "init_mesh",
     "ledger",
     "load_full_state_dict",
+    "muon",
+    "optimizer",
     "parameter_norms",
     "register_fsdp_forward_method",
+    "route",
     "rows",
     "share_comm_ctx",
     "zero",

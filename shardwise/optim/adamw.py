@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW for everything that is no matrix: torch's own kernels on this rank's pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from shardwise.optim.storage import like, local_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSettings:
+    """What ``sw.adamw(...)`` returns: a value, checked."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.lr >= 0:
+            problems.append(f"lr={self.lr!r} must be 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"betas={self.betas!r} must be two numbers in [0, 1)")
+        if not self.eps >= 0:
+            problems.append(f"eps={self.eps!r} must be 0 or more")
+        if not self.weight_decay >= 0:
+            problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
+        if problems:
+            raise ValueError("sw.adamw(...) cannot work: " + "; ".join(problems))
+
+
+def adamw(
+    lr: float = 3e-4,
+    *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    fused: bool | None = None,
+) -> AdamWSettings:
+    """AdamW, bit for bit torch.optim.AdamW's on the same shards.
+
+    ``fused``: torch's one-kernel form; by default on a GPU, and not on a CPU.
+    """
+    return AdamWSettings(
+        lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=fused
+    )
+
+
+def new_state(parameter: Tensor, fused: bool) -> dict[str, Any]:
+    """The states of a parameter before its first step, under torch's names."""
+    device = parameter.device if fused else "cpu"
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": like(parameter),
+        "exp_avg_sq": like(parameter),
+    }
+
+
+def step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
+    """Advance one parameter group; the parameters that were written.
+
+    Pieces without elements are left out: a fused kernel that is given nothing may still write.
+    Their step counts all the same, so that checkpoints agree between ranks.
+    """
+    stepped: list[Tensor] = []
+    weights: list[Tensor] = []
+    grads: list[Tensor] = []
+    averages: list[Tensor] = []
+    squares: list[Tensor] = []
+    steps: list[Tensor] = []
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        stepped.append(parameter)
+        own = state[parameter]
+        weight = local_of(parameter)
+        if not weight.numel():
+            own["step"] += 1
+            continue
+        weights.append(weight)
+        grads.append(local_of(parameter.grad))
+        averages.append(local_of(own["exp_avg"]))
+        squares.append(local_of(own["exp_avg_sq"]))
+        steps.append(own["step"])
+    if weights:
+        torch_adamw(
+            weights,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            foreach=None,
+            fused=group["fused"] or None,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+    return stepped

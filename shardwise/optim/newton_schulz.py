@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz: the nearest orthogonal matrix by products alone.
+
+X = U S V'  -->  U V'. Each step applies an odd polynomial a s + b s^3 + c s^5 to every singular
+value; after a few of them all are near one. The short side m is iterated on (a tall matrix is seen
+transposed), with r = n / m:
+
+    direct    A = X X'    B = b A + c A A    X = a X + B X                per step (4r + 2) m^3
+    gram      R = X X'    Z = a I + b R + c R R    Q = Z Q    R = Z R Z    and Q X at the end
+
+The Gram form works on m x m matrices alone and wins for r > 1.5. Rounding grows in R, so it
+restarts (X = Q X, Q = I) after the second step.
+
+Bits: a matrix's result depends on nothing but the matrix. On a CPU each one is computed by itself
+in fp32, from memory of its own; batched products happen to agree bit for bit with MKL on one
+thread, but nobody promises it. On a GPU a batch goes through batched products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Form = Literal["auto", "direct", "gram"]
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A sequence of polynomials, and what X is divided by before the first.
+
+    ``frobenius`` bounds the largest singular value safely. ``schatten4``, the square root of
+    ``||X X'||_F``, bounds it more tightly, so that fewer steps do.
+    """
+
+    name: str
+    coefficients: tuple[Triple, ...]
+    norm: Literal["frobenius", "schatten4"] = "frobenius"
+    safety: float = 1.0
+    restarts: tuple[int, ...] = (2,)  # Gram form: before which steps X is formed anew
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.coefficients or any(len(triple) != 3 for triple in self.coefficients):
+            problems.append("coefficients need one (a, b, c) per step, one step or more")
+        if self.safety < 1:
+            problems.append(f"safety={self.safety} divides by less than the norm; use 1 or more")
+        if self.norm not in ("frobenius", "schatten4"):
+            problems.append(f"norm={self.norm!r} is unknown; use 'frobenius' or 'schatten4'")
+        if problems:
+            raise ValueError(f"preset {self.name!r} cannot work: " + "; ".join(problems))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _at_ease(triples: tuple[Triple, ...], margin: float) -> tuple[Triple, ...]:
+    """The same polynomials of s / margin: rounding may then push s a little over one."""
+    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in triples)
+
+
+_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721, -23.59589, 17.30039),
+    (4.10706, -2.94785, 0.54484),
+    (3.94869, -2.90890, 0.55182),
+    (3.31842, -2.48849, 0.51005),
+    (2.30065, -1.66890, 0.41881),
+)
+# Where they come from: reference/muon.md 1b and 2b, with the papers.
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(name="keller", coefficients=((3.4445, -4.7750, 2.0315),) * 5),
+        Preset(
+            name="you",
+            coefficients=(
+                (4.0848, -6.8946, 2.9270),
+                (3.9505, -6.3029, 2.6377),
+                (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046),
+                (2.8366, -3.0525, 1.2012),
+            ),
+        ),
+        Preset(name="polar_express", coefficients=_at_ease(_POLAR_EXPRESS, 1.02)),
+        Preset(
+            name="cubic",
+            coefficients=(
+                (3.3656576, -3.3420992, 0.0),
+                (2.5744352, -1.4957376, 0.0),
+                (2.5368962, -1.4312570, 0.0),
+                (2.4418906, -1.2764040, 0.0),
+                (2.2230472, -0.9630650, 0.0),
+            ),
+        ),
+        Preset(
+            name="s4",
+            coefficients=(
+                (8.057942, -22.052186, 15.540709),
+                (3.926349, -2.753793, 0.497354),
+                (3.454472, -2.487546, 0.477513),
+                (2.511527, -1.852448, 0.438833),
+            ),
+            norm="schatten4",
+            safety=1.01,
+        ),
+    )
+}
+
+
+def preset_of(name: str | Preset) -> Preset:
+    if isinstance(name, Preset):
+        return name
+    if name not in PRESETS:
+        raise ValueError(
+            f"preset {name!r} is unknown: use {', '.join(PRESETS)}, or a Preset of your own"
+        )
+    return PRESETS[name]
+
+
+def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
+    """Floating-point operations of one matrix: what owners are balanced by."""
+    if form == "auto":
+        return min(cost(rows, cols, preset, "direct"), cost(rows, cols, preset, "gram"))
+    m, n = min(rows, cols), max(rows, cols)
+    wide, square = 2 * m * m * n, 2 * m * m * m
+    products = [1 if c else 0 for _, _, c in preset.coefficients]  # A A, where it is needed
+    if form == "direct":
+        extra = wide if preset.norm == "schatten4" else 0
+        return 2 * wide * len(products) + square * sum(products) + extra
+    total, fresh = wide, True
+    for step, quintic in enumerate(products):
+        last = step + 1 == len(products)
+        restart = step + 1 in preset.restarts and not last
+        total += square * quintic + (0 if fresh else square)  # Z, then Q
+        fresh = False
+        if restart:
+            total, fresh = total + 2 * wide, True
+        elif last:
+            total += wide
+        else:
+            total += 2 * square
+    return total
+
+
+def choose_form(rows: int, cols: int, preset: Preset) -> Form:
+    """The cheaper form for a shape: of the shape alone, so that all ranks choose alike."""
+    direct, gram = (cost(rows, cols, preset, form) for form in ("direct", "gram"))  # type: ignore[arg-type]
+    return "gram" if gram < direct else "direct"
+
+
+def newton_schulz(
+    batch: Tensor, preset: Preset, *, form: Form = "auto", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Orthogonalise every matrix of ``batch`` [count, rows, cols]; fp32 out, exact 0 for exact 0.
+
+    ``dtype`` is what products are computed in; by default fp32 on a CPU, and on a GPU fp16 in the
+    Gram form (bf16 has too few bits for it) and bf16 in the direct form.
+    """
+    assert batch.ndim == 3, batch.shape
+    count, rows, cols = batch.shape
+    if form == "auto":
+        form = choose_form(rows, cols, preset)
+    if dtype is None:
+        narrow = torch.float16 if form == "gram" else torch.bfloat16
+        dtype = narrow if batch.device.type == "cuda" else torch.float32
+    if count == 0:
+        return batch.float()
+    if batch.device.type == "cpu":
+        return torch.stack([_orthogonalize(matrix, preset, form, dtype) for matrix in batch])
+    return _orthogonalize(batch, preset, form, dtype)
+
+
+def _orthogonalize(matrix: Tensor, preset: Preset, form: Form, dtype: torch.dtype) -> Tensor:
+    """Of ``[..., rows, cols]``: one matrix, or a batch of them."""
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = _normalized(matrix.mT.contiguous() if tall else matrix, preset, dtype)
+    x = _iterate_gram(x, preset) if form == "gram" else _iterate_direct(x, preset)
+    return (x.mT if tall else x).float().contiguous()
+
+
+def _normalized(matrix: Tensor, preset: Preset, dtype: torch.dtype) -> Tensor:
+    """Divided by a bound of its largest singular value, in new memory.
+
+    A power of two comes first, which rounds nothing: the squares of tiny gradients would be 0.
+    """
+    x = matrix.float()
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists
+    x = torch.ldexp(x, -exponent)
+    if preset.norm == "schatten4":
+        bound = torch.linalg.vector_norm(x @ x.mT, dim=(-2, -1), keepdim=True).sqrt()
+    else:
+        bound = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    bound = bound * preset.safety
+    return (x / torch.where(bound == 0, 1.0, bound)).to(dtype)
+
+
+def _iterate_direct(x: Tensor, preset: Preset) -> Tensor:
+    for a, b, c in preset.coefficients:
+        gram = x @ x.mT  # [..., m, m]
+        polynomial = b * gram + c * (gram @ gram) if c else b * gram
+        x = a * x + polynomial @ x
+    return x
+
+
+def _iterate_gram(x: Tensor, preset: Preset) -> Tensor:
+    gram = x @ x.mT  # [..., m, m]
+    product: Tensor | None = None  # of the polynomials since x was formed
+    steps = len(preset.coefficients)
+    for step, (a, b, c) in enumerate(preset.coefficients):
+        z = b * gram + c * (gram @ gram) if c else b * gram
+        z.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = z if product is None else z @ product
+        if step + 1 == steps:
+            break
+        if step + 1 in preset.restarts:
+            x, product = product @ x, None
+            gram = x @ x.mT
+        else:
+            gram = z @ (gram @ z)
+    assert product is not None, "a preset has one step or more"
+    return product @ x

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing: which optimizer a parameter belongs to. One predicate, here, read by layouts and
+optimizers alike.
+
+    2-D and [experts, out, in] weights                         matrix
+    embeddings, and whatever is tied to one                    elementwise
+    the output head: by name, or shaped like an embedding      elementwise
+    convolutions, norms, biases, vectors, a single row         elementwise
+
+The answer depends on module types, names and global shapes, never on how a parameter is cut: it is
+the same before and after sharding. ``route`` overrides it and hangs it on the parameters, which
+carry their attributes through ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from shardwise.optim.split import Split
+
+Kind = Literal["matrix", "elementwise"]
+Selector: TypeAlias = "str | nn.Module | Tensor | Callable[[str, Tensor], bool]"
+ATTRIBUTE = "_shardwise_route"
+
+_HEADS_ANYWHERE = {"lm_head", "unembed", "unembedding", "embed_out", "output_head", "out_head"}
+_HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # not inside a layer
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_FUSED_NAMES = ("qkv", "c_attn", "in_proj", "gate_up", "w13", "query_key_value", "kv_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Where a parameter goes, why, and how it falls into matrices."""
+
+    kind: Kind
+    reason: str
+    split: Split | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """A parameter with its name, its route, and what looks wrong about it."""
+
+    name: str
+    parameter: nn.Parameter
+    route: Route
+    warnings: tuple[str, ...] = ()
+
+
+def route(
+    model: nn.Module,
+    *,
+    matrix: Selector | Sequence[Selector] = (),
+    elementwise: Selector | Sequence[Selector] = (),
+    split: Mapping[str, Split] | None = None,
+) -> dict[str, Route]:
+    """Decide for every parameter, and remember it on the parameter. Before or after sharding.
+
+    Args:
+        matrix, elementwise: what to send there against the default: name patterns
+            (``"*.router.*"``), modules, parameters, or functions ``(name, parameter) -> bool``.
+        split: for fused weights, how they fall into matrices, by name pattern.
+
+    Returns the routes by name. Calling it again starts from the default.
+    """
+    places = _places(model)
+    names = {name: parameter for name, parameter, _ in places}
+    problems: list[str] = []
+    chosen: dict[str, dict[str, str]] = {name: {} for name in names}  # kind -> selector
+    for kind, selectors in (("matrix", matrix), ("elementwise", elementwise)):
+        for selector in _listed(selectors):
+            matching = _select(selector, names, problems)
+            if not matching:
+                problems.append(f"{kind}={_named(selector)} matches no parameter")
+            for name in matching:
+                chosen[name].setdefault(kind, _named(selector))
+    splits = _splits(split or {}, names, problems)
+    routes: dict[str, Route] = {}
+    vocabularies = _vocabularies(model)
+    for name, parameter, modules in places:
+        by_user = chosen[name]
+        if len(by_user) == 2:
+            problems.append(
+                f"'{name}' is given to two optimizers: matrix={by_user['matrix']} and "
+                f"elementwise={by_user['elementwise']}; narrow one of them"
+            )
+            continue
+        if by_user:
+            kind, selector = next(iter(by_user.items()))
+            routes[name] = Route(kind=kind, reason=f"chosen by {selector}", split=splits.get(name))  # type: ignore[arg-type]
+        else:
+            kind, reason = _default(name, parameter, modules, vocabularies)
+            routes[name] = Route(kind=kind, reason=reason, split=splits.get(name))
+        problems += route_problems(name, tuple(parameter.shape), routes[name])
+    if problems:
+        raise ValueError("this routing cannot work: " + "; ".join(problems))
+    for name, parameter in names.items():
+        setattr(parameter, ATTRIBUTE, routes[name])
+    return routes
+
+
+def routes_of(model: nn.Module) -> list[Routed]:
+    """Every parameter with its route: as ``route`` left it, else the default."""
+    vocabularies = _vocabularies(model)
+    found = []
+    for name, parameter, modules in _places(model):
+        chosen = recorded(parameter)
+        if chosen is None:
+            kind, reason = _default(name, parameter, modules, vocabularies)
+            chosen = Route(kind=kind, reason=reason)
+        shape = tuple(parameter.shape)
+        found.append(
+            Routed(name, parameter, chosen, _suspicions(name, shape, chosen, vocabularies))
+        )
+    return found
+
+
+def recorded(parameter: Tensor) -> Route | None:
+    """What ``route`` hung on a parameter, if it did."""
+    found = getattr(parameter, ATTRIBUTE, None)
+    return found if isinstance(found, Route) else None
+
+
+def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str]:
+    """Why a parameter can't be routed so."""
+    if chosen.kind == "elementwise":
+        if chosen.split is not None:
+            return [f"'{name}' has a split {chosen.split} but goes to the elementwise optimizer"]
+        return []
+    if len(shape) not in (2, 3):
+        return [
+            f"'{name}' of shape {list(shape)} is no matrix [out, in] and no stack of them "
+            f"[experts, out, in]; send it to the elementwise optimizer"
+        ]
+    reason = chosen.split.problem(shape) if chosen.split is not None else None
+    return [f"'{name}' of shape {list(shape)}: {reason}"] if reason else []
+
+
+# ------------------------------------------------------------------------------ the default
+
+
+def _default(
+    name: str, parameter: Tensor, modules: Sequence[nn.Module], vocabularies: set[tuple[int, ...]]
+) -> tuple[Kind, str]:
+    shape = tuple(parameter.shape)
+    if any(isinstance(module, _EMBEDDINGS) for module in modules):
+        return "elementwise", "embedding" if len(modules) == 1 else "embedding, tied"
+    if len(shape) < 2:
+        return "elementwise", "vector" if shape else "scalar"
+    if any(isinstance(module, _CONVOLUTIONS) for module in modules):
+        return "elementwise", "convolution"
+    if any("norm" in type(module).__name__.lower() for module in modules):
+        return "elementwise", "norm"
+    if len(shape) > 3:
+        return "elementwise", f"{len(shape)} dimensions"
+    path = name.split(".")[:-1]
+    last = path[-1] if path else name
+    if last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and len(path) <= 2):
+        return "elementwise", "output head, by name"
+    if shape in vocabularies:
+        return "elementwise", "output head, shaped like an embedding"
+    if min(shape[-2:]) == 1:
+        return "elementwise", "a single row or column"
+    return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
+
+
+def _suspicions(
+    name: str, shape: tuple[int, ...], chosen: Route, vocabularies: set[tuple[int, ...]]
+) -> tuple[str, ...]:
+    found = []
+    if chosen.kind == "matrix":
+        if chosen.split is None and any(word in name.lower() for word in _FUSED_NAMES):
+            found.append("looks like a fused weight and has no split")
+        if shape in vocabularies:
+            found.append("is shaped like an embedding: such weights do better with AdamW")
+        if min(shape[-2:]) < 8:
+            found.append(f"has a side of {min(shape[-2:])}: orthogonalising it means little")
+    elif chosen.reason.startswith("chosen") and len(shape) == 2 and shape not in vocabularies:
+        found.append("is a matrix that was sent to the elementwise optimizer")
+    return tuple(found)
+
+
+def _vocabularies(model: nn.Module) -> set[tuple[int, ...]]:
+    """Shapes of embedding tables."""
+    return {
+        tuple(module.weight.shape) for module in model.modules() if isinstance(module, _EMBEDDINGS)
+    }
+
+
+# ------------------------------------------------------------------------------ names and selectors
+
+
+def _places(model: nn.Module) -> list[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """(first name, parameter, the modules that hold it) in registration order, tied ones once."""
+    found: dict[int, tuple[str, nn.Parameter, list[nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            found.setdefault(id(parameter), (full, parameter, []))[2].append(module)
+    return list(found.values())
+
+
+def _listed(selectors: Selector | Sequence[Selector]) -> list[Any]:
+    single = isinstance(selectors, (str, nn.Module, Tensor)) or callable(selectors)
+    return [selectors] if single else list(selectors)  # type: ignore[arg-type,list-item]
+
+
+def _select(selector: Any, names: Mapping[str, Tensor], problems: list[str]) -> list[str]:
+    if isinstance(selector, str):
+        return [name for name in names if fnmatch.fnmatchcase(name, selector)]
+    if isinstance(selector, nn.Module):
+        inside = {id(parameter) for parameter in selector.parameters()}
+        return [name for name, parameter in names.items() if id(parameter) in inside]
+    if isinstance(selector, Tensor):
+        return [name for name, parameter in names.items() if parameter is selector]
+    if callable(selector):
+        return [name for name, parameter in names.items() if selector(name, parameter)]
+    problems.append(
+        f"{selector!r} selects nothing: use a name pattern, a module, a parameter or a function"
+    )
+    return []
+
+
+def _splits(
+    wanted: Mapping[str, Split], names: Iterable[str], problems: list[str]
+) -> dict[str, Split]:
+    found: dict[str, tuple[str, Split]] = {}
+    for pattern, split in wanted.items():
+        if not isinstance(split, Split):
+            problems.append(f"split {pattern!r}: {split!r} is no Split")
+            continue
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            problems.append(f"split {pattern!r} matches no parameter")
+        for name in matching:
+            if name in found and found[name][1] != split:
+                problems.append(f"'{name}' has two splits: {found[name][0]!r} and {pattern!r}")
+            found[name] = (pattern, split)
+    return {name: split for name, (_, split) in found.items()}
+
+
+def _named(selector: Any) -> str:
+    if isinstance(selector, nn.Module):
+        return f"a {type(selector).__name__}"
+    if isinstance(selector, Tensor):
+        return f"a parameter of shape {list(selector.shape)}"
+    if callable(selector):
+        return f"{getattr(selector, '__name__', 'a function')}()"
+    return repr(selector)

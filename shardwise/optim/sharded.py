@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One torch.optim.Optimizer for a whole model: Muon for its matrices, AdamW for the rest.
+
+    opt = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=3e-4))
+
+    param_groups[0]   kind "matrix"        lr, momentum, ...     state: momentum_buffer
+    param_groups[1]   kind "elementwise"   lr, betas, ...        state: step, exp_avg, exp_avg_sq
+
+States exist from the start, on every rank and in the parameter's own storage layout, so a
+checkpoint has the same keys everywhere and reshards them like weights. Schedulers, hooks, closures
+and state dicts are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim import adamw as elementwise_step
+from shardwise.optim import clip, matrices
+from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.matrices import Fleet, Matrix, fleets_of
+from shardwise.optim.muon import MuonSettings, convert_momentum
+from shardwise.optim.routing import Route, Routed, recorded, route_problems, routes_of
+from shardwise.optim.storage import local_of, problem_of, written
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Parameter groups of two kinds, stepped together; see :func:`optimizer`."""
+
+    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+        self._names = names  # by id of the parameter
+        self._fleets: list[Fleet] | None = None
+        super().__init__(groups, {})
+        self._launch()
+
+    # ------------------------------------------------------------------ construction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of ``kind`` "matrix" or "elementwise"; what it leaves out is as in the first
+        group of that kind. Collective where parameters are sharded."""
+        kind = param_group.get("kind")
+        if kind not in ("matrix", "elementwise"):
+            raise ValueError(f"kind={kind!r}: a parameter group is 'matrix' or 'elementwise'")
+        known = next((group for group in self.param_groups if group["kind"] == kind), {})
+        filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
+        super().add_param_group(filled | param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            if kind == "matrix":
+                self.state[parameter] = matrices.new_state(parameter)
+            else:
+                if group["fused"] is None:
+                    group["fused"] = parameter.device.type == "cuda"
+                self.state[parameter] = elementwise_step.new_state(parameter, group["fused"])
+        if self._fleets is not None:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Plan who computes what (collective where parameters are sharded)."""
+        found = [
+            Matrix(self._name(parameter), parameter, _split_of(parameter), group)
+            for group in self.param_groups
+            if group["kind"] == "matrix"
+            for parameter in group["params"]
+        ]
+        self._fleets = fleets_of(found)
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
+
+    # ------------------------------------------------------------------ a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter; compute weights are refreshed once, by the next gather."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped: list[Tensor] = []
+        for group in self.param_groups:
+            if group["kind"] == "elementwise":
+                stepped += elementwise_step.step(group, self.state)
+        assert self._fleets is not None
+        for fleet in self._fleets:
+            stepped += fleet.step(self.state)
+        written(stepped)
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all groups by one global norm, before anything is orthogonalised;
+        the norm before clipping, the same on every rank."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return clip.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    # ------------------------------------------------------------------ state dicts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; momentum that was saved in the other form is converted to this one's."""
+        wanted = [group.get("momentum_form", "") for group in self.param_groups]
+        kinds = [group["kind"] for group in self.param_groups]
+        saved = [group.get("kind") for group in state_dict["param_groups"]]
+        if kinds != saved:
+            raise ValueError(
+                f"the state dict holds groups of kinds {saved}, this optimizer {kinds}: build it "
+                f"with the same matrix= and elementwise= as the one that was saved"
+            )
+        super().load_state_dict(state_dict)
+        for form, group in zip(wanted, self.param_groups, strict=True):
+            if group["kind"] != "matrix":
+                continue
+            for parameter in group["params"]:
+                buffer = local_of(self.state[parameter]["momentum_buffer"])
+                convert_momentum(buffer, group["momentum"], group["momentum_form"], form)
+            group["momentum_form"] = form
+        # The groups are new objects; plans are not made anew, which would be collective.
+        by_parameter = {
+            id(parameter): group for group in self.param_groups for parameter in group["params"]
+        }
+        for fleet in self._fleets or ():
+            for matrix in fleet.matrices:
+                matrix.group = by_parameter[id(matrix.parameter)]
+
+
+def optimizer(
+    model: nn.Module,
+    *,
+    matrix: MuonSettings | None,
+    elementwise: AdamWSettings | None,
+) -> ShardedOptimizer:
+    """The optimizer of a model, sharded or not: one object for all trainable parameters.
+
+    Args:
+        matrix: ``sw.muon(...)`` for what :func:`route` calls a matrix; None: ``elementwise`` takes
+            all.
+        elementwise: ``sw.adamw(...)`` for the rest.
+
+    Collective where parameters are sharded. What can't work is refused here, all at once.
+    """
+    problems = []
+    if matrix is not None and not isinstance(matrix, MuonSettings):
+        problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
+    if elementwise is not None and not isinstance(elementwise, AdamWSettings):
+        problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
+    found = [one for one in routes_of(model) if one.parameter.requires_grad]
+    if not found:
+        problems.append("the model has no trainable parameters")
+    whole = [one for one in found if matrix is not None and one.route.kind == "matrix"]
+    rest = [one for one in found if matrix is None or one.route.kind == "elementwise"]
+    if matrix is not None and found and not whole:
+        problems.append(
+            "matrix=sw.muon(...), but the model has no matrices to orthogonalise (see "
+            "sw.routing_report); pass matrix=None, or route some with sw.route"
+        )
+    if rest and elementwise is None:
+        names = ", ".join(f"'{one.name}'" for one in rest[:4])
+        more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
+        problems.append(f"{names}{more} belong to no optimizer: pass elementwise=sw.adamw(...)")
+    problems += _parameter_problems(found, whole)
+    if problems:
+        raise ValueError("this optimizer cannot work: " + "; ".join(problems))
+    groups = []
+    if matrix is not None:
+        groups.append(matrix_group(matrix, [one.parameter for one in whole]))
+    if rest and elementwise is not None:
+        groups.append(elementwise_group(elementwise, [one.parameter for one in rest]))
+    return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+
+
+def matrix_group(settings: MuonSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    return {"params": list(parameters), "kind": "matrix", **_plain(settings)}
+
+
+def elementwise_group(settings: AdamWSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
+    return {"params": list(parameters), "kind": "elementwise", **_plain(settings)}
+
+
+def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
+    """The settings as a parameter group holds them: values that a checkpoint can keep."""
+    return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+
+
+def _parameter_problems(found: Iterable[Routed], whole: Iterable[Routed]) -> list[str]:
+    problems = [problem_of(one.name, one.parameter) for one in found]
+    for one in whole:
+        problems += route_problems(one.name, tuple(one.parameter.shape), one.route)
+        if not one.parameter.is_floating_point():
+            problems.append(f"'{one.name}' is {one.parameter.dtype}, which has no orthogonal form")
+    return [problem for problem in problems if problem]
+
+
+def _split_of(parameter: Tensor) -> Any:
+    chosen: Route | None = recorded(parameter)
+    return chosen.split if chosen is not None else None

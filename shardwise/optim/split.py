@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split: how a fused weight falls into the matrices that are orthogonalised one by one.
+
+Orthogonalising a fused weight as one matrix mixes what the layer keeps apart: query and key, gate
+and up, one expert and the next. One pattern describes every fusion in use: blocks of ``sizes`` rows
+(or columns), repeated until the dimension is used up.
+
+    Split.stacked(4, 2, 2)       | q q q q | k k | v v |                  3 matrices
+    Split.interleaved(2)         | g u g u g u g u |                      gate and up, row by row
+    Split.grouped(2, 2, 1, 1)    | q q k v | q q k v |                    per query group
+    Split.heads(4)               | h0 h0 | h1 h1 | h2 h2 | h3 h3 |        4 equal blocks
+    Split.heads(4, dim=1)        the same over columns (an attention output projection)
+
+Leading dimensions are a batch: ``[experts, out, in]`` holds a matrix per expert, each split alike.
+
+What travels between ranks is a *parcel*: whole matrices that are contiguous in the parameter. A
+stacked block is one; interleaved blocks share one, and are taken apart where they are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Blocks of ``sizes`` along ``dim``, repeated; or ``parts`` equal blocks."""
+
+    sizes: tuple[int, ...] = ()
+    parts: int = 0
+    dim: int = 0
+    groups: int = 0  # how often ``sizes`` repeat; 0: as often as the dimension asks for
+
+    def __post_init__(self) -> None:
+        problems = []
+        if bool(self.sizes) == bool(self.parts):
+            problems.append("give either sizes or parts")
+        if any(not isinstance(size, int) or size < 1 for size in self.sizes):
+            problems.append(f"sizes {self.sizes} must be whole numbers of rows, 1 or more")
+        if self.parts < 0 or self.groups < 0:
+            problems.append("parts and groups are 1 or more")
+        if self.dim not in (0, 1):
+            problems.append(f"dim={self.dim}: a matrix is split along rows (0) or columns (1)")
+        if problems:
+            raise ValueError(f"{self} cannot work: " + "; ".join(problems))
+
+    @staticmethod
+    def stacked(*sizes: int, dim: int = 0) -> Split:
+        """Blocks one after another, once: ``stacked(q_rows, k_rows, v_rows)``."""
+        return Split(sizes=tuple(sizes), dim=dim, groups=1)
+
+    @staticmethod
+    def interleaved(parts: int, *, dim: int = 0) -> Split:
+        """Row ``i`` belongs to block ``i % parts``: gate and up, row by row."""
+        if parts < 1:
+            raise ValueError(f"Split.interleaved({parts}): needs 1 part or more")
+        return Split(sizes=(1,) * parts, dim=dim)
+
+    @staticmethod
+    def grouped(groups: int, *sizes: int) -> Split:
+        """The blocks of every query group side by side: ``grouped(groups, q, k, v)``, in rows of
+        one group. Each block is gathered over the groups into one matrix."""
+        return Split(sizes=tuple(sizes), groups=groups)
+
+    @staticmethod
+    def heads(count: int, *, dim: int = 0) -> Split:
+        """``count`` equal blocks, each its own matrix: per-head Muon, equal halves."""
+        return Split(parts=count, dim=dim)
+
+    def problem(self, shape: Shape) -> str | None:
+        """Why a parameter of this shape cannot be split so, or None."""
+        length = shape[-2 + self.dim]
+        what = "rows" if self.dim == 0 else "columns"
+        if self.parts:
+            if length % self.parts:
+                return f"{length} {what} do not divide into {self.parts} equal blocks"
+            return None
+        total = sum(self.sizes) * (self.groups or 1)
+        if self.groups and total != length:
+            times = f"{self.groups} x " if self.groups > 1 else ""
+            return f"{times}blocks of {self.sizes} make {total} {what}, the matrix has {length}"
+        if length % total:
+            return f"{length} {what} do not divide into blocks of {self.sizes}"
+        return None
+
+    def resolved(self, shape: Shape) -> tuple[int, tuple[int, ...]]:
+        """(how often the blocks repeat, their sizes) for a matrix of this shape."""
+        length = shape[-2 + self.dim]
+        if self.parts:
+            return 1, (length // self.parts,) * self.parts
+        return length // sum(self.sizes), self.sizes
+
+    def __str__(self) -> str:
+        where = ", dim=1" if self.dim else ""
+        if self.parts:
+            return f"heads({self.parts}{where})"
+        if set(self.sizes) == {1} and not self.groups:
+            return f"interleaved({len(self.sizes)}{where})"
+        groups = f"{self.groups} x " if self.groups > 1 else ""
+        return f"stacked({groups}{', '.join(map(str, self.sizes))}{where})"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Whole matrices that lie together: elements [start, start + rows * cols) of a parameter.
+
+    Inside it ``sizes`` repeat ``groups`` times along ``dim``; one size is one plain matrix.
+    """
+
+    start: int
+    rows: int
+    cols: int
+    groups: int = 1
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The (rows, columns) of each matrix in it, as orthogonalised."""
+        if not self.sizes:
+            return ((self.rows, self.cols),)
+        if self.dim == 0:
+            return tuple((self.groups * size, self.cols) for size in self.sizes)
+        return tuple((self.rows, self.groups * size) for size in self.sizes)
+
+    def take(self, whole: Tensor) -> list[Tensor]:
+        """The matrices of a parcel [rows, cols], as views where they can be."""
+        if not self.sizes:
+            return [whole]
+        blocks = self._blocks(whole)
+        return [block.reshape(shape) for block, shape in zip(blocks, self.shapes, strict=True)]
+
+    def put(self, whole: Tensor, index: int, value: Tensor) -> None:
+        """Write one matrix back to its place in the parcel."""
+        if not self.sizes:
+            whole.copy_(value)
+            return
+        block = self._blocks(whole)[index]
+        block.copy_(value.reshape(block.shape))
+
+    def _blocks(self, whole: Tensor) -> list[Tensor]:
+        if self.dim == 0:  # [rows, cols] -> [groups, sum of sizes, cols]
+            seen = whole.view(self.groups, sum(self.sizes), self.cols)
+            return list(seen.split(self.sizes, dim=1))
+        seen = whole.view(self.rows, self.groups, sum(self.sizes))
+        return list(seen.split(self.sizes, dim=2))
+
+
+def parcels_of(shape: Shape, split: Split | None) -> tuple[Parcel, ...]:
+    """The parcels of a parameter ``[..., out, in]``, in order; together they are all of it."""
+    rows, cols = shape[-2:]
+    batch = prod(shape[:-2])
+    found: list[Parcel] = []
+    for matrix in range(batch):
+        start = matrix * rows * cols
+        if split is None:
+            found.append(Parcel(start, rows, cols))
+            continue
+        groups, sizes = split.resolved(shape)
+        if groups == 1 and split.dim == 0:
+            for size in sizes:
+                found.append(Parcel(start, size, cols))
+                start += size * cols
+        else:
+            found.append(Parcel(start, rows, cols, groups, sizes, split.dim))
+    return tuple(found)

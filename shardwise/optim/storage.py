@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a parameter is stored: which rank holds which of its elements, whoever cut it.
+
+    a plain tensor                 all of it, here
+    our ShardedTensor              as its layout says: packed, uneven, on some ranks nothing
+    torch's DTensor, Shard(0)      rows as torch.chunk cuts them (FSDP2)
+
+Ranks that hold different pieces are the *shard axis*, ranks that hold the same are *replicas*. All
+sharded axes of a mesh act as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import comm
+from shardwise.buffer import Ranks
+from shardwise.placements import REPLICATE, SHARD, shard_range
+from shardwise.tensor import ShardedTensor
+
+Piece = tuple[int, int, int]  # (rank on the shard axis, lo, hi)
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """A mesh and which of its axes cut the parameter. Homes with equal keys share an exchange."""
+
+    mesh: DeviceMesh | None
+    sharded: tuple[bool, ...] = ()
+
+    @property
+    def key(self) -> Any:
+        return (self.mesh, self.sharded)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.mesh.size(axis) for axis in range(self.mesh.ndim)) if self.mesh else ()
+
+    @cached_property
+    def num_shards(self) -> int:
+        pairs = zip(self.sizes, self.sharded, strict=True)
+        return math.prod(size for size, sharded in pairs if sharded)
+
+    @cached_property
+    def num_replicas(self) -> int:
+        return math.prod(self.sizes) // self.num_shards
+
+    @cached_property
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Of the ranks of the shard axis, on the sharded mesh axes, in rank order."""
+        pairs = zip(self.sizes, self.sharded, strict=True)
+        return list(itertools.product(*(range(size) for size, sharded in pairs if sharded)))
+
+    @cached_property
+    def shards(self) -> comm.Axis | None:
+        """The ranks that hold different pieces, as one axis (its first use may be collective)."""
+        return self._joint(self.sharded)
+
+    @cached_property
+    def replicas(self) -> comm.Axis | None:
+        """The ranks that hold the same pieces."""
+        return self._joint(tuple(not sharded for sharded in self.sharded))
+
+    @cached_property
+    def axes(self) -> tuple[comm.Axis, ...]:
+        """The sharded mesh axes one by one, outer to inner: no new group is needed for a sum."""
+        if self.mesh is None:
+            return ()
+        pairs = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
+        return tuple(axis for axis, sharded in pairs if sharded and axis.size > 1)
+
+    def _joint(self, chosen: tuple[bool, ...]) -> comm.Axis | None:
+        if self.mesh is None or not any(chosen):
+            return None
+        wanted = [SHARD if one else REPLICATE for one in chosen]
+        axis, _ = Ranks(self.mesh).joint(wanted)
+        return axis if axis.size > 1 else None
+
+
+_NOWHERE = Home(None)
+
+
+def home_of(parameter: Tensor) -> Home:
+    """The home of a parameter; a new value each time, compare by ``key``."""
+    if isinstance(parameter, ShardedTensor):
+        return Home(parameter.cut.mesh, parameter.cut.sharded)
+    if isinstance(parameter, DTensor):
+        sharded = tuple(placement.is_shard() for placement in parameter.placements)
+        return Home(parameter.device_mesh, sharded)
+    return _NOWHERE
+
+
+def problem_of(name: str, parameter: Tensor) -> str | None:
+    """Why the pieces of a parameter can't be found, or None."""
+    if parameter.is_meta:
+        return f"'{name}' has no values yet (meta device): materialise the model first"
+    if isinstance(parameter, ShardedTensor) or not isinstance(parameter, DTensor):
+        return None
+    for placement in parameter.placements:
+        if placement.is_partial():
+            return f"'{name}' is a DTensor with {placement}: a weight is sharded or replicated"
+        if type(placement).__name__ == "_StridedShard":
+            return (
+                f"'{name}' is cut twice along one dimension ({parameter.placements}): its pieces "
+                f"are not contiguous; cut it along dim 1 for tensor parallelism"
+            )
+    return None
+
+
+def pieces_of(parameter: Tensor) -> list[Piece]:
+    """Who holds which elements of a parameter cut along rows, by element."""
+    if isinstance(parameter, ShardedTensor):
+        return _packed_pieces(parameter)
+    if isinstance(parameter, DTensor):
+        return _chunked_pieces(parameter)
+    return [(0, 0, parameter.numel())]
+
+
+def _packed_pieces(parameter: ShardedTensor) -> list[Piece]:
+    cut = parameter.cut
+    home = home_of(parameter)
+    every = [SHARD] * len(home.coordinates[0])
+    sizes = [size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded]
+    rank_of = {
+        shard_range(every, sizes, coordinate, home.num_shards)[0]: rank
+        for rank, coordinate in enumerate(home.coordinates)
+    }
+    run = cut.layout.num_shards // cut.num_holders
+    found = []
+    for holder in sorted({shard // run for shard in cut.layout.holders(cut.index)}):
+        lo, hi = cut.piece_of(holder)
+        found.append((rank_of[holder], lo, hi))
+    return found
+
+
+def _chunked_pieces(parameter: DTensor) -> list[Piece]:
+    """Rows as torch cuts them: axis by axis, outer first, each piece of ceil(rows / size)."""
+    home = home_of(parameter)
+    sizes = [size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded]
+    row = math.prod(parameter.shape[1:])
+    found = []
+    for rank, coordinate in enumerate(home.coordinates):
+        begin, end = chunk_range(parameter.shape[0], sizes, coordinate)
+        if begin < end:
+            found.append((rank, begin * row, end * row))
+    return sorted(found, key=lambda piece: piece[1])
+
+
+def chunk_range(length: int, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
+    """The part [begin, end) of a dimension that torch's Shard gives to one coordinate."""
+    begin, end = 0, length
+    for size, position in zip(sizes, coordinate, strict=True):
+        step = -(-(end - begin) // size)
+        begin, end = min(begin + position * step, end), min(begin + (position + 1) * step, end)
+    return begin, end
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's piece as a plain tensor, aliased."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def written(parameters: Sequence[Tensor]) -> None:
+    """Tell whoever watches these weights that they changed: once per buffer, on every rank, those
+    with nothing to write included."""
+    watched = {
+        id(parameter.version): parameter.version
+        for parameter in parameters
+        if isinstance(parameter, ShardedTensor) and parameter.version is not None
+    }
+    for version in watched.values():
+        version.count += 1
+
+
+def like(parameter: Tensor) -> Tensor:
+    """Zeros in the parameter's own storage layout: an optimizer state."""
+    with torch.no_grad():
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
