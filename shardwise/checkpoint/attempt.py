@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save under way, from the temporary directory to the rename, over any number of ranks.
+
+    rank 0   tensors, fsync | done-00000.json | ... sees every done-* | .metadata, manifest | rename
+    rank 1   tensors, fsync | done-00001.json | ............... waits for the rename ............. |
+
+The ranks meet in the directory itself. A collective would have to come from a background thread,
+beside those of the training on the main thread; a communicator of its own would keep it from
+mixing with them, but needs sockets or a second NCCL for something that happens once in minutes
+and whose data lie in a shared file system anyway. So: no collective, and no rank can hang another.
+
+A rank that fails renames its ``writing-*`` to ``failed-*`` (which takes no space on a full disk),
+and all others stop; one that dies is noticed by the launcher, or by the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.errors import CheckpointError, SaveError
+from shardwise.checkpoint.files import sync_directory
+from shardwise.checkpoint.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+EXIT_SECONDS = 60.0  # how long a process that wants to end still waits for the other ranks
+_LONGEST_PAUSE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A rank's view of a save that has begun."""
+
+    folder: Path  # temporary
+    finals: Callable[[], Iterable[Path]]  # the names that it may get, in order
+    rank: int
+    world_size: int
+    timeout: float
+
+    @property
+    def identity(self) -> str:
+        return self.folder.name
+
+    def begin(self) -> None:
+        self._marker("writing").touch()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, as well as a full disk permits."""
+        failed = self._marker("failed")
+        with contextlib.suppress(OSError):
+            self._marker("writing").replace(failed)
+        with contextlib.suppress(OSError):
+            failed.write_text(f"{type(error).__name__}: {error}")
+
+    def done(self, part: dict[str, Any]) -> None:
+        """This rank's files are on the disk: say which."""
+        final = self._done(self.rank)
+        partial = final.with_suffix(".partial")
+        partial.write_text(json.dumps(part))
+        partial.replace(final)  # whole or not there
+
+    def parts(self) -> list[dict[str, Any]]:
+        """What every rank has written (rank 0, after all are done)."""
+        waiting: set[int] = set(range(self.world_size))
+        for names in self._watch(lambda: f"ranks {sorted(waiting)} to write their part"):
+            done = {rank for rank in waiting if self._done(rank).name in names}
+            waiting.difference_update(done)
+            if not waiting:
+                break
+        everyone = range(self.world_size)
+        return [json.loads(self._done(rank).read_text()) for rank in everyone]
+
+    def publish(self, write_manifest: Callable[[], None]) -> Path:
+        """Make the directory a checkpoint (rank 0): manifest, fsync, rename, fsync."""
+        for entry in self.folder.iterdir():
+            if entry.name.startswith(("done-", "writing-")):
+                entry.unlink()
+        sync_directory(self.folder)  # the names of all ranks' files
+        write_manifest()
+        sync_directory(self.folder)
+        for final in self.finals():
+            if _is_taken(final):
+                continue
+            try:
+                os.rename(self.folder, final)
+            except OSError:
+                if _is_taken(final):  # since a moment ago
+                    continue
+                raise
+            sync_directory(final.parent)
+            return final
+        raise SaveError(f"{next(iter(self.finals()))} is there already and is not overwritten")
+
+    def outcome(self) -> Path:
+        """The checkpoint's final place, once rank 0 has renamed it (the other ranks)."""
+        for _ in self._watch(lambda: "rank 0 to finish the checkpoint"):
+            pass
+        return self._published()
+
+    # ------------------------------------------------------------------ watching the directory
+
+    def _watch(self, what: Callable[[], str]) -> Iterator[set[str]]:
+        """The names in the directory, again and again, until it is gone."""
+        began, pause, leaving = time.monotonic(), 0.001, None
+        while True:
+            try:
+                names = set(os.listdir(self.folder))
+            except FileNotFoundError:
+                return
+            failed = sorted(name for name in names if name.startswith("failed-"))
+            if failed:
+                raise SaveError(f"the save {self.identity} has failed: {self._reasons(failed)}")
+            yield names
+            now = time.monotonic()
+            if leaving is None and not threading.main_thread().is_alive():
+                leaving = now
+            if now - began > self.timeout or (leaving and now - leaving > EXIT_SECONDS):
+                raise SaveError(f"waited {now - began:.0f} s in vain for {what()} ({self.folder})")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _published(self) -> Path:
+        for final in self.finals():
+            with contextlib.suppress(CheckpointError):
+                if Manifest.read(final).identity == self.identity:
+                    return final
+        raise SaveError(
+            f"the save {self.identity} was given up: its directory is gone and no checkpoint "
+            f"came of it; see what rank 0 says"
+        )
+
+    def _reasons(self, failed: list[str]) -> str:
+        reasons = []
+        for name in failed:
+            text = ""
+            with contextlib.suppress(OSError):
+                text = (self.folder / name).read_text()
+            number = int(name.removeprefix("failed-"))
+            reasons.append(f"rank {number}: {text or 'no reason could be written'}")
+        return "; ".join(reasons)
+
+    def _marker(self, word: str) -> Path:
+        return self.folder / f"{word}-{self.rank:05d}"
+
+    def _done(self, rank: int) -> Path:
+        return self.folder / f"done-{rank:05d}.json"
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether anything but an empty directory has this name."""
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))

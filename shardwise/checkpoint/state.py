@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model and its optimizer as named tensors and plain values, whatever they are wrapped in.
+
+    model.blocks.0.up.weight                            a parameter or a persistent buffer
+    optimizer.state.blocks.0.up.weight.exp_avg          a state, under the name of its parameter
+    state.json                                          groups, options, tied names, scalars
+
+Names are those of the module tree, so neither the order of an optimizer's groups nor a wrapper
+shows in a checkpoint. The tensors are the live ones: a save reads them, a load writes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.values import encode
+from shardwise.shard.module import units_of
+from shardwise.tensor import ShardedTensor
+
+log = logging.getLogger(__name__)
+
+_EXTRA = "_extra_state"
+# How an optimizer computes is a matter of the machine; what it computes, of the run.
+_MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass
+class State:
+    """Tensors by key; everything else as values; and all that stands in the way."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)  # may differ between ranks: rank 0's count
+    tied: dict[str, str] = field(default_factory=dict)  # a further name -> the one that is saved
+    extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have any
+    names: dict[int, str] = field(default_factory=dict)  # of parameters, by identity
+    problems: list[str] = field(default_factory=list)
+
+
+def model_key(name: str) -> str:
+    return f"model.{name}"
+
+
+def state_key(name: str, key: str) -> str:
+    return f"optimizer.state.{name}.{key}"
+
+
+# ------------------------------------------------------------------------------ the model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel and torch.compile around it."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def clean(name: str) -> str:
+    """The name that a parameter would have without wrappers inside the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def of_model(model: nn.Module) -> State:
+    """Parameters and persistent buffers. Weights that are kept gathered go to rest first."""
+    state, model = State(), unwrapped(model)
+    parameters = {id(parameter) for parameter in model.parameters()}
+    first_name: dict[int, str] = {}
+    live = model.state_dict(keep_vars=True)  # the registered objects themselves
+    parameters |= {id(parameter) for parameter in model.parameters()}  # now at rest
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for raw_name, value in live.items():
+        name = clean(raw_name)
+        if raw_name.rpartition(".")[2] == _EXTRA:
+            state.extra_states[name] = value
+        elif not isinstance(value, Tensor):
+            state.problems.append(f"'{name}' of the state dict is a {type(value).__name__}")
+        elif id(value) not in parameters | buffers:
+            state.problems.append(f"'{name}': a state-dict hook put a copy there")
+        elif id(value) in first_name:
+            state.tied[name] = first_name[id(value)]
+        else:
+            first_name[id(value)] = name
+            state.tensors[model_key(name)] = value
+            if id(value) in buffers:
+                state.buffers.add(model_key(name))
+            else:
+                state.names[id(value)] = name
+            state.problems += tensor_problems(name, value)
+    return state
+
+
+def tensor_problems(name: str, value: Tensor) -> list[str]:
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if local.is_meta:
+        return [f"'{name}' is on the meta device: materialise it first (to_empty())"]
+    if local.layout != torch.strided:
+        return [f"'{name}' is a {local.layout} tensor: only strided ones can be saved"]
+    return []
+
+
+def placements_of(model: nn.Module) -> list[str]:
+    """How the model is spread, for people who find a checkpoint."""
+    found: dict[str, None] = {}
+    for unit in units_of(model):
+        for group in unit.groups:
+            axes = ", ".join(f"{axis.name}={axis.size}" for axis in group.ranks.axes)
+            found[f"{group.placements} over {axes}"] = None
+    return list(found) or ["plain tensors, the same on every rank"]
+
+
+# ------------------------------------------------------------------------------ the optimizer
+
+
+def create_state(optimizer: Optimizer) -> None:
+    """Have an optimizer make the state of every trainable parameter now, and change nothing else.
+
+    Otherwise a parameter that has had no gradient yet has no state, on this rank or on all. An
+    optimizer with an ``init_state()`` is asked. torch's own make theirs in ``_init_group``, before
+    any arithmetic and for parameters with a gradient: each lacking one is lent itself as gradient.
+    """
+    own: Callable[[], Any] | None = getattr(optimizer, "init_state", None)
+    make = getattr(optimizer, "_init_group", None)
+    if own is not None:
+        own()
+    elif make is not None:
+        num_lists = len(inspect.signature(make).parameters) - 1
+        for group in optimizer.param_groups:
+            without = [
+                parameter
+                for parameter in group["params"]
+                if parameter.requires_grad and not optimizer.state.get(parameter)
+            ]
+            with torch.no_grad(), _lent_gradients(without):
+                make({**group, "params": without}, *([] for _ in range(num_lists)))
+            for parameter in without:
+                # A defaultdict remembers who was asked for; nothing was made for these (SGD).
+                if not optimizer.state[parameter]:
+                    del optimizer.state[parameter]
+
+
+@contextmanager
+def _lent_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = parameter.detach()  # the same memory; nobody computes with it
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
+    """Put the optimizer's tensors into ``state``; return the rest, as it is saved."""
+    create_state(optimizer)
+    scalars: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, list[str]] = {}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = []
+        for parameter in group["params"]:
+            name = state.names.get(id(parameter))
+            if name is None:
+                shape = list(parameter.shape)
+                state.problems.append(
+                    f"group {index} of the optimizer holds a parameter of shape {shape} that the "
+                    f"model does not: make the optimizer after wrapping, with model.parameters()"
+                )
+                continue
+            names.append(name)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors.setdefault(name, []).append(key)
+                    state.tensors[state_key(name, key)] = value
+                    state.problems += tensor_problems(state_key(name, key), value)
+                    state.problems += _whole_problem(state_key(name, key), parameter, value)
+                else:
+                    scalars.setdefault(name, {})[key] = value
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({"parameters": names, "options": options})
+    return {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "scalars": scalars,
+        "tensors": tensors,
+    }
+
+
+def _whole_problem(name: str, parameter: Tensor, value: Tensor) -> list[str]:
+    """A plain tensor is taken to be the same on every rank; one rank's piece would not be."""
+    pieces = isinstance(parameter, ShardedTensor) and parameter.cut.num_holders > 1
+    if pieces and not isinstance(value, DTensor) and value.numel() > 1:
+        return [
+            f"'{name}' is a plain tensor of shape {list(value.shape)} beside a sharded parameter: "
+            f"nobody can tell whether it is whole; make it like the parameter (zeros_like)"
+        ]
+    return []
+
+
+def set_options(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
+    """Options of the saved groups into this optimizer's, which may be cut otherwise."""
+    by_name = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
+    for index, group in enumerate(optimizer.param_groups):
+        names = [state.names[id(parameter)] for parameter in group["params"]]
+        sources = [by_name[name] for name in names if name in by_name]
+        for key in {key: None for source in sources for key in source}:
+            if key in _MACHINE_OPTIONS:
+                continue
+            values = [source[key] for source in sources if key in source]
+            if any(not _same(value, values[0]) for value in values[1:]):
+                log.warning(
+                    "group %d of the optimizer joins parameters that were saved with different "
+                    "'%s'; it keeps its own, %s",
+                    index,
+                    key,
+                    group.get(key),
+                )
+            elif isinstance(current := group.get(key), Tensor):
+                current.copy_(torch.as_tensor(values[0]))
+            else:
+                group[key] = values[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(encode(one, "") == encode(other, ""))
+
+
+def set_scalars(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
+    """States that are plain numbers."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            scalars = saved["scalars"].get(state.names[id(parameter)])
+            if scalars:
+                optimizer.state[parameter].update(scalars)
+
+
+def set_extra_states(model: nn.Module, extra_states: dict[str, Any]) -> None:
+    """What modules with ``set_extra_state`` have saved beside tensors."""
+    modules = {clean(name): module for name, module in unwrapped(model).named_modules()}
+    for name, value in extra_states.items():
+        modules[name.rpartition(".")[0]].set_extra_state(value)
+
+
+def as_saved(state: State, optimizer: dict[str, Any] | None) -> Any:
+    """The contents of ``state.json``, by name of what can't be saved."""
+    for name, value in state.extra_states.items():
+        try:
+            encode(value, f"the extra state '{name}'")
+        except CheckpointError as error:
+            state.problems.append(str(error))
+    if optimizer is not None:
+        for part in ("groups", "scalars"):
+            try:
+                encode(optimizer[part], f"the optimizer's {part}")
+            except CheckpointError as error:
+                state.problems.append(str(error))
+    return {"tied": state.tied, "extra_states": state.extra_states, "optimizer": optimizer}
+
+
+def defaults_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The class and its options, for the manifest; what JSON can't hold as text."""
+    options: dict[str, Any] = {}
+    for key, value in optimizer.defaults.items():
+        try:
+            options[key] = encode(value, key)
+        except CheckpointError:
+            options[key] = repr(value)
+    return {"class": type(optimizer).__name__, "defaults": options}
