@@ -11,6 +11,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 
 from shardwise import comm
+from shardwise.checkpoint import load, save
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
@@ -51,6 +52,7 @@ __all__ = [
     "hsdp",
     "init_mesh",
     "ledger",
+    "load",
     "load_full_state_dict",
     "muon",
     "optimizer",
@@ -58,6 +60,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "route",
     "rows",
+    "save",
     "share_comm_ctx",
     "zero",
 ]

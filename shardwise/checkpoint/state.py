@@ -26,14 +26,20 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.values import encode
+from shardwise.optim.muon import convert_momentum
+from shardwise.optim.storage import local_of
 from shardwise.shard.module import units_of
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
 _EXTRA = "_extra_state"
-# How an optimizer computes is a matter of the machine; what it computes, of the run.
-_MACHINE_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+# How an optimizer computes is a matter of the machine; what it computes, of the run. These stay as
+# they are in the optimizer that loads.
+_MACHINE_OPTIONS = frozenset(
+    ("foreach", "fused", "capturable", "differentiable")
+    + ("kind", "wire", "replicas", "tensor_parallel", "momentum_form")
+)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -192,8 +198,8 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                     state.problems += _whole_problem(state_key(name, key), parameter, value)
                 else:
                     scalars.setdefault(name, {})[key] = value
-        options = {key: value for key, value in group.items() if key != "params"}
-        groups.append({"parameters": names, "options": options})
+        options, described = _options(group)
+        groups.append({"parameters": names, "options": options, "described": described})
     return {
         "class": type(optimizer).__name__,
         "groups": groups,
@@ -213,12 +219,32 @@ def _whole_problem(name: str, parameter: Tensor, value: Tensor) -> list[str]:
     return []
 
 
+def _options(group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options of a group that JSON can hold, and the others as text."""
+    options, described = {}, {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        try:
+            encode(value, key)
+        except CheckpointError:
+            described[key] = repr(value)
+        else:
+            options[key] = value
+    return options, described
+
+
 def set_options(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
     """Options of the saved groups into this optimizer's, which may be cut otherwise."""
-    by_name = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
+    by_name = {name: group for group in saved["groups"] for name in group["parameters"]}
     for index, group in enumerate(optimizer.param_groups):
-        names = [state.names[id(parameter)] for parameter in group["params"]]
-        sources = [by_name[name] for name in names if name in by_name]
+        sources = []
+        for parameter in group["params"]:
+            source = by_name.get(state.names[id(parameter)])
+            if source is not None:
+                sources.append(source["options"])
+                _convert_momentum(group, source["options"], optimizer.state.get(parameter, {}))
+                _set_described(index, group, source["described"])
         for key in {key: None for source in sources for key in source}:
             if key in _MACHINE_OPTIONS:
                 continue
@@ -235,6 +261,26 @@ def set_options(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> No
                 current.copy_(torch.as_tensor(values[0]))
             else:
                 group[key] = values[0]
+
+
+def _convert_momentum(group: dict[str, Any], saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Momentum that was kept in the other form becomes this group's."""
+    form, before = group.get("momentum_form"), saved.get("momentum_form")
+    if form != before and form is not None and before is not None and "momentum_buffer" in own:
+        convert_momentum(local_of(own["momentum_buffer"]), saved["momentum"], before, form)
+
+
+def _set_described(index: int, group: dict[str, Any], described: dict[str, str]) -> None:
+    for key, text in described.items():
+        if repr(group.get(key)) != text:
+            log.warning(
+                "group %d of the optimizer has %s=%r, which was %s when it was saved: an object "
+                "that a checkpoint can't bring back",
+                index,
+                key,
+                group.get(key),
+                text,
+            )
 
 
 def _same(one: Any, other: Any) -> bool:
