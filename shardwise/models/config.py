@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTConfig: what a model is made of, and what follows from it by arithmetic alone.
+
+Nothing here allocates: the parameters and the FLOPs of a 405B model are a few multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Recompute = Literal["none", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies: long waves by ``factor``, short ones not.
+
+    Waves longer than ``original_context / low_frequency_factor`` tokens are stretched, those
+    shorter than ``original_context / high_frequency_factor`` are left, the ones between are mixed.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if not (self.factor >= 1 and self.original_context > 0):
+            raise ValueError(
+                f"{self} cannot work: factor is at least 1 and original_context positive"
+            )
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"{self} cannot work: low_frequency_factor must be positive and below "
+                f"high_frequency_factor"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A decoder of ``num_layers`` blocks: attention, then a SwiGLU feed-forward or its experts.
+
+    Args:
+        vocab_size: tokens that exist.
+        dim: width of the residual stream.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, shared by equal numbers of query heads. ``None``: as
+            many as ``num_heads``.
+        head_dim: width of a head. ``None``: ``dim / num_heads``.
+        hidden_dim: width of the feed-forward. ``None``: 8/3 ``dim``, rounded up to a multiple of
+            32, which costs what a 4 ``dim`` feed-forward without a gate does.
+        context: the longest sequence.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: their stretch for a longer context.
+        norm_eps: added to the mean square in every RMSNorm.
+        qk_norm: whether queries and keys are normed, head by head, before they are rotated.
+        tied: whether the head reads the embedding's rows instead of its own.
+        recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
+            backward (activation checkpointing); ``"none"`` keeps all.
+        num_experts: 0 for a dense model; otherwise every feed-forward is this many experts.
+        experts_per_token: to how many of them a token goes.
+        expert_hidden_dim: width of one. ``None``: ``hidden_width / experts_per_token``, so that a
+            token costs what it costs in the dense model.
+        balance_coefficient: weight of the load-balance term in the training loss.
+    """
+
+    vocab_size: int = 257
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_dim: int | None = None
+    context: int = 128
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = True
+    tied: bool = False
+    recompute: Recompute = "none"
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_hidden_dim: int | None = None
+    balance_coefficient: float = 0.01
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rope_scaling, Mapping):  # as JSON gives it back
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        problems = self._problems()
+        if problems:
+            raise ValueError("GPTConfig cannot work: " + "; ".join(problems))
+
+    # ------------------------------------------------------------------------- what None stands for
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def hidden_width(self) -> int:
+        if self.hidden_dim is not None:
+            return self.hidden_dim
+        return _up_to_multiple(-(-8 * self.dim // 3), 32)
+
+    @property
+    def expert_width(self) -> int:
+        if self.expert_hidden_dim is not None:
+            return self.expert_hidden_dim
+        return _up_to_multiple(-(-self.hidden_width // self.experts_per_token), 32)
+
+    # ------------------------------------------------------------------------------------- counting
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them: ``sum(p.numel() for p in GPT(config).parameters())``."""
+        return self._parameters(experts=self.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token passes through: of the experts, only its own."""
+        return self._parameters(experts=min(self.experts_per_token, self.num_experts))
+
+    def _parameters(self, *, experts: int) -> int:
+        heads = self.head_width if self.qk_norm else 0
+        vectors = self.num_layers * (2 * self.dim + 2 * heads) + self.dim
+        tables = self.vocab_size * self.dim * (1 if self.tied else 2)
+        return self.num_layers * self._matrix_parameters(experts) + vectors + tables
+
+    def _matrix_parameters(self, experts: int) -> int:
+        """Of one block."""
+        attention = 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
+        if self.num_experts == 0:
+            return attention + 3 * self.dim * self.hidden_width
+        return attention + self.dim * self.num_experts + experts * 3 * self.dim * self.expert_width
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """Of forward and backward together, for one token of a sequence of ``context`` tokens.
+
+        A multiply-add counts 2; backward counts twice forward. Attention is causal, so a token
+        looks at (context + 1) / 2 keys on average. Looking up the embedding is free. What
+        recomputation adds is not counted: MFU measures the work that had to be done.
+        """
+        context = self.context if context is None else context
+        matrices = self.num_layers * self._matrix_parameters(
+            min(self.experts_per_token, self.num_experts)
+        )
+        head = self.vocab_size * self.dim
+        # Scores and mixed values: 2 multiply-adds for every channel and key; half the keys.
+        attention = self.num_layers * 2 * self.num_heads * self.head_width * (context + 1)
+        return 3 * (2 * (matrices + head) + attention)
+
+    # ---------------------------------------------------------------------------------- invariants
+
+    def _problems(self) -> list[str]:
+        problems = []
+        names = ["vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
+        names += ["hidden_dim", "context", "experts_per_token", "expert_hidden_dim"]
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not _is_positive_int(value):
+                problems.append(f"{name}={value!r} must be a positive integer")
+        if not isinstance(self.num_experts, int) or self.num_experts < 0:
+            problems.append(f"num_experts={self.num_experts!r} must be 0 (dense) or more")
+        for name in ("rope_theta", "norm_eps"):
+            if not getattr(self, name) > 0:
+                problems.append(f"{name}={getattr(self, name)!r} must be positive")
+        if not self.balance_coefficient >= 0:
+            problems.append(
+                f"balance_coefficient={self.balance_coefficient!r} must not be negative"
+            )
+        if self.recompute not in get_args(Recompute):
+            choices = " or ".join(repr(choice) for choice in get_args(Recompute))
+            problems.append(f"recompute={self.recompute!r} must be {choices}")
+        if problems:  # what follows divides by the numbers above
+            return problems
+        if self.head_dim is None and self.dim % self.num_heads:
+            problems.append(
+                f"dim={self.dim} is no multiple of num_heads={self.num_heads}: change one, or set "
+                f"head_dim"
+            )
+        elif self.head_width % 2:
+            problems.append(f"a head of width {self.head_width} cannot be rotated: make it even")
+        if self.num_heads % self.kv_heads:
+            problems.append(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.kv_heads}"
+            )
+        if 0 < self.num_experts < self.experts_per_token:
+            problems.append(
+                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
+                f"lower the first or raise the second"
+            )
+        return problems
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _up_to_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT: the reference model, a modern decoder with dense or expert feed-forwards.
+
+    tokens -> embedding -> block x num_layers -> norm -> head -> logits
+                             |
+             hidden + attention(norm(hidden)), then + feed_forward(norm(that))
+
+RMSNorm before each part and on queries and keys, rotary positions, grouped key and value heads,
+SwiGLU. Sizes in the comments: B sequences of T tokens, C = dim, H query heads and K key heads of
+width D, F hidden, V words.
+
+The model knows nothing of sharding: each entry of ``blocks`` is made a unit from outside, and then
+the model, which keeps the embedding, the last norm and the head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.models.config import GPTConfig, RopeScaling
+from shardwise.models.experts import Experts
+from shardwise.models.norm import RMSNorm
+from shardwise.models.rotary import Rotary, rotate
+
+__all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
+
+IGNORED = -100  # a target that is not scored
+
+
+class Attention(nn.Module):
+    """Causal attention; every H/K query heads share one key and value head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.head_width
+        self.heads_of = {"q": config.num_heads, "k": config.kv_heads, "v": config.kv_heads}
+        self.wq = nn.Linear(config.dim, config.num_heads * width, bias=False)
+        self.wk = nn.Linear(config.dim, config.kv_heads * width, bias=False)
+        self.wv = nn.Linear(config.dim, config.kv_heads * width, bias=False)
+        self.wo = nn.Linear(config.num_heads * width, config.dim, bias=False)
+        self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+        q = self.wq(hidden).unflatten(-1, (self.heads_of["q"], -1))  # [B, T, H, D]
+        k = self.wk(hidden).unflatten(-1, (self.heads_of["k"], -1))  # [B, T, K, D]
+        v = self.wv(hidden).unflatten(-1, (self.heads_of["v"], -1))  # [B, T, K, D]
+        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # [B, H, T, D]
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # [B, T, C]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection gates the other."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.hidden_width, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden_width, bias=False)
+        self.down = nn.Linear(config.hidden_width, config.dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[B, T, C] -> the same; nothing to be balanced."""
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden)), None  # inside [B, T, F]
+
+
+class Block(nn.Module):
+    """One layer; returns the hidden states and, from experts, how uneven the spread was."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = Experts(config) if config.num_experts else FeedForward(config)
+
+    def forward(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)  # [B, T, C]
+        change, uneven = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + change, uneven
+
+
+class GPT(nn.Module):
+    """A decoder. ``model(tokens)`` gives logits, ``model(tokens, targets)`` the loss.
+
+    Built on the default device with fresh values from torch's generator; on the meta device
+    (``with torch.device("meta")``) with none: then ``to_empty`` and :meth:`init_weights`, before or
+    after sharding, give the same values for the same seed.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # torch's own initial values would be drawn for nothing
+            self.embedding = nn.Embedding(config.vocab_size, config.dim)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+            # A tied head has no module: two modules that share a parameter no longer do after
+            # `to_empty`, which gives each its own.
+            self.head = (
+                None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+            )
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Fresh values for every parameter, from ``seed`` or from torch's own generator.
+
+        A product keeps the size of what it is given: deviation 1/sqrt(inputs). Those that add to
+        the residual stream are divided by sqrt(2 num_layers), so that it ends as large in a deep
+        model as in a shallow one.
+        """
+        device = self.embedding.weight.device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        depth = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                deviation = parameter.shape[-1] ** -0.5
+                if name.endswith(("wo.weight", "down.weight", "down")):
+                    deviation *= depth
+                nn.init.normal_(parameter, std=deviation, generator=generator)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.config.num_parameters
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V]; with ``targets`` [B, T] the mean cross-entropy over those scored.
+
+        A target of -100 is not scored; without any scored target the loss is 0. In training mode a
+        mixture of experts adds its load-balance term.
+        """
+        if tokens.shape[1] > self.config.context:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens do not fit GPTConfig(context={self.config.context}): "
+                f"shorten the sequences or raise context"
+            )
+        hidden = self.embedding(tokens)  # [B, T, C]
+        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
+        recompute = self.config.recompute == "block" and torch.is_grad_enabled()
+        uneven: list[Tensor] = []
+        for block in self.blocks:
+            if recompute:  # no dropout here, so no random state to keep
+                hidden, spread = checkpoint(
+                    block, hidden, rotary, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden, spread = block(hidden, rotary)
+            if spread is not None:
+                uneven.append(spread)
+        hidden = self.norm(hidden)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        logits = F.linear(hidden, head)  # [B, T, V]
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets)
+        if uneven and self.training:
+            loss = loss + self.config.balance_coefficient * torch.stack(uneven).mean()
+        return loss
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over targets that are scored, in fp32; 0, not nan, where there is none."""
+    total = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
+
+    Works on a sharded model when all ranks call it with the same arguments: each token is one
+    forward on every rank, and numbers are drawn on the CPU (``generator`` too lives there), so one
+    seed gives one text everywhere. ``temperature`` 0 takes the likeliest token.
+    """
+    if temperature < 0 or not math.isfinite(temperature):
+        raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or more")
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
+            f"least one token to go on from"
+        )
+    context: int = model.config.context  # type: ignore[assignment, union-attr]
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits = model(tokens[:, -context:])[:, -1].float().cpu()  # [B, V]
+            if temperature == 0:
+                drawn = logits.argmax(-1, keepdim=True)
+            else:
+                chances = (logits / temperature).softmax(-1)
+                drawn = torch.multinomial(chances, 1, generator=generator)
+            tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
+    finally:
+        model.train(was_training)
+    return tokens

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where documents come from: this Python's own sources, files, or a `datasets` dataset.
+
+stdlib               the standard library's sources, without tests and tables: about 9 MB
+stdlib+torch         those and torch's: about 50 MB
+PATH, DIRECTORY/, "GLOB*.txt"       text files, one document each
+hf:NAME[:CONFIG[:SPLIT]]            rows of a dataset (an extra)
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.train.corpus_errors import DataError, DataNotFoundError, EmptyDataError
+from shardwise.train.tokens_codec import require
+
+logger = logging.getLogger(__name__)
+
+# Tests come with some Pythons only; encodings and topics are tables rather than text; the rest is
+# not what one thinks of as the library.
+_NOT_TEXT = {"encodings", "pydoc_data", "idlelib", "lib2to3", "ensurepip", "turtledemo"}
+_NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One piece of text: held out whole or not at all."""
+
+    name: str
+    data: bytes
+
+
+def read_documents(spec: str) -> list[Document]:
+    """The documents that ``spec`` names, in an order that no file system decides."""
+    if spec in ("stdlib", "stdlib+torch"):
+        documents = list(stdlib_documents())
+        if spec == "stdlib+torch":
+            documents += _sources("torch", Path(torch.__file__).parent, _NOT_OURS)
+        return documents
+    if spec.startswith("hf:"):
+        return list(dataset_documents(spec))
+    return file_documents(spec)
+
+
+def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
+    """Every ``.py`` of the standard library that is text and part of each installation."""
+    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    documents = _sources("stdlib", folder, _NOT_OURS | _NOT_TEXT)
+    if not documents:
+        why = "it is zipped" if folder.suffix == ".zip" or folder.is_file() else "only compiled"
+        raise EmptyDataError(
+            f"this Python has no readable sources of its standard library in {folder} ({why}, or "
+            f"stripped): name other data, for example --data 'texts/*.txt'"
+        )
+    yield from documents
+
+
+def _sources(prefix: str, folder: Path, without: set[str]) -> list[Document]:
+    found = []
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).parts
+        if not without.intersection(parts):
+            found.append(("/".join((prefix, *parts)), path))
+    return _read(sorted(found))
+
+
+def file_documents(spec: str) -> list[Document]:
+    """One document per text file; hidden and binary files are passed over."""
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        named = [one for one in path.rglob("*") if one.is_file() and not _hidden(one, path)]
+        found = sorted((one.relative_to(path).as_posix(), one) for one in named)
+    elif path.is_file():
+        found = [(path.name, path)]
+    else:
+        matches = glob.glob(str(path), recursive=True)
+        found = sorted((match, Path(match)) for match in matches if Path(match).is_file())
+        if not found:
+            raise DataNotFoundError(
+                f"{spec!r} names no data: there is no such file or directory and the pattern "
+                f"matches nothing; give a text file, a directory, a quoted pattern, a .bin token "
+                f"file, stdlib, stdlib+torch or hf:NAME"
+            )
+    documents = _read(found)
+    texts = [one for one in documents if b"\0" not in one.data[:8192]]
+    if len(texts) < len(documents):
+        logger.warning("%s: passed over %d binary files", spec, len(documents) - len(texts))
+    if not texts:
+        raise EmptyDataError(
+            f"{spec!r} holds no text: {len(found)} files, {len(found) - len(documents)} of them "
+            f"empty and {len(documents)} binary; name text files, or a token file by itself"
+        )
+    return texts
+
+
+def dataset_documents(spec: str) -> Iterator[Document]:
+    """Rows of a `datasets` dataset: its column ``text``, or its only column of strings."""
+    name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
+    if not name or any(rest):
+        raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    package = require("datasets", "datasets")
+    try:
+        rows = package.load_dataset(name, config or None, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise DataNotFoundError(
+            f"{spec!r} could not be loaded ({str(error).splitlines()[0]}): check the name, the "
+            f"configuration, the split and the network"
+        ) from error
+    strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"]
+    column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
+    if column is None:
+        raise DataError(f"{spec!r} has no column 'text' (columns of strings: {strings})")
+    count = 0
+    for index, text in enumerate(rows[column]):
+        if text:
+            count += 1
+            yield Document(f"{name}/{index}", text.encode())
+    if count == 0:
+        raise EmptyDataError(f"{spec!r} has no row with text in column {column!r}")
+
+
+def _hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def _read(found: Iterable[tuple[str, Path]]) -> list[Document]:
+    documents = (Document(name, path.read_bytes()) for name, path in found)
+    return [document for document in documents if document.data]

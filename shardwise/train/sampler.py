@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which windows of the tokens a rank sees, in an order that no number of ranks can change.
+
+The tokens are cut into windows of ``context``, one after another. An epoch is a permutation of
+them, computed index by index, so that a file of any size needs no memory for it. Samples are
+counted across all ranks; a step takes the next ``global_batch`` of them and cuts those evenly:
+
+    sample     0  1  2  3  4  5  6  7 | 8  9 10 11 ...      the one number that is saved
+    window    17  3 40  8 22  0 31  5 | ...                 permutation of the epoch
+    2 ranks   |--rank 0-|--rank 1-|                         step of 8
+    4 ranks   |- 0-|- 1-|- 2-|- 3-|                         the same 8 windows
+
+A run that goes on with another number of ranks, or another batch, takes the samples where the old
+one stopped: none twice, none left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.train.corpus_errors import DataError, DataPositionError, ShortDataError
+from shardwise.train.tokens import Tokens, check_range
+
+IGNORED = -100  # a target that is not scored, as in models.gpt
+_STATE_VERSION = 1
+
+
+class Sampler:
+    """This rank's share of an endless, shuffled stream of windows.
+
+    Args:
+        tokens: what to train on, 1-D.
+        context: tokens in a window; the target of each is the next one.
+        global_batch: windows of one step, over all ranks.
+        vocab_size: what every token must be below; checked as tokens are drawn.
+        fingerprint: of the data (``Corpus.sha256``), saved with the position.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        context: int,
+        global_batch: int,
+        vocab_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        fingerprint: str = "",
+    ) -> None:
+        problems = []
+        if context < 1 or global_batch < 1:
+            problems.append(f"context={context} and global_batch={global_batch} must be positive")
+        elif global_batch % world_size:
+            lower = global_batch // world_size * world_size
+            near = [str(n) for n in (lower, lower + world_size) if n > 0]
+            problems.append(
+                f"a global batch of {global_batch} sequences can't be cut evenly over {world_size} "
+                f"ranks: use {' or '.join(near)}, or another number of ranks"
+            )
+        if not 0 <= rank < world_size:
+            problems.append(f"rank={rank} is none of {world_size} ranks")
+        if seed < 0:
+            problems.append(f"seed={seed} must not be negative")
+        if problems:
+            raise DataError("; ".join(problems))
+        if len(tokens) < context + 1:
+            raise ShortDataError(
+                f"{len(tokens)} training tokens are less than one window of context={context} and "
+                f"the token after it: give more text or shorten the context"
+            )
+        self.tokens = tokens
+        self.context = context
+        self.global_batch = global_batch
+        self.vocab_size = vocab_size
+        self.rank, self.world_size = rank, world_size
+        self.fingerprint = fingerprint
+        self.num_windows = (len(tokens) - 1) // context
+        self.seed = seed
+        self.position = 0  # samples drawn so far by all ranks together
+
+    @property
+    def epoch(self) -> int:
+        """Of the next sample."""
+        return self.position // self.num_windows
+
+    @property
+    def batch_size(self) -> int:
+        """Windows of one step on this rank."""
+        return self.global_batch // self.world_size
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The next step's tokens and targets, both [batch_size, context], and move on."""
+        batch = self.batch(self.position)
+        self.position += self.global_batch
+        return batch
+
+    def batch(self, position: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of the step that begins at sample ``position``; nothing moves."""
+        windows = self.windows(position)
+        at = windows[:, None] * self.context + np.arange(self.context + 1)  # [batch, context + 1]
+        rows = self.tokens[at]
+        if rows.max() >= self.vocab_size:
+            for row, first in zip(rows, at[:, 0], strict=True):
+                check_range(row, self.vocab_size, "the training tokens", int(first))
+        both = torch.from_numpy(rows.astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def windows(self, position: int) -> NDArray[np.int64]:
+        """The windows of this rank's share of that step, in order."""
+        begin = position + self.rank * self.batch_size
+        samples = np.arange(begin, begin + self.batch_size, dtype=np.int64)
+        epochs = samples // self.num_windows
+        windows = np.empty_like(samples)
+        for epoch in np.unique(epochs):  # rarely more than one
+            here = epochs == epoch
+            index = samples[here] % self.num_windows
+            windows[here] = permute(index, self.num_windows, self.seed, int(epoch))
+        return windows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank: small, and JSON."""
+        return {
+            "version": _STATE_VERSION,
+            "position": self.position,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "context": self.context,
+            "num_windows": self.num_windows,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken. The order (its seed) comes with it."""
+        problems = []
+        if state.get("version") != _STATE_VERSION:
+            problems.append(f"version {state.get('version')!r}, this one reads {_STATE_VERSION}")
+        for key in ("context", "num_windows", "fingerprint"):
+            if state.get(key) != getattr(self, key):
+                problems.append(f"{key} {state.get(key)!r}, now {getattr(self, key)!r}")
+        for key in ("position", "seed"):
+            value = state.get(key)
+            if not isinstance(value, int) or value < 0:
+                problems.append(f"{key} {value!r}, which must be a number of 0 or more")
+        if problems:
+            raise DataPositionError(
+                f"the saved position is of other data ({'; '.join(problems)}): resume with the "
+                f"data and the context of the saved run, or start a new one"
+            )
+        self.position, self.seed = state["position"], state["seed"]
+
+
+class HeldOut:
+    """The held-out tokens in order, each scored once, spread over the ranks.
+
+    Every rank iterates over the same number of batches, so that a forward that communicates finds
+    all ranks there; where windows run out, rows have no scored target. Weigh each batch's mean loss
+    by its number of scored targets.
+
+    Args:
+        batch_size: windows of one batch on one rank.
+        max_windows: score only so many, evenly spaced.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        context: int,
+        batch_size: int,
+        vocab_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        max_windows: int | None = None,
+    ) -> None:
+        if min(context, batch_size, 1 if max_windows is None else max_windows) < 1:
+            raise DataError(
+                f"context={context}, batch_size={batch_size} and max_windows={max_windows} must be "
+                f"positive"
+            )
+        if len(tokens) < 2:
+            raise ShortDataError(f"{len(tokens)} held-out tokens: at least 2 are needed")
+        self.tokens = tokens
+        self.context, self.batch_size = context, batch_size
+        self.vocab_size = vocab_size
+        self.rank, self.world_size = rank, world_size
+        count = -(-(len(tokens) - 1) // context)  # the last window may be short
+        most = count if max_windows is None else min(count, max_windows)
+        self.windows = np.arange(most, dtype=np.int64) * count // most
+
+    def __len__(self) -> int:
+        """Batches of each rank."""
+        return -(-len(self.windows) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Tokens and targets, both [batch_size, context], and the number of scored targets."""
+        for index in range(len(self)):
+            first = (index * self.world_size + self.rank) * self.batch_size
+            yield self._batch(self.windows[first : first + self.batch_size])
+
+    def _batch(self, windows: NDArray[np.int64]) -> tuple[Tensor, Tensor, int]:
+        tokens = torch.zeros(self.batch_size, self.context, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORED)
+        scored = 0
+        for row, window in enumerate(windows.tolist()):
+            begin = window * self.context
+            part = self.tokens[begin : begin + self.context + 1]
+            check_range(part, self.vocab_size, "the held-out tokens", begin)
+            both = torch.from_numpy(part.astype(np.int64))
+            length = len(both) - 1
+            tokens[row, :length], targets[row, :length] = both[:-1], both[1:]
+            scored += length
+        return tokens, targets, scored
+
+
+# ------------------------------------------------------------------------------------- permutations
+
+
+def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Where each index goes in a permutation of ``range(size)`` that seed and epoch choose.
+
+    A Feistel network: a number of 2n bits is cut in halves, and in each round one half is changed
+    by a hash of the other, which the other can undo, so no two numbers meet. It permutes a power of
+    4, at most 4 times ``size``; numbers that land outside are sent through again until they don't.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = [_mix(np.uint64(seed), np.uint64(epoch), np.uint64(turn)) for turn in range(6)]
+    result = index.astype(np.uint64)
+    outside = np.ones(len(result), bool)
+    while outside.any():
+        left, right = result[outside] >> half, result[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_hash(right ^ key) & mask)
+        result[outside] = (left << half) | right
+        outside = result >= np.uint64(size)
+    return result.astype(np.int64)
+
+
+def _mix(*numbers: np.uint64) -> np.uint64:
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = _hash(key ^ number)
+    return np.uint64(key[0])
+
+
+def _hash(values: Any) -> NDArray[np.uint64]:
+    """A 64-bit finaliser (the constants of splitmix64): one bit in changes half the bits out."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))  # type: ignore[no-any-return]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token files: integers on disk that are mapped into memory, however many there are.
+
+    0        8         12         16                     4096
+    | magic  | version | length   | JSON header, spaces  | tokens, little-endian uint16 or uint32 |
+
+The header holds dtype, vocab_size, count, num_bytes (of the text they came from, for bits per
+byte; null where unknown), tokenizer ("bytes" or null) and the sha256 of the tokens. A file is
+written beside its name and renamed when complete, so a reader never meets half of one.
+
+What is checked: magic, version, header and size always; the checksum and every token when a file
+of up to :data:`CHECKED_BYTES` is opened, because a run that first reads 100 GB never starts. Larger
+files have their first and last tokens checked then, every token as it is drawn
+(:mod:`shardwise.train.sampler`), and all of them by :func:`verify_tokens`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.train.corpus_errors import DataNotFoundError, TokenFileError
+
+Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
+
+MAGIC = b"shrdtoks"
+VERSION = 1
+HEADER_BYTES = 4096  # a page, so that the tokens of a mapped file are aligned
+CHECKED_BYTES = 256 << 20
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_CHUNK = 1 << 22  # tokens read at a time while checking
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenHeader:
+    """What a token file says of itself."""
+
+    dtype: str
+    vocab_size: int
+    count: int
+    sha256: str
+    num_bytes: int | None = None
+    tokenizer: str | None = None
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """The smaller of the two that holds every token."""
+    return _DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
+
+
+def write_tokens(
+    path: str | Path,
+    tokens: Tokens | Iterable[Tokens],
+    vocab_size: int,
+    *,
+    num_bytes: int | None = None,
+    tokenizer: str | None = None,
+) -> TokenHeader:
+    """Write one array, or arrays one after another as they are made, and return the header.
+
+    Args:
+        num_bytes: how many bytes of text the tokens stand for. Without it losses can be given per
+            token only.
+        tokenizer: ``"bytes"`` where token i < 256 is byte i, so that generated text can be read.
+    """
+    if not 0 < vocab_size <= 1 << 32:
+        raise ValueError(f"vocab_size={vocab_size}: a token file holds 1 to 2**32 different tokens")
+    target = Path(path)
+    dtype, digest, count = dtype_for(vocab_size), hashlib.sha256(), 0
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(bytes(HEADER_BYTES))
+            for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+                check_range(array, vocab_size, f"{target.name}: not written", count)
+                data = np.ascontiguousarray(array, dtype).data
+                digest.update(data)
+                file.write(data)
+                count += len(array)
+            header = TokenHeader(
+                dtype=dtype.name,
+                vocab_size=vocab_size,
+                count=count,
+                sha256=digest.hexdigest(),
+                num_bytes=num_bytes,
+                tokenizer=tokenizer,
+            )
+            file.seek(0)
+            file.write(_encode_header(header))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return header
+
+
+def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
+    """Map a token file into memory, after the checks that the module names."""
+    path = Path(path)
+    header = read_header(path)
+    tokens = _map(path, _DTYPES[header.dtype], HEADER_BYTES)
+    if tokens.nbytes <= CHECKED_BYTES:
+        _verify(path, tokens, header)
+    else:
+        for begin in (0, max(0, len(tokens) - _CHUNK)):
+            check_range(tokens[begin : begin + _CHUNK], header.vocab_size, str(path), begin)
+    return tokens, header
+
+
+def verify_tokens(path: str | Path) -> TokenHeader:
+    """Read all of a file, whatever its size; raise where it isn't what its header says."""
+    path = Path(path)
+    header = read_header(path)
+    _verify(path, _map(path, _DTYPES[header.dtype], HEADER_BYTES), header)
+    return header
+
+
+def open_raw_tokens(path: str | Path, bits: int, vocab_size: int) -> Tokens:
+    """Map a file that is nothing but tokens; it says nothing of itself, so the caller must."""
+    path = Path(path)
+    _require_file(path)
+    dtype = _DTYPES[f"uint{bits}"]
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise TokenFileError(
+            f"{path} holds {size} bytes, which is no whole number of {bits}-bit tokens: it is "
+            f"empty, truncated or of another width"
+        )
+    if _magic_of(path) == MAGIC:
+        raise TokenFileError(f"{path} has a header: name it without the raw{bits}: prefix")
+    tokens = _map(path, dtype, 0)
+    for begin in (0, max(0, len(tokens) - _CHUNK)):
+        check_range(tokens[begin : begin + _CHUNK], vocab_size, str(path), begin)
+    return tokens
+
+
+def is_token_file(path: Path) -> bool:
+    return path.is_file() and _magic_of(path) == MAGIC
+
+
+def read_header(path: Path) -> TokenHeader:
+    _require_file(path)
+    with path.open("rb") as file:
+        head = file.read(HEADER_BYTES)
+    if head[: len(MAGIC)] != MAGIC:
+        raise TokenFileError(
+            f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): write it with "
+            f"shardwise.train.tokens.write_tokens, or name a file of bare integers as "
+            f"raw16:PATH:VOCAB or raw32:PATH:VOCAB"
+        )
+    version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
+    if version != VERSION:
+        raise TokenFileError(
+            f"{path} has format version {version}; this shardwise reads version {VERSION}"
+        )
+    try:
+        header = TokenHeader(**json.loads(head[16 : 16 + length]))
+    except (ValueError, TypeError) as error:
+        raise TokenFileError(f"{path} has a damaged header ({error}): write it again") from None
+    _check_header(path, header)
+    return header
+
+
+def _check_header(path: Path, header: TokenHeader) -> None:
+    numbers = (header.vocab_size, header.count)
+    if header.dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise TokenFileError(f"{path} has a damaged header ({header}): write it again")
+    size = path.stat().st_size
+    expected = HEADER_BYTES + header.count * _DTYPES[header.dtype].itemsize
+    if size != expected:
+        what = "truncated" if size < expected else "longer than its header says"
+        raise TokenFileError(
+            f"{path} is {what}: {header.count} tokens take {expected} bytes and it has {size}; "
+            f"copy or write it again"
+        )
+
+
+def _encode_header(header: TokenHeader) -> bytes:
+    text = json.dumps(asdict(header)).encode()
+    start = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
+    assert len(start) <= HEADER_BYTES, "a header has a few fields of bounded length"
+    return start.ljust(HEADER_BYTES)
+
+
+def _magic_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC))
+
+
+def _map(path: Path, dtype: np.dtype[Any], offset: int) -> Tokens:
+    if path.stat().st_size == offset:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
+
+
+def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
+    digest = hashlib.sha256()
+    for begin in range(0, len(tokens), _CHUNK):
+        chunk = tokens[begin : begin + _CHUNK]
+        check_range(chunk, header.vocab_size, str(path), begin)
+        digest.update(np.ascontiguousarray(chunk).data)
+    if digest.hexdigest() != header.sha256:
+        raise TokenFileError(
+            f"{path} has other contents than were written (sha256 {digest.hexdigest()[:12]}…, the "
+            f"header says {header.sha256[:12]}…): copy or write it again"
+        )
+
+
+def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
+    if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+        at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
+        raise TokenFileError(
+            f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
+            f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
+        )
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise DataNotFoundError(f"{path}: there is no such file; give the path of a token file")

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference model: shapes, what each option does, initial values, recomputation, experts."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwise as sw
+from shardwise.models.experts import _SortBack, _Spread, grouped_linear, looped_linear, unevenness
+from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, generate
+from shardwise.models.norm import RMSNorm
+from shardwise.models.rotary import Rotary, rotate, stretch
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+SMALL = GPTConfig(vocab_size=33, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, context=12)
+EXPERTS = replace(SMALL, num_experts=4, experts_per_token=2, expert_hidden_dim=16)
+VARIANTS = {
+    "dense": SMALL,
+    "tied": replace(SMALL, tied=True),
+    "no qk norm": replace(SMALL, qk_norm=False),
+    "one head each": replace(SMALL, num_kv_heads=None),
+    "wide heads": replace(SMALL, head_dim=20, hidden_dim=24),
+    "experts": EXPERTS,
+}
+
+
+def make(config: GPTConfig, seed: int = 0) -> GPT:
+    model = GPT(config)
+    model.init_weights(seed)
+    return model
+
+
+def words(config: GPTConfig, count: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randint(0, config.vocab_size, (count, config.context + 1), generator=generator)
+    return both[:, :-1], both[:, 1:]
+
+
+# ----------------------------------------------------------------------------------- the arithmetic
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_parameters_are_what_the_config_says(config: GPTConfig) -> None:
+    model = GPT(config)
+    assert sum(one.numel() for one in model.parameters()) == config.num_parameters > 10_000
+    assert model.num_parameters == config.num_parameters
+    assert ("head.weight" in model.state_dict()) == (not config.tied)
+    if config.num_experts:
+        unused = config.num_layers * 2 * 3 * config.dim * config.expert_width
+        assert config.num_active_parameters == config.num_parameters - unused
+    else:
+        assert config.num_active_parameters == config.num_parameters
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_flops_are_those_that_torch_counts(config: GPTConfig) -> None:
+    """torch counts products as they are called; attention on a CPU it sees as causal or not."""
+    tokens, targets = words(config)
+    model = make(config)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if "attention" not in str(op))
+    heads = config.num_layers * config.num_heads * config.head_width
+    attention = 3 * 2 * heads * (config.context + 1)
+    # The gradient of tokens, which nobody asks for, is not computed; everything else is.
+    if not config.num_experts:  # torch does not count grouped products
+        assert products == tokens.numel() * (config.flops_per_token() - attention)
+    assert config.flops_per_token(1) == config.flops_per_token() - 3 * 2 * heads * (
+        config.context - 1
+    )
+
+
+def test_default_model_has_the_size_of_the_default_recipe() -> None:
+    config = GPTConfig()
+    assert 860_000 < config.num_parameters < 880_000
+    assert config.hidden_width == 352
+
+
+def test_config_survives_json() -> None:
+    config = replace(EXPERTS, rope_scaling=RopeScaling(factor=4.0))
+    assert GPTConfig(**json.loads(json.dumps(asdict(config)))) == config
+
+
+def test_all_problems_of_a_config_come_at_once() -> None:
+    with pytest.raises(ValueError, match="vocab_size=0") as caught:
+        GPTConfig(vocab_size=0, norm_eps=0.0, recompute="some", num_experts=-1)  # type: ignore[arg-type]
+    for part in ("norm_eps=0.0", "recompute='some'", "'block'", "num_experts=-1"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="no multiple of num_heads=3") as caught:
+        GPTConfig(dim=128, num_heads=3, num_kv_heads=2, num_experts=2, experts_per_token=4)
+    for part in ("num_kv_heads=2", "experts_per_token=4", "head_dim"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="width 3 cannot be rotated"):
+        GPTConfig(dim=12, num_heads=4)
+    with pytest.raises(ValueError, match="below high_frequency_factor"):
+        RopeScaling(low_frequency_factor=4.0, high_frequency_factor=4.0)
+
+
+# ------------------------------------------------------------------------------------ what it does
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_no_token_sees_a_later_one(config: GPTConfig) -> None:
+    model = make(config)
+    tokens, _ = words(config)
+    before = model(tokens)
+    assert before.shape == (3, config.context, config.vocab_size)
+    tokens = tokens.clone()
+    tokens[:, 7] = (tokens[:, 7] + 1) % config.vocab_size
+    after = model(tokens)
+    torch.testing.assert_close(after[:, :7], before[:, :7], rtol=0, atol=1e-6)
+    assert (after[:, 7:] - before[:, 7:]).abs().amax((0, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_loss_is_the_mean_over_scored_targets(config: GPTConfig) -> None:
+    model = make(config).eval()
+    tokens, targets = words(config)
+    targets = targets.clone()
+    targets[0, :5] = IGNORED
+    targets[2] = IGNORED
+    scored = targets != IGNORED
+    expected = F.cross_entropy(model(tokens)[scored], targets[scored])
+    torch.testing.assert_close(model(tokens, targets), expected)
+    nothing = model(tokens, torch.full_like(targets, IGNORED))
+    assert nothing.item() == 0.0
+    nothing.backward()
+    assert all(one.grad is not None and one.grad.abs().max() == 0 for one in model.parameters())
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"13 tokens do not fit GPTConfig\(context=12\)"):
+        make(SMALL)(torch.zeros(1, 13, dtype=torch.int64))
+
+
+def test_attention_depends_on_distance_and_not_on_position() -> None:
+    """The same query and key, moved along together, give the same score; apart, another."""
+    table = Rotary(SMALL).table(12, torch.device("cpu"), torch.float32)
+    q, k = torch.randn(8).expand(1, 12, 1, 8), torch.randn(8).expand(1, 12, 1, 8)
+    q, k = rotate(q, table)[0, :, 0], rotate(k, table)[0, :, 0]
+    scores = q @ k.T  # [12, 12]
+    for distance in range(1, 12):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    assert scores[:, 0].std() > 1e-2
+    # Channel i turns with channel i + width/2, not with its neighbour.
+    one = torch.zeros(1, 2, 1, 8)
+    one[..., 1] = 1.0
+    assert rotate(one, table[:, :2])[0, 1, 0].nonzero().flatten().tolist() == [1, 5]
+
+
+def test_long_waves_are_stretched_and_short_ones_are_not() -> None:
+    scaling = RopeScaling(factor=8.0, original_context=8192)
+    channels = torch.arange(0, 128, 2) / 128
+    frequencies = 500_000.0**-channels
+    stretched = stretch(frequencies, scaling)
+    waves = 2 * math.pi / frequencies
+    assert torch.equal(stretched[waves < 8192 / 4], frequencies[waves < 8192 / 4])
+    torch.testing.assert_close(stretched[waves > 8192], frequencies[waves > 8192] / 8)
+    between = (waves > 8192 / 4) & (waves < 8192)
+    assert between.any() and (stretched[between] < frequencies[between]).all()
+    assert (stretched.diff() < 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 3, 4, 8)])
+def test_norm_is_torchs_with_its_gradients(shape: tuple[int, ...]) -> None:
+    norm = RMSNorm(shape[-1], eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    inputs = (x, norm.weight)
+    expected = F.rms_norm(x, (shape[-1],), norm.weight, 1e-3)
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(norm(x), inputs, grad), torch.autograd.grad(expected, inputs, grad)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("config", [SMALL, EXPERTS], ids=["dense", "experts"])
+def test_recomputation_changes_no_bit_and_keeps_less(config: GPTConfig) -> None:
+    tokens, targets = words(config)
+    grads, kept = [], []
+    for recompute in ("none", "block"):
+        model = make(replace(config, recompute=recompute))  # type: ignore[arg-type]
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens, targets)
+        kept.append(sum(saved))
+        loss.backward()
+        grads.append([loss.detach(), *(one.grad for one in model.parameters())])
+    assert kept[1] < 0.5 * kept[0]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+# --------------------------------------------------------------------------------- initial values
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_values_are_the_same_by_way_of_the_meta_device(config: GPTConfig) -> None:
+    with torch.device("meta"):
+        model = GPT(config)
+    assert all(one.is_meta for one in model.parameters())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))  # nothing may be left as it was
+    model.init_weights(7)
+    expected = make(config, seed=7)
+    found = dict(model.named_parameters())
+    assert len(found) > 10 and found.keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    tokens, targets = words(config)
+    assert torch.equal(model(tokens, targets), expected(tokens, targets))
+
+
+def test_seeds_and_torchs_own_generator_choose_the_values() -> None:
+    first, second = make(SMALL, 1), make(SMALL, 2)
+    assert not torch.equal(
+        first.blocks[0].attention.wq.weight, second.blocks[0].attention.wq.weight
+    )  # type: ignore[union-attr]
+    torch.manual_seed(5)
+    third = GPT(SMALL)
+    torch.manual_seed(5)
+    assert torch.equal(GPT(SMALL).embedding.weight, third.embedding.weight)
+
+
+@pytest.mark.parametrize("depth", [2, 32])
+def test_hidden_states_stay_one_size_whatever_the_depth(depth: int) -> None:
+    model = make(replace(SMALL, num_layers=depth, dim=64, vocab_size=257))
+    tokens, targets = words(model.config)
+    seen: list[float] = []
+    model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].std().item()))
+    loss = model(tokens, targets).item()
+    assert 0.1 < seen[0] < 1.5
+    assert abs(loss - math.log(257)) < 1.0
+
+
+def test_a_model_of_405_billion_is_there_at_once() -> None:
+    config = GPTConfig(
+        vocab_size=128_256,
+        dim=16_384,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        hidden_dim=53_248,
+        context=131_072,
+        qk_norm=False,
+        rope_scaling=RopeScaling(),
+    )
+    started = time.perf_counter()
+    with torch.device("meta"):
+        model = GPT(config)
+    seconds = time.perf_counter() - started
+    assert sum(one.numel() for one in model.parameters()) == config.num_parameters
+    assert round(config.num_parameters / 1e9, 2) == 405.85
+    assert seconds < 5.0  # 0.2 s on a quiet core
+
+
+# ----------------------------------------------------------------------------------------- experts
+
+
+def test_experts_are_the_obvious_sum() -> None:
+    """Every token through every expert, weighted by what the router gives its best two."""
+    layer = make(EXPERTS).blocks[0].feed_forward  # type: ignore[union-attr]
+    hidden = torch.randn(2, 5, EXPERTS.dim)
+    found, uneven = layer(hidden)
+    chances = layer.router(hidden).softmax(-1)
+    best, chosen = chances.topk(2, -1)
+    weights = torch.zeros_like(chances).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
+    inner = F.silu(torch.einsum("btc,efc->btef", hidden, layer.gate))
+    inner = inner * torch.einsum("btc,efc->btef", hidden, layer.up)
+    each = torch.einsum("btef,ecf->btec", inner, layer.down)
+    torch.testing.assert_close(found, (each * weights.unsqueeze(-1)).sum(2))
+    shares = torch.bincount(chosen.flatten(), minlength=4) / 20
+    torch.testing.assert_close(uneven, 4 * (shares * chances.mean((0, 1))).sum() - 1)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 4, 1), (0, 0, 8, 0), (2, 2, 2, 2)])
+def test_grouped_products_are_a_loop_of_products(sizes: tuple[int, ...]) -> None:
+    ends = torch.tensor(sizes).cumsum(0).int()
+    rows = torch.randn(8, 16, requires_grad=True)
+    weight = torch.randn(4, 12, 16, requires_grad=True)
+    grad = torch.randn(8, 12)
+    results = []
+    for function in (grouped_linear, looped_linear):
+        out = function(rows, weight, ends)
+        results.append((out, *torch.autograd.grad(out, (rows, weight), grad)))
+    torch.testing.assert_close(*results)
+    empty = [expert for expert, size in enumerate(sizes) if size == 0]
+    assert (results[0][2][empty] == 0).all()
+
+
+def test_sizes_that_no_grouped_product_takes_are_looped() -> None:
+    config = replace(EXPERTS, dim=30, head_dim=8, expert_hidden_dim=14)
+    tokens, targets = words(config)
+    model = make(config)
+    model(tokens, targets).backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
+def test_rows_are_moved_with_exact_gradients() -> None:
+    order = torch.randperm(12)
+    tokens = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: _Spread.apply(t, order, 2), tokens)
+    assert torch.equal(_Spread.apply(tokens, order, 2), tokens[order // 2])
+    rows = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: _SortBack.apply(t, order), rows)
+    assert torch.equal(_SortBack.apply(rows[order], order), rows)
+
+
+def test_unevenness_is_zero_when_even_and_pushes_busy_experts_down() -> None:
+    even = torch.full((8, 4), 0.25)
+    assert unevenness(even, torch.tensor([4, 8, 12, 16])).item() == 0.0
+    logits = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).expand(8, 4).clone().requires_grad_()
+    uneven = unevenness(logits.softmax(-1), torch.tensor([8, 16, 16, 16]))
+    assert uneven.item() > 0.5
+    uneven.backward()
+    assert (logits.grad[:, 0] > 0).all() and (logits.grad[:, 2:] < 0).all()
+
+
+def test_the_balance_term_belongs_to_training_alone() -> None:
+    tokens, targets = words(EXPERTS)
+    plain, pushed = (make(replace(EXPERTS, balance_coefficient=c)) for c in (0.0, 10.0))
+    assert pushed(tokens, targets) > plain(tokens, targets) + 1e-3
+    assert pushed.eval()(tokens, targets) == plain.eval()(tokens, targets)
+
+
+# -------------------------------------------------------------------------------------- generation
+
+
+def test_generate_repeats_what_was_learned_and_itself() -> None:
+    config = replace(SMALL, vocab_size=8, context=8)
+    model = make(config)
+    pattern = torch.arange(8).repeat(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = model(pattern[None, :8], pattern[None, 1:9]) + model(
+            pattern[None, 3:11], pattern[None, 4:12]
+        )
+        loss.backward()
+        optimizer.step()
+    start = pattern[None, :2]
+    found = generate(model, start, 14, temperature=0.0)  # past the context: the window moves on
+    assert found[0, :8].tolist() == list(range(8)) and found.shape == (1, 16)
+    assert model.training
+    draws = [
+        generate(model, start, 10, temperature=3.0, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    with pytest.raises(ValueError, match="temperature=-1"):
+        generate(model, start, 1, temperature=-1)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(model, start[:, :0], 1)
+
+
+# ---------------------------------------------------------------------------------------- wrapped
+
+
+def wrapped(rank: int, world_size: int, config: GPTConfig) -> None:
+    """Sharded or not: the same loss, gradients, initial values and text."""
+    plain = make(config, seed=3)
+    with torch.device("meta"):
+        model = GPT(config)
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh_of(world_size), placements=sw.zero(3))
+    sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3))
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    expected = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), expected[name]), name  # type: ignore[attr-defined]
+    tokens, targets = words(config, count=4)
+    for step in range(2):
+        loss, reference = model(tokens, targets), plain(tokens, targets)
+        torch.testing.assert_close(loss, reference)
+        loss.backward()
+        reference.backward()
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(grad, expected[name].grad, rtol=1e-4, atol=1e-6)
+        for one in (model, plain):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+        assert step or reference > 0
+    text = generate(model, tokens[:1, :3], 6, temperature=0.0)
+    assert torch.equal(text, generate(plain, tokens[:1, :3], 6, temperature=0.0))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(SMALL, tied=True, recompute="block"),
+        replace(EXPERTS, recompute="block"),
+        EXPERTS,
+    ],
+    ids=["tied, recomputed", "experts, recomputed", "experts"],
+)
+def test_wrapped_model_computes_the_same(config: GPTConfig) -> None:
+    run_ranks(wrapped, 2, config)
