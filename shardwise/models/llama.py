@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and configurations under the names that the Hugging Face ecosystem reads.
+
+    qk_norm   num_experts   is there called
+    False     0             LlamaForCausalLM
+    True      0             Qwen3ForCausalLM
+    False     > 0           MixtralForCausalLM
+    True      > 0           Qwen3MoeForCausalLM
+
+Dictionaries in, dictionaries out: no file is read or written and `transformers` is not needed.
+Nothing is transposed or permuted either; experts, one stacked tensor here, are views of it there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.models.config import GPTConfig, RopeScaling
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+# Where a config.json leaves something out, its class has a default.
+_THETA = {"mixtral": 1e6}
+_EPS = {"mixtral": 1e-5}
+
+_OUTER = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_INNER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "feed_forward_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.gate.weight": "mlp.gate_proj.weight",
+    "feed_forward.up.weight": "mlp.up_proj.weight",
+    "feed_forward.down.weight": "mlp.down_proj.weight",
+}
+# Of a stacked tensor [experts, ...], `{}` stands for the expert.
+_EXPERTS = {
+    "qwen3_moe": {
+        "feed_forward.router.weight": "mlp.gate.weight",
+        "feed_forward.gate": "mlp.experts.{}.gate_proj.weight",
+        "feed_forward.up": "mlp.experts.{}.up_proj.weight",
+        "feed_forward.down": "mlp.experts.{}.down_proj.weight",
+    },
+    "mixtral": {
+        "feed_forward.router.weight": "block_sparse_moe.gate.weight",
+        "feed_forward.gate": "block_sparse_moe.experts.{}.w1.weight",
+        "feed_forward.up": "block_sparse_moe.experts.{}.w3.weight",
+        "feed_forward.down": "block_sparse_moe.experts.{}.w2.weight",
+    },
+}
+_QK_NORMS = ("q_norm.weight", "k_norm.weight")
+_STACKS = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def model_type(config: GPTConfig) -> str:
+    """Which of their models this one is."""
+    if config.num_experts:
+        return "qwen3_moe" if config.qk_norm else "mixtral"
+    return "qwen3" if config.qk_norm else "llama"
+
+
+# ----------------------------------------------------------------------------------------- weights
+
+
+def hf_names(name: str, config: GPTConfig) -> list[str]:
+    """Their names of one of our parameters: one, or one for each expert of a stack."""
+    if name in _OUTER:
+        return [_OUTER[name]]
+    found = _BLOCK.fullmatch(name)
+    names = _INNER | _EXPERTS.get(model_type(config), {})
+    if found is None or found[2] not in names:
+        raise ValueError(f"{name!r} is no parameter of a GPT")
+    theirs = f"model.layers.{found[1]}.{names[found[2]]}"
+    return [theirs.format(e) for e in range(config.num_experts)] if "{}" in theirs else [theirs]
+
+
+def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor]:
+    """One of our parameters, whole, under their names: to convert a large model bit by bit."""
+    names = hf_names(name, config)
+    return dict(zip(names, tensor.unbind() if _is_stack(name) else [tensor], strict=True))
+
+
+def to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """A full state dict of ``GPT(config)`` under their names; the tensors are views."""
+    _check_names(state.keys(), _our_names(config), "a state dict of this GPT")
+    converted: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        converted |= hf_tensors(name, tensor, config)
+    return converted
+
+
+def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Their weights as a state dict of ``GPT(config)``; experts are stacked, the rest is shared."""
+    needed = {name: hf_names(name, config) for name in _our_names(config)}
+    # Old files carry the rotary frequencies, some the tied head: both follow from the rest.
+    given = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
+    if config.tied:
+        given = [name for name in given if name != "lm_head.weight"]
+    expected = {name for names in needed.values() for name in names}
+    _check_names(given, expected, f"weights of a {_ARCHITECTURES[model_type(config)]}")
+    return {
+        name: torch.stack([state[one] for one in theirs]) if _is_stack(name) else state[theirs[0]]
+        for name, theirs in needed.items()
+    }
+
+
+def _our_names(config: GPTConfig) -> list[str]:
+    inner = [name for name in _INNER if config.qk_norm or not name.endswith(_QK_NORMS)]
+    if config.num_experts:
+        inner = [name for name in inner if not name.startswith("feed_forward.")]
+        inner += _EXPERTS[model_type(config)]
+    outer = [name for name in _OUTER if not (config.tied and name == "head.weight")]
+    return outer + [f"blocks.{i}.{name}" for i in range(config.num_layers) for name in inner]
+
+
+def _is_stack(name: str) -> bool:
+    return name.endswith(_STACKS)
+
+
+def _check_names(given: Any, expected: Any, what: str) -> None:
+    missing, unknown = sorted({*expected} - {*given}), sorted({*given} - {*expected})
+    if missing or unknown:
+        parts = [
+            f"{len(names)} {kind} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})"
+            for kind, names in (("missing", missing), ("not known", unknown))
+            if names
+        ]
+        raise ValueError(
+            f"these are not {what}: {' and '.join(parts)}; use the configuration that is theirs"
+        )
+
+
+# ---------------------------------------------------------------------------------- configurations
+
+
+def hf_config(
+    config: GPTConfig, *, dtype: str = "float32", end_token: int | None = None
+) -> dict[str, Any]:
+    """What belongs in ``config.json`` beside the weights of :func:`to_hf`.
+
+    Args:
+        dtype: that the weights are stored in, as torch spells it.
+        end_token: the token that ends a text, at which their ``generate`` stops.
+    """
+    kind = model_type(config)
+    if kind == "llama" and config.dim % config.num_heads:
+        raise ValueError(
+            f"dim={config.dim} is no multiple of num_heads={config.num_heads}, which "
+            f"LlamaForCausalLM refuses: change one of them, or set qk_norm=True (Qwen3ForCausalLM)"
+        )
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_frequency_factor,
+            "high_freq_factor": config.rope_scaling.high_frequency_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_context,
+        }
+    values: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": end_token,
+        "torch_dtype": dtype,
+        # Before version 5 two keys, since then one.
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+    }
+    if kind == "qwen3_moe":
+        values |= {
+            "num_experts": config.num_experts,
+            "moe_intermediate_size": config.expert_width,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    elif kind == "mixtral":
+        values |= {
+            "num_local_experts": config.num_experts,
+            "intermediate_size": config.expert_width,
+            "sliding_window": None,
+        }
+    if config.num_experts:
+        values |= {
+            "num_experts_per_tok": config.experts_per_token,
+            "router_aux_loss_coef": config.balance_coefficient,
+        }
+    return values
+
+
+def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
+    """The GPT that computes what a ``config.json`` describes, or every reason why none does."""
+    kind = values.get("model_type")
+    if kind == "mistral":  # Llama with a window, which has to be as long as the context
+        kind = "llama"
+    if kind not in _ARCHITECTURES:
+        raise ValueError(
+            f"model_type {kind!r} can't be a GPT here: {', '.join(_ARCHITECTURES)} and mistral can"
+        )
+    num_experts = values.get("num_experts", values.get("num_local_experts", 0))
+    width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
+    needed += ["max_position_embeddings"]
+    needed += ["num_experts_per_tok"] if kind in _EXPERTS else []
+    problems = [f"{key} is missing" for key in needed if values.get(key) is None]
+    problems += _unlike(values, kind)
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    scaling = _scaling(rope, problems)
+    if problems:
+        raise ValueError(f"this {kind} configuration can't be a GPT here: {'; '.join(problems)}")
+    experts: dict[str, Any] = {}
+    if kind in _EXPERTS:
+        experts = {
+            "num_experts": num_experts,
+            "experts_per_token": values["num_experts_per_tok"],
+            "expert_hidden_dim": values[width],
+            "balance_coefficient": values.get("router_aux_loss_coef", 0.001),
+        }
+    return GPTConfig(
+        vocab_size=values["vocab_size"],
+        dim=values["hidden_size"],
+        num_layers=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values.get("num_key_value_heads"),
+        head_dim=values.get("head_dim"),
+        hidden_dim=values.get("intermediate_size"),
+        context=values["max_position_embeddings"],
+        rope_theta=float(rope.get("rope_theta", values.get("rope_theta", _THETA.get(kind, 1e4)))),
+        rope_scaling=scaling,
+        norm_eps=values.get("rms_norm_eps", _EPS.get(kind, 1e-6)),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        tied=values.get("tie_word_embeddings", False),
+        **experts,
+    )
+
+
+def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
+    """Options that change what is computed and that a GPT does not have."""
+    problems = []
+    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+        problems.append(f"hidden_act is {values['hidden_act']!r}, a GPT has silu")
+    for key in ("attention_bias", "mlp_bias"):
+        if values.get(key):
+            problems.append(f"{key} is set, a GPT has no biases")
+    if values.get("quantization_config"):
+        problems.append("quantization_config is set: use the weights before quantization")
+    window = values.get("sliding_window", 4096 if values.get("model_type") == "mistral" else None)
+    used = values.get("use_sliding_window", not kind.startswith("qwen3"))
+    if used and window is not None and window < (values.get("max_position_embeddings") or 0):
+        problems.append(
+            f"sliding_window={window} is less than the context, which a GPT sees all of"
+        )
+    if set(values.get("layer_types") or ()) - {"full_attention"}:
+        problems.append(f"layer_types {values['layer_types']}: a GPT has full_attention everywhere")
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append("partial_rotary_factor is set, a GPT rotates whole heads")
+    if kind == "qwen3_moe":
+        if not values.get("norm_topk_prob", False):
+            problems.append("norm_topk_prob is not set: a GPT's weights of chosen experts sum to 1")
+        if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
+            problems.append("some layers have no experts: in a GPT all have or none")
+    return problems
+
+
+def _scaling(rope: Mapping[str, Any], problems: list[str]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind != "llama3":
+        problems.append(f"rope type {kind!r}: a GPT has 'default' and 'llama3'")
+    elif any(key not in rope for key in keys):
+        problems.append(f"rope type 'llama3' needs {', '.join(keys)}")
+    else:
+        factor, low, high, context = (rope[key] for key in keys)
+        return RopeScaling(
+            factor=float(factor),
+            low_frequency_factor=float(low),
+            high_frequency_factor=float(high),
+            original_context=context,
+        )
+    return None

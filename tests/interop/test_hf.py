@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and configurations that `transformers` reads and writes: the same logits both ways."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.models.gpt import GPT, GPTConfig, RopeScaling
+from shardwise.models.llama import (
+    config_from_hf,
+    from_hf,
+    hf_config,
+    hf_names,
+    hf_tensors,
+    model_type,
+    to_hf,
+)
+
+LLAMA = GPTConfig(
+    vocab_size=67,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_dim=48,
+    context=64,
+    qk_norm=False,
+)
+SCALING = RopeScaling(factor=4.0, original_context=16)
+MODELS = {
+    "llama": LLAMA,
+    "llama tied and stretched": replace(LLAMA, tied=True, rope_scaling=SCALING, rope_theta=5e5),
+    "qwen3": replace(LLAMA, qk_norm=True, norm_eps=1e-6),
+    "qwen3 with wide heads": replace(LLAMA, qk_norm=True, head_dim=20, dim=36, num_heads=4),
+    "qwen3 experts": replace(
+        LLAMA, qk_norm=True, num_experts=4, experts_per_token=2, expert_hidden_dim=24
+    ),
+    "mixtral": replace(LLAMA, num_experts=3, experts_per_token=2, expert_hidden_dim=40),
+}
+every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+# As published, without what no model reads.
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+
+
+def random_model(config: GPTConfig) -> GPT:
+    """Every parameter different from what it could be by accident, the norms too."""
+    generator = torch.Generator().manual_seed(11)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+    return model
+
+
+def tokens_for(config: GPTConfig) -> torch.Tensor:
+    return torch.randint(
+        0, config.vocab_size, (2, config.context), generator=torch.Generator().manual_seed(4)
+    )
+
+
+def logits_agree(ours: GPT, theirs: Any) -> None:
+    tokens = tokens_for(ours.config)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = ours(tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@every_model
+def test_transformers_loads_what_we_write(config: GPTConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = random_model(config)
+    state = {name: one.contiguous() for name, one in to_hf(ours.state_dict(), config).items()}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config, end_token=66)))
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32
+    )
+    assert type(theirs).__name__ == hf_config(config)["architectures"][0]
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert theirs.generation_config.eos_token_id == 66
+    logits_agree(ours, theirs)
+
+
+@every_model
+def test_we_load_what_transformers_writes(config: GPTConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    values = hf_config(config)
+    kind = transformers.CONFIG_MAPPING[values["model_type"]]
+    torch.manual_seed(3)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        kind(**{k: v for k, v in values.items() if k not in ("model_type", "architectures")})
+    )
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    found = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert found.num_parameters == config.num_parameters
+    assert (found.rope_theta, found.rope_scaling) == (config.rope_theta, config.rope_scaling)
+    ours = GPT(found)
+    ours.load_state_dict(from_hf(load_file(tmp_path / "model.safetensors"), found))
+    logits_agree(ours, theirs.eval())
+
+
+@every_model
+def test_there_and_back_is_the_same(config: GPTConfig) -> None:
+    model = random_model(config)
+    state = model.state_dict()
+    theirs = to_hf(state, config)
+    assert len(theirs) >= len(state)
+    back = from_hf(theirs, config)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    again = config_from_hf(json.loads(json.dumps(hf_config(config))))
+    assert again.num_parameters == config.num_parameters
+    assert model_type(again) == model_type(config)
+    # Bit by bit, as a large model is exported.
+    parts: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        parts |= hf_tensors(name, tensor, config)
+        assert [*hf_tensors(name, tensor, config)] == hf_names(name, config)
+    assert parts.keys() == theirs.keys()
+
+
+def test_the_largest_llama_is_there_at_once_from_its_config() -> None:
+    config = config_from_hf(LLAMA_405B)
+    assert config.rope_scaling == RopeScaling() and config.rope_theta == 500_000
+    with torch.device("meta"):
+        model = GPT(config)
+    assert sum(one.numel() for one in model.parameters()) == 405_853_388_800
+    assert model.state_dict().keys() == from_hf(to_hf(model.state_dict(), config), config).keys()
+
+
+def test_stretched_frequencies_are_those_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = config_from_hf(LLAMA_405B)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**LLAMA_405B)).inv_freq
+    ours = GPT(replace(config, num_layers=1, dim=128, num_heads=1, num_kv_heads=1, vocab_size=2))
+    found = ours.rotary._frequencies(torch.device("cpu"))
+    assert theirs.shape == (64,)
+    torch.testing.assert_close(found, theirs)
+
+
+def test_what_cannot_be_represented_is_named_all_at_once() -> None:
+    values = LLAMA_405B | {
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "vocab_size": None,
+    }
+    with pytest.raises(ValueError, match="vocab_size is missing") as caught:
+        config_from_hf(values)
+    for part in ("'gelu'", "attention_bias", "'yarn'"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match=r"'gpt_neox'.*llama, qwen3"):
+        config_from_hf({"model_type": "gpt_neox"})
+    experts = hf_config(MODELS["qwen3 experts"])
+    with pytest.raises(ValueError, match="norm_topk_prob") as caught:
+        config_from_hf(experts | {"norm_topk_prob": False, "mlp_only_layers": [0]})
+    assert "no experts" in str(caught.value)
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        config_from_hf(LLAMA_405B | {"model_type": "mistral"})
+    mistral = config_from_hf(LLAMA_405B | {"model_type": "mistral", "sliding_window": None})
+    assert mistral == config_from_hf(LLAMA_405B)
+    with pytest.raises(ValueError, match=r"no multiple of num_heads=3.*qk_norm=True"):
+        hf_config(replace(LLAMA, num_heads=3, num_kv_heads=3, head_dim=8))
+
+
+def test_weights_of_another_model_are_refused_by_name() -> None:
+    state = GPT(LLAMA).state_dict()
+    with pytest.raises(ValueError, match=r"4 missing.*blocks\.0\.attention\.k_norm\.weight"):
+        to_hf(state, replace(LLAMA, qk_norm=True))
+    theirs = to_hf(state, LLAMA)
+    with pytest.raises(ValueError, match=r"9 not known.*model\.layers\.1\."):
+        from_hf(theirs, replace(LLAMA, num_layers=1))
+    assert from_hf(theirs, replace(LLAMA, tied=True)).keys() == state.keys() - {"head.weight"}
+    with pytest.raises(ValueError, match="no parameter of a GPT"):
+        hf_names("blocks.0.bias", LLAMA)
