@@ -13,7 +13,8 @@ restarts (X = Q X, Q = I) after the second step.
 
 Bits: a matrix's result depends on nothing but the matrix. On a CPU each one is computed by itself
 in fp32, from memory of its own; batched products happen to agree bit for bit with MKL on one
-thread, but nobody promises it. On a GPU a batch goes through batched products.
+thread, but nobody promises it. On a GPU a batch goes through the kernels, or batched products
+where Triton is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Preset:
     coefficients: tuple[Triple, ...]
     norm: Literal["frobenius", "schatten4"] = "frobenius"
     safety: float = 1.0
-    restarts: tuple[int, ...] = (2,)  # Gram form: before which steps X is formed anew
+    restart: int = 2  # Gram form: the steps before X is formed anew; 0: never
 
     def __post_init__(self) -> None:
         problems = []
@@ -48,6 +49,8 @@ class Preset:
             problems.append("coefficients need one (a, b, c) per step, one step or more")
         if self.safety < 1:
             problems.append(f"safety={self.safety} divides by less than the norm; use 1 or more")
+        if self.restart < 0:
+            problems.append(f"restart={self.restart} counts steps; use 0 for none")
         if self.norm not in ("frobenius", "schatten4"):
             problems.append(f"norm={self.norm!r} is unknown; use 'frobenius' or 'schatten4'")
         if problems:
@@ -133,7 +136,7 @@ def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
     total, fresh = wide, True
     for step, quintic in enumerate(products):
         last = step + 1 == len(products)
-        restart = step + 1 in preset.restarts and not last
+        restart = step + 1 == preset.restart and not last
         total += square * quintic + (0 if fresh else square)  # Z, then Q
         fresh = False
         if restart:
@@ -161,6 +164,7 @@ def newton_schulz(
     """
     assert batch.ndim == 3, batch.shape
     count, rows, cols = batch.shape
+    chosen, by_default = form, dtype is None
     if form == "auto":
         form = choose_form(rows, cols, preset)
     if dtype is None:
@@ -170,13 +174,33 @@ def newton_schulz(
         return batch.float()
     if batch.device.type == "cpu":
         return torch.stack([_orthogonalize(matrix, preset, form, dtype) for matrix in batch])
+    if chosen == "auto" and by_default and _kernels(batch):
+        from shardwise.kernels.newton_schulz import orthogonalise
+
+        return orthogonalise(
+            batch,
+            preset.coefficients,
+            norm=preset.norm,
+            safety=preset.safety,
+            restart=preset.restart,
+        ).float()
     return _orthogonalize(batch, preset, form, dtype)
+
+
+def _kernels(batch: Tensor) -> bool:
+    """Whether there are kernels for this batch; they choose a form by what was measured."""
+    if batch.device.type != "cuda":
+        return False
+    from shardwise.kernels.newton_schulz import uses_kernels
+
+    return uses_kernels(batch.device)
 
 
 def _orthogonalize(matrix: Tensor, preset: Preset, form: Form, dtype: torch.dtype) -> Tensor:
     """Of ``[..., rows, cols]``: one matrix, or a batch of them."""
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = _normalized(matrix.mT.contiguous() if tall else matrix, preset, dtype)
+    # One order of elements whatever the caller stored: products round by it.
+    x = _normalized((matrix.mT if tall else matrix).contiguous(), preset, dtype)
     x = _iterate_gram(x, preset) if form == "gram" else _iterate_direct(x, preset)
     return (x.mT if tall else x).float().contiguous()
 
@@ -216,7 +240,7 @@ def _iterate_gram(x: Tensor, preset: Preset) -> Tensor:
         product = z if product is None else z @ product
         if step + 1 == steps:
             break
-        if step + 1 in preset.restarts:
+        if step + 1 == preset.restart:
             x, product = product @ x, None
             gram = x @ x.mT
         else:

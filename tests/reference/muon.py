@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon as a textbook would write it: whole matrices, float64, one loop after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def polar_factor(matrix: Tensor) -> Tensor:
+    """U V' of the singular value decomposition, in float64."""
+    u, _, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ v
+
+
+def polynomial_of(matrix: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
+    """What exact Newton-Schulz gives: the polynomials applied to the singular values."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    for a, b, c in triples:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ v
+
+
+class SlowMuon:
+    """Muon on whole matrices; ``rows_of[name]`` lists each matrix of a fused weight as index lists
+    (rows, columns) of the two-dimensional weight."""
+
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        rows_of: dict[str, list[tuple[list[int], list[int]]]],
+        triples: Sequence[tuple[float, float, float]],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        form: str = "ema",
+        nesterov: bool = True,
+        cautious: bool = False,
+        scale: str = "spectral",
+    ) -> None:
+        self.weights = {name: value.double().clone() for name, value in weights.items()}
+        self.buffers = {name: torch.zeros_like(value) for name, value in self.weights.items()}
+        self.rows_of, self.triples, self.scale = rows_of, triples, scale
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.form, self.nesterov, self.cautious = form, nesterov, cautious
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        mu = self.momentum
+        for name, weight in self.weights.items():
+            grad, buffer = grads[name].double(), self.buffers[name]
+            fresh = grad * (1 - mu) if self.form == "ema" else grad
+            buffer.copy_(mu * buffer + fresh)
+            update = buffer.clone()
+            if self.nesterov:
+                update = mu * buffer + fresh
+            whole = torch.zeros_like(update)
+            for rows, columns in self.rows_of[name]:
+                matrix = update[rows][:, columns]
+                result = polynomial_of(matrix / matrix.norm(), self.triples)
+                factor = self.factor(len(rows), len(columns))
+                for i, row in enumerate(rows):
+                    for j, column in enumerate(columns):
+                        whole[row, column] = factor * result[i, j]
+            decayed = weight * self.lr * self.weight_decay
+            if self.cautious:
+                decayed = decayed * (weight * whole > 0)
+            weight.sub_(decayed).sub_(self.lr * whole)
+
+    def factor(self, rows: int, columns: int) -> float:
+        if self.scale == "spectral":
+            return math.sqrt(max(1, rows / columns))
+        if self.scale == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        if self.scale == "unit_rms":
+            return math.sqrt(rows / columns)
+        return 1.0

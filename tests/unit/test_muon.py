@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon in one process: against a textbook in float64, against torch's, and its rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.optim.muon import (
+    apply_update,
+    convert_momentum,
+    scale_of,
+    update_momentum,
+)
+from shardwise.optim.newton_schulz import PRESETS
+from tests.reference.muon import SlowMuon
+
+STEPS = 6
+
+
+class Weights(nn.Module):
+    """Parameters by name, without a forward."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in shapes.items():
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
+            )
+
+
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+
+
+def set_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    grads = gradients(model, step)
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name].clone()
+    return grads
+
+
+def whole(rows: int, cols: int) -> list[tuple[list[int], list[int]]]:
+    return [(list(range(rows)), list(range(cols)))]
+
+
+SHAPES = {"wide": (8, 24), "tall": (30, 12), "square": (16, 16)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum_form": "sum"},
+        {"nesterov": False},
+        {"momentum_form": "sum", "nesterov": False, "momentum": 0.9},
+        {"weight_decay": 0.3},
+        {"weight_decay": 0.3, "decay": "cautious"},
+        {"scale": "match_rms_adamw"},
+        {"scale": "unit_rms"},
+        {"scale": "none", "preset": "keller", "form": "direct"},
+        {"preset": "you", "form": "gram"},
+    ],
+    ids=str,
+)
+def test_it_follows_the_textbook(options: dict[str, Any]) -> None:
+    model = Weights(SHAPES)
+    optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.1, **options), elementwise=None)
+    slow = SlowMuon(
+        {name: p.detach() for name, p in model.named_parameters()},
+        {name: whole(*shape) for name, shape in SHAPES.items()},
+        PRESETS[options.get("preset", "polar_express")].coefficients,
+        lr=0.1,
+        momentum=options.get("momentum", 0.95),
+        weight_decay=options.get("weight_decay", 0.0),
+        form=options.get("momentum_form", "ema"),
+        nesterov=options.get("nesterov", True),
+        cautious=options.get("decay") == "cautious",
+        scale=options.get("scale", "spectral"),
+    )
+    for step in range(STEPS):
+        slow.step(set_gradients(model, step))
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach().double(), slow.weights[name], rtol=0, atol=2e-4, msg=name
+        )
+        found = optimizer.state[parameter]["momentum_buffer"].double()
+        torch.testing.assert_close(found, slow.buffers[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("scale", ["spectral", "match_rms_adamw"])
+def test_it_agrees_with_torch(scale: str) -> None:
+    ours, theirs = Weights(SHAPES), Weights(SHAPES)
+    rule = {"spectral": "original", "match_rms_adamw": "match_rms_adamw"}[scale]
+    settings = sw.muon(lr=0.05, weight_decay=0.1, preset="keller", form="direct", scale=scale)
+    optimizer = sw.optimizer(ours, matrix=settings, elementwise=None)
+    reference = torch.optim.Muon(
+        theirs.parameters(), lr=0.05, weight_decay=0.1, adjust_lr_fn=rule
+    )
+    before = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    for step in range(STEPS):
+        for model in (ours, theirs):
+            set_gradients(model, step)
+        optimizer.step()
+        reference.step()
+    for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        moved = (mine - before[name]).norm()
+        assert moved > 0.1, "there is something to compare"
+        assert (mine - its).norm() / moved < 0.02, name  # theirs multiplies in bfloat16
+        momentum = optimizer.state[mine]["momentum_buffer"]
+        assert torch.equal(momentum, reference.state[its]["momentum_buffer"]), name
+
+
+def test_adamw_is_torchs_bit_for_bit() -> None:
+    shapes = SHAPES | {"vector": (17,), "cube": (2, 3, 4)}
+    ours, theirs = Weights(shapes), Weights(shapes)
+    settings = sw.adamw(lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    optimizer = sw.optimizer(ours, matrix=None, elementwise=settings)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    for step in range(STEPS):
+        for model in (ours, theirs):
+            set_gradients(model, step)
+        optimizer.step()
+        reference.step()
+    for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        for key, value in reference.state[its].items():
+            assert torch.equal(optimizer.state[mine][key], value), key
+
+
+def test_the_update_aliases_neither_momentum_nor_gradient() -> None:
+    for form in ("ema", "sum"):
+        for nesterov in (True, False):
+            buffer, grad = torch.ones(3, 4), torch.full((3, 4), 2.0)
+            (update,) = update_momentum(
+                [buffer], [grad], momentum=0.5, form=form, nesterov=nesterov
+            )
+            kept = buffer.clone()
+            update.zero_()
+            assert torch.equal(buffer, kept) and torch.equal(grad, torch.full((3, 4), 2.0))
+
+
+def test_both_momentum_forms_point_the_same_way_and_convert() -> None:
+    models = {form: Weights(SHAPES) for form in ("ema", "sum")}
+    optimizers = {
+        form: sw.optimizer(model, matrix=sw.muon(momentum_form=form), elementwise=None)
+        for form, model in models.items()
+    }
+    for step in range(3):
+        for form, model in models.items():
+            set_gradients(model, step)
+            optimizers[form].step()
+    for mine, its in zip(*(model.parameters() for model in models.values()), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-5)
+        ema, total = (
+            optimizers["ema"].state[mine]["momentum_buffer"],
+            optimizers["sum"].state[its]["momentum_buffer"],
+        )
+        assert not torch.allclose(ema, total)
+        converted = total.clone()
+        convert_momentum(converted, 0.95, "sum", "ema")
+        torch.testing.assert_close(converted, ema)
+    # The form is in the state dict, and loading into the other form converts.
+    saved = optimizers["sum"].state_dict()
+    assert saved["param_groups"][0]["momentum_form"] == "sum"
+    fresh = Weights(SHAPES)
+    loaded = sw.optimizer(fresh, matrix=sw.muon(momentum_form="ema"), elementwise=None)
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0]["momentum_form"] == "ema"
+    for mine, its in zip(fresh.parameters(), models["ema"].parameters(), strict=True):
+        torch.testing.assert_close(
+            loaded.state[mine]["momentum_buffer"], optimizers["ema"].state[its]["momentum_buffer"]
+        )
+
+
+def test_cautious_decay_spares_weights_that_grow() -> None:
+    weight, update = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])
+    apply_update([weight], [update], lr=0.1, weight_decay=0.5, decay="cautious")
+    torch.testing.assert_close(weight, torch.tensor([0.95 - 0.1, -1.0 - 0.1, 2.0]))
+
+
+def test_scales_by_name() -> None:
+    assert scale_of("spectral", 8, 2) == 2.0 and scale_of("spectral", 2, 8) == 1.0
+    assert scale_of("match_rms_adamw", 100, 25) == pytest.approx(2.0)
+    assert scale_of("unit_rms", 2, 8) == 0.5
+    assert scale_of("none", 2, 8) == 1.0
+
+
+def test_settings_that_cannot_work_are_refused_together() -> None:
+    with pytest.raises(ValueError) as caught:
+        sw.muon(lr=-1, momentum=1.0, preset="kelly", scale="rms", wire="fp8", decay="l2")
+    message = str(caught.value)
+    for part in ("lr=-1", "momentum=1.0", "'kelly' is unknown", "'rms'", "'fp8'", "'l2'"):
+        assert part in message, message
+    with pytest.raises(ValueError, match=r"lr=-1 .*; betas=\(0.9, 1.0\)"):
+        sw.adamw(lr=-1, betas=(0.9, 1.0))
+
+
+def test_an_optimizer_that_cannot_work_is_refused() -> None:
+    vectors = Weights({"a": (5,), "b": (6,)})
+    with pytest.raises(ValueError, match="no matrices to orthogonalise"):
+        sw.optimizer(vectors, matrix=sw.muon(), elementwise=sw.adamw())
+    both = Weights({"a": (5,), "m": (4, 4)})
+    with pytest.raises(ValueError, match="'a' belong to no optimizer"):
+        sw.optimizer(both, matrix=sw.muon(), elementwise=None)
+    with pytest.raises(ValueError) as caught:
+        sw.optimizer(nn.Identity(), matrix="muon", elementwise=torch.optim.AdamW)
+    for part in ("matrix='muon'", "use sw.adamw", "no trainable parameters"):
+        assert part in str(caught.value)
+    with torch.device("meta"):
+        late = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="'weight' has no values yet"):
+        sw.optimizer(late, matrix=sw.muon(), elementwise=sw.adamw())
+
+
+def test_schedulers_closures_hooks_and_groups() -> None:
+    model = Weights(SHAPES | {"vector": (6,)})
+    optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.2), elementwise=sw.adamw(lr=0.01))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in model.parameters())
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(3):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert losses[2] < losses[1] < losses[0] and seen == ["before", "after"] * 3
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2 / 8, 0.01 / 8]
+    assert [group["kind"] for group in optimizer.param_groups] == ["matrix", "elementwise"]
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    model = Weights(SHAPES)
+    optimizer = sw.optimizer(model, matrix=sw.muon(weight_decay=0.5), elementwise=None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    set_gradients(model, 0)
+    model.tall.grad = None
+    optimizer.step()
+    changed = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
+    assert changed == {"wide": True, "tall": False, "square": True}
+    optimizer.zero_grad()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_another_kind_of_state_dict_is_refused() -> None:
+    model = Weights(SHAPES | {"vector": (6,)})
+    one = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    other = sw.optimizer(model, matrix=None, elementwise=sw.adamw())
+    with pytest.raises(ValueError, match=r"groups of kinds \['elementwise'\]"):
+        one.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="kind=None"):
+        one.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+
+
+def test_a_group_can_be_added() -> None:
+    model, more = Weights(SHAPES), Weights({"extra": (6, 9)})
+    optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.1), elementwise=None)
+    optimizer.add_param_group({"params": list(more.parameters()), "kind": "matrix", "lr": 0.0})
+    before = more.extra.detach().clone()
+    for lr, moves in ((0.0, False), (0.1, True)):
+        optimizer.param_groups[1]["lr"] = lr
+        set_gradients(model, 0)
+        set_gradients(more, 0)
+        optimizer.step()
+        assert torch.equal(more.extra, before) is not moves

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz against singular values in float64, and its bits against its surroundings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from shardwise.optim.newton_schulz import (
+    PRESETS,
+    Preset,
+    choose_form,
+    cost,
+    newton_schulz,
+    preset_of,
+)
+from tests.reference.muon import polar_factor, polynomial_of
+
+SHAPES = [(32, 32), (16, 48), (48, 16), (7, 13), (1, 9), (64, 20)]
+# After the last step every singular value above 1 % of the largest lies in here.
+RANGES = {
+    "keller": (0.65, 1.25),
+    "you": (0.85, 1.15),
+    "polar_express": (0.85, 1.15),
+    "cubic": (0.70, 1.35),
+    "s4": (0.70, 1.25),
+}
+
+
+def matrix(rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Singular values from 1 down to 0.02: what a gradient looks like."""
+    generator = torch.Generator().manual_seed(seed)
+    u, _, v = torch.linalg.svd(
+        torch.randn(rows, cols, generator=generator, dtype=torch.float64), full_matrices=False
+    )
+    values = torch.logspace(0, -1.7, min(rows, cols), dtype=torch.float64)
+    return ((u * values) @ v).float()
+
+
+def bound_of(x: Tensor, preset: Preset) -> Tensor:
+    x = x.double()
+    norm = x.norm() if preset.norm == "frobenius" else (x @ x.mT).norm().sqrt()
+    return norm * preset.safety
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_applies_the_polynomials_to_the_singular_values(
+    name: str, form: str, shape: tuple[int, int]
+) -> None:
+    preset, x = PRESETS[name], matrix(*shape)
+    result = newton_schulz(x[None], preset, form=form)[0]
+    expected = polynomial_of(x.double() / bound_of(x, preset), preset.coefficients)
+    assert result.dtype == torch.float32 and result.shape == x.shape
+    # The first polynomials have slopes of up to 8: rounding of 6e-8 grows by their product.
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_all_singular_values_end_near_one(name: str) -> None:
+    x = matrix(32, 64)
+    low, high = RANGES[name]
+    result = newton_schulz(x[None], PRESETS[name])[0].double()
+    values = torch.linalg.svdvals(result)
+    assert low < values.min() and values.max() < high, values
+    # The directions are those of the polar factor.
+    cosine = (result * polar_factor(x)).sum() / result.norm() / polar_factor(x).norm()
+    assert cosine > 0.97, cosine
+
+
+def test_keller_agrees_with_torch() -> None:
+    x = matrix(48, 64, seed=3)
+    theirs = _zeropower_via_newtonschulz(x.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    ours = newton_schulz(x[None], PRESETS["keller"], form="direct")[0]
+    # Theirs is computed in bfloat16, with 8 bits.
+    assert (ours - theirs.float()).norm() / ours.norm() < 0.03
+    narrow = newton_schulz(x[None], PRESETS["keller"], form="direct", dtype=torch.bfloat16)[0]
+    assert (narrow - theirs.float()).norm() / ours.norm() < 0.05
+    assert not torch.equal(narrow, ours)
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+@pytest.mark.parametrize("shape", [(10, 30), (30, 10), (64, 64), (7, 13)], ids=str)
+def test_bits_do_not_depend_on_the_batch(form: str, shape: tuple[int, int]) -> None:
+    batch = torch.stack([matrix(*shape, seed=seed) for seed in range(5)])
+    together = newton_schulz(batch, PRESETS["polar_express"], form=form)
+    for index in range(5):
+        alone = newton_schulz(batch[index : index + 1], PRESETS["polar_express"], form=form)
+        assert torch.equal(alone[0], together[index])
+    # Nor on where the matrix lies: an address that is no multiple of 64 bytes, other strides.
+    memory = torch.empty(1 + batch[0].numel())
+    shifted = memory[1:].view(1, *shape).copy_(batch[:1])
+    assert shifted.data_ptr() % 64
+    transposed = batch[:1].mT.contiguous().mT
+    for moved in (shifted, transposed):
+        found = newton_schulz(moved, PRESETS["polar_express"], form=form)[0]
+        assert torch.equal(found, together[0])
+
+
+def test_zero_gives_zero_and_tiny_is_as_good_as_large() -> None:
+    x = matrix(12, 20)
+    zero = newton_schulz(torch.zeros(2, 12, 20), PRESETS["polar_express"])
+    assert torch.equal(zero, torch.zeros(2, 12, 20))
+    expected = newton_schulz(x[None], PRESETS["polar_express"])
+    for exponent in (-80, -30, 40, 100):
+        scaled = newton_schulz(x[None] * 2.0**exponent, PRESETS["polar_express"])
+        assert torch.equal(scaled, expected), exponent  # a power of two rounds nothing
+    tiny = newton_schulz(x[None] * 2.0**-130, PRESETS["polar_express"])  # subnormal: bits are lost
+    assert torch.isfinite(tiny).all() and (tiny - expected).norm() / expected.norm() < 0.05
+
+
+def test_nan_is_not_hidden() -> None:
+    x = matrix(8, 8)
+    x[3, 3] = float("nan")
+    assert torch.isnan(newton_schulz(x[None], PRESETS["keller"])).all()
+
+
+def test_an_empty_batch() -> None:
+    assert newton_schulz(torch.empty(0, 4, 6), PRESETS["keller"]).shape == (0, 4, 6)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (64, 256), (256, 64), (32, 224)])
+def test_costs_are_those_of_the_reference(rows: int, cols: int) -> None:
+    m, n = min(rows, cols), max(rows, cols)
+    r, unit = n // m, m**3
+    assert cost(rows, cols, PRESETS["keller"], "direct") == (20 * r + 10) * unit
+    assert cost(rows, cols, PRESETS["keller"], "gram") == (8 * r + 28) * unit
+    assert cost(rows, cols, PRESETS["cubic"], "direct") == 20 * r * unit
+
+
+def test_the_cheaper_form_is_chosen() -> None:
+    keller = PRESETS["keller"]
+    assert choose_form(64, 64, keller) == "direct"
+    assert choose_form(64, 128, keller) == choose_form(128, 64, keller) == "gram"
+    both = [cost(64, 128, keller, form) for form in ("direct", "gram")]
+    assert cost(64, 128, keller) == min(both)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="preset 'kelller' is unknown: use keller, you"):
+        preset_of("kelller")
+    with pytest.raises(ValueError, match=r"one step or more; safety=0\.5"):
+        Preset(name="mine", coefficients=(), safety=0.5)
+    with pytest.raises(ValueError, match="norm='l2' is unknown"):
+        Preset(name="mine", coefficients=((1.5, -0.5, 0.0),), norm="l2")
