@@ -17,6 +17,7 @@ from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
+from shardwise.optim.report import routing_report
 from shardwise.optim.routing import route
 from shardwise.optim.sharded import optimizer
 from shardwise.optim.split import Split
@@ -59,6 +60,7 @@ __all__ = [
     "parameter_norms",
     "register_fsdp_forward_method",
     "route",
+    "routing_report",
     "rows",
     "save",
     "share_comm_ctx",

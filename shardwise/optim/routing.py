@@ -29,6 +29,7 @@ ATTRIBUTE = "_shardwise_route"
 
 _HEADS_ANYWHERE = {"lm_head", "unembed", "unembedding", "embed_out", "output_head", "out_head"}
 _HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # not inside a layer
+_WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _FUSED_NAMES = ("qkv", "c_attn", "in_proj", "gate_up", "w13", "query_key_value", "kv_proj")
@@ -161,7 +162,8 @@ def _default(
         return "elementwise", f"{len(shape)} dimensions"
     path = name.split(".")[:-1]
     last = path[-1] if path else name
-    if last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and len(path) <= 2):
+    outside = all(part in _WRAPPERS for part in path[:-1])
+    if last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and outside):
         return "elementwise", "output head, by name"
     if shape in vocabularies:
         return "elementwise", "output head, shaped like an embedding"

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing report: every parameter, where it goes, and what looks wrong about it.
+
+    parameter                optimizer  as orthogonalised   scale  grain  owner  why
+    blocks.0.wq.weight       muon       64x64               1      row    0      matrix
+    blocks.0.w13.weight      muon       2 of 128x64         1.41   row    1, 0   chosen by ...
+    embedding.weight         adamw      -                   -      row    -      embedding
+
+What users report as bugs of Muon is mostly that it did not run: a parameter that went to AdamW in
+silence, a fused weight that was not split. This is where to look first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.optim.exchange import plan_exchange
+from shardwise.optim.matrices import Matrix, freight
+from shardwise.optim.muon import MuonSettings, muon, scale_of
+from shardwise.optim.routing import Routed, routes_of
+from shardwise.optim.sharded import matrix_group
+from shardwise.optim.split import parcels_of
+from shardwise.optim.storage import Home, home_of
+from shardwise.tensor import ShardedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    optimizer: str
+    matrices: tuple[tuple[int, int], ...]  # shapes as orthogonalised
+    scales: tuple[float, ...]
+    grain: str
+    owners: tuple[str, ...]  # by parcel: the rank on the shard axis, "replica.rank" over replicas
+    why: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RoutingReport:
+    """Rows in registration order; printable."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(f"{row.name} {warning}" for row in self.rows for warning in row.warnings)
+
+    def __str__(self) -> str:
+        titles = ("parameter", "optimizer", "as orthogonalised", "scale", "grain", "owner", "why")
+        table = [titles, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(titles))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
+        numbers = Counter(row.optimizer for row in self.rows)
+        matrices = sum(len(row.matrices) for row in self.rows)
+        counts = ", ".join(f"{count} parameters to {name}" for name, count in numbers.items())
+        lines.append(f"{counts}; {matrices} matrices are orthogonalised in each step")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> RoutingReport:
+    """Where every parameter goes, with the settings that decide scales and owners.
+
+    Says what ``sw.optimizer(model, matrix=matrix, ...)`` will do, without communication.
+    """
+    settings = matrix or muon()
+    found = routes_of(model)
+    owners = _owners([one for one in found if _orthogonalised(one)], settings)
+    rows = []
+    for one in found:
+        shape = tuple(one.parameter.shape)
+        shapes: tuple[tuple[int, int], ...] = ()
+        if _orthogonalised(one):
+            parcels = parcels_of(shape, one.route.split)
+            shapes = tuple(each for parcel in parcels for each in parcel.shapes)
+        frozen = not one.parameter.requires_grad
+        rows.append(
+            Row(
+                name=one.name,
+                shape=shape,
+                optimizer="frozen" if frozen else "muon" if shapes else "adamw",
+                matrices=shapes,
+                scales=tuple(scale_of(settings.scale, *each) for each in shapes),
+                grain=_grain(one.parameter),
+                owners=owners.get(id(one.parameter), ()),
+                why=one.route.reason,
+                warnings=() if frozen else one.warnings,
+            )
+        )
+    return RoutingReport(tuple(rows))
+
+
+def _orthogonalised(one: Routed) -> bool:
+    return one.route.kind == "matrix" and one.parameter.requires_grad
+
+
+def _grain(parameter: Tensor) -> str:
+    if isinstance(parameter, ShardedTensor):
+        return str(parameter.cut.layout.items[parameter.cut.index].grain)
+    return "-"
+
+
+def _owners(found: Sequence[Routed], settings: MuonSettings) -> dict[int, tuple[str, ...]]:
+    """The owner of every parcel, by the same arithmetic as the optimizer's."""
+    group = matrix_group(settings, [])
+    homes: dict[Any, tuple[Home, list[Matrix]]] = {}
+    for one in found:
+        home = home_of(one.parameter)
+        members = homes.setdefault(home.key, (home, []))[1]
+        members.append(Matrix(one.name, one.parameter, one.route.split, group))
+    result: dict[int, tuple[str, ...]] = {}
+    for home, members in homes.values():
+        if home.mesh is None:
+            continue
+        replicas = home.num_replicas if settings.replicas == "spread" else 1
+        parcels = freight(members)
+        plan = plan_exchange(parcels, home.num_shards, replicas)
+        for parcel, (replica, rank) in zip(parcels, plan.owners, strict=True):
+            label = f"{replica}.{rank}" if replicas > 1 else str(rank)
+            key = id(members[parcel.position].parameter)
+            result[key] = (*result.get(key, ()), label)
+    return result
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    shapes = Counter(row.matrices)
+    seen = ", ".join(
+        f"{rows}x{cols}" if count == 1 else f"{count} of {rows}x{cols}"
+        for (rows, cols), count in shapes.items()
+    )
+    scales = ", ".join(f"{scale:.3g}" for scale in dict.fromkeys(row.scales))
+    owners = ", ".join(row.owners if len(row.owners) <= 4 else [*row.owners[:3], "..."])
+    return (row.name, row.optimizer, seen or "-", scales or "-", row.grain, owners or "-", row.why)
