@@ -274,6 +274,11 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
     return None
 
 
+def _imagined(axis: Axis, tensor: Tensor) -> bool:
+    """A dry run: one process poses as a rank of many, and its tensors hold nothing to send."""
+    return tensor.is_meta and axis.pretends
+
+
 def _no_float8(operation: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.element_size() == 1:
         raise TypeError(
@@ -300,6 +305,8 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
             out.copy_(shard)
         return _DONE
     _count("all_gather", axis, out.nbytes)
+    if _imagined(axis, out):
+        return _DONE
     if (place := _elsewhere(axis, out)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
         with _uncounted():
@@ -337,6 +344,8 @@ def reduce_scatter(
             out.div_(divisor)
         return _DONE
     _count("reduce_scatter", axis, full.nbytes)
+    if _imagined(axis, full):
+        return _DONE
     if (place := _elsewhere(axis, full)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
         with _uncounted():
@@ -415,6 +424,8 @@ def all_reduce(
             tensor.div_(divisor)
         return _DONE
     _count("all_reduce", axis, tensor.nbytes)
+    if _imagined(axis, tensor):
+        return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
         moved = tensor.to(place)
         with _uncounted():
@@ -465,6 +476,8 @@ def all_to_all(
         return _DONE
     remote = sum(size for peer, size in enumerate(sizes) if peer != axis.rank)
     _count("all_to_all", axis, remote * source.element_size())
+    if _imagined(axis, out):
+        return _DONE
     if (place := _elsewhere(axis, out)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
         with _uncounted():
@@ -493,6 +506,8 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     if axis.size == 1:
         return _DONE
     _count("broadcast", axis, tensor.nbytes)
+    if _imagined(axis, tensor):
+        return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
         moved = tensor.to(place)
         with _uncounted():

@@ -39,6 +39,7 @@ class Ledger:
         self.total = 0
         self.peak_total = 0
         self.watchers: list[Callable[[str, int], None]] = []
+        self.counts_meta = False  # a dry run: count what blocks on the meta device would take
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, negative, less) of ``kind``."""
@@ -99,8 +100,13 @@ class Block:
         # Give the block up if nobody uses it yet; the owner decides.
         self.evict: Callable[[], object] = _never
         self._counted = _Counted(kind)
-        self._counted.set(self.nbytes if device.type != "meta" else 0)
+        self._counted.set(self._held)
         weakref.finalize(self, self._counted.set, 0).atexit = False
+
+    @property
+    def _held(self) -> int:
+        """What the ledger counts while the block is live: the meta device holds no bytes."""
+        return 0 if self.tensor.is_meta and not ledger.counts_meta else self.nbytes
 
     def release(self, source: Source) -> None:
         """Give the memory back. The contents are lost."""
@@ -114,7 +120,7 @@ class Block:
         if not self.live:
             source.acquire(self)
             self.live = True
-            self._counted.set(self.nbytes if self.tensor.device.type != "meta" else 0)
+            self._counted.set(self._held)
 
     def move(self, storage: torch.UntypedStorage, offset: int) -> None:
         """Put the tensor into ``storage`` at byte ``offset``. It is no view of it for autograd, so

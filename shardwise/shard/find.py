@@ -57,3 +57,20 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
 
 def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
     return choice(found.name, found.parameter) if choice is not None else ROW
+
+
+def wrap_units(model: nn.Module) -> list[nn.Module]:
+    """The modules to wrap, inner before outer: every block of the outermost lists, then the model.
+
+    A block is an entry of a ``ModuleList`` that holds
+    parameters; lists inside a block, such as its experts, stay with it.
+    """
+    blocks: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleList):
+            blocks += [block for block in module if any(True for _ in block.parameters())]
+        else:
+            waiting += list(module.children())[::-1]
+    return [*outermost(blocks), model]

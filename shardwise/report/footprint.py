@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Footprint: the bytes of one group's buffers on one rank, and the collectives between them.
+
+    main    --refresh-->  compute  --gather-->  whole          weights, on their way to forward
+    packed  --reduce--->  inner    --reduce-->  grad           gradients, on their way to main
+
+Arithmetic alone: a layout, placements, axis sizes and dtypes go in; no process group, no tensor.
+``shard/group.py`` and ``shard/gradient.py`` do for real what is written down here, and the tests
+of both hold one against the other, byte for byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shardwise.comm import _ONE_ROUND_BYTES, Call
+from shardwise.layout import Layout
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements
+from shardwise.precision import Precision
+
+Calls = tuple[Call, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The data-parallel axes, outer to inner: names and sizes, and nobody behind them."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Mapping[str, int]) -> Mesh:
+        wrong = [f"{n}={s!r}" for n, s in shape.items() if not isinstance(s, int) or s < 1]
+        if wrong or not shape:
+            raise ValueError(
+                f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis with 1 or more ranks, "
+                'outer to inner, as in {"dp_outer": 2, "dp": 4}'
+            )
+        return cls(names=tuple(shape), sizes=tuple(shape.values()))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def num_shards(self, placements: Sequence[Placement]) -> int:
+        pairs = zip(placements, self.sizes, strict=True)
+        return math.prod(size for placement, size in pairs if placement == SHARD)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """One group on one rank. Bytes are 0 for buffers that never exist."""
+
+    main: int  # the truth
+    whole: int  # gathered compute weights; 0 where main itself serves
+    compute: int  # compute weights kept sharded between gathers (hfsdp)
+    kept: int  # 1/k of the whole weights, between forward and backward
+    packed: int  # one microbatch's gradients, whole, as they travel
+    partial: int  # gradients of earlier microbatches, whole and unreduced
+    inner: int  # the same, reduced over the inner axes
+    aliased: bool
+    persistent: bool  # whole weights stay between steps
+    trainable: bool
+    in_place: bool  # gradients are summed in the main grad itself, nothing is packed
+    recast: bool  # accumulated in another dtype than they travel in
+    alone: bool  # one rank: nothing is ever sent
+    waits: tuple[bool, ...]  # per axis: do gradients wait there for the last microbatch?
+    refresh: Calls
+    gather: Calls
+    regather: Calls  # from the parts kept by k neighbours
+    reduce: dict[bool, Calls] = field(hash=False)  # by whether it is the last microbatch
+    room: dict[bool, tuple[int, ...]] = field(hash=False)  # for each: gloo's, for peers' messages
+
+    @property
+    def grad(self) -> int:
+        return self.main
+
+
+def footprint(
+    layout: Layout,
+    mesh: Mesh,
+    placements: Placements,
+    precision: Precision,
+    dtype: torch.dtype,
+    *,
+    trainable: bool = True,
+    kept_ranks: int | None = None,
+) -> Footprint:
+    """What a group of this layout holds and sends under these placements.
+
+    ``kept_ranks``: the k of ``reshard_after_forward=k``, where it keeps a part.
+    """
+    compute, wire = precision.compute_dtype(dtype), precision.wire_dtype(dtype)
+    main = precision.main_dtype(dtype)
+    numel, shards = layout.numel, mesh.num_shards(placements.main)
+    aliased = shards == 1 and compute == main
+    persistent = SHARD not in placements.compute
+    staged = not aliased and not persistent and placements.compute != placements.main
+    everywhere: tuple[Placement, ...] = (REPLICATE,) * len(mesh.sizes)
+    begin = placements.compute if staged else placements.main
+    keeps = kept_ranks is not None and not (persistent or aliased)
+
+    def gathers(here: Sequence[Placement], there: Sequence[Placement]) -> Calls:
+        found, now = [], list(here)
+        for axis, (old, new) in enumerate(zip(here, there, strict=True)):
+            if old == SHARD and new != SHARD:  # outermost first: a gather joins neighbours
+                now[axis] = REPLICATE
+                nbytes = numel // mesh.num_shards(now) * compute.itemsize
+                found.append(_call("all_gather", mesh, axis, nbytes))
+        return tuple(call for call in found if call.size > 1)
+
+    regather: Calls = ()
+    if keeps:
+        assert kept_ranks is not None
+        name = f"{mesh.names[-1]}/{kept_ranks}"
+        regather = (Call("all_gather", name, kept_ranks, numel * compute.itemsize),)
+    reductions = {
+        last: _reductions(mesh, placements, numel * wire.itemsize, last) for last in (False, True)
+    }
+    return Footprint(
+        main=numel // shards * main.itemsize,
+        whole=0 if aliased else numel * compute.itemsize,
+        compute=numel // mesh.num_shards(placements.compute) * compute.itemsize if staged else 0,
+        kept=numel // (kept_ranks or 1) * compute.itemsize if keeps else 0,
+        packed=numel * wire.itemsize,
+        partial=numel * main.itemsize,
+        inner=numel // mesh.num_shards(placements.grad) * main.itemsize,
+        aliased=aliased,
+        persistent=persistent,
+        trainable=trainable,
+        in_place=shards == 1 and wire == main,
+        recast=wire != main,
+        alone=mesh.num_ranks == 1,
+        waits=tuple(placement == PARTIAL for placement in placements.grad),
+        refresh=gathers(placements.main, placements.compute) if staged else (),
+        gather=() if aliased else gathers(begin, everywhere),
+        regather=regather,
+        reduce=reductions,
+        room={
+            last: tuple(_room(call, wire.itemsize) for call in calls)
+            for last, calls in reductions.items()
+        },
+    )
+
+
+def _reductions(mesh: Mesh, placements: Placements, nbytes: int, last: bool) -> Calls:
+    """Inner axes with every microbatch, outer ones with the last; innermost first."""
+    calls = []
+    axes = range(len(mesh.sizes))
+    inside = [axis for axis in reversed(axes) if placements.grad[axis] == SHARD]
+    outside = [axis for axis in reversed(axes) if placements.grad[axis] == PARTIAL]
+    for axis in inside + (outside if last else []):
+        if mesh.sizes[axis] == 1:
+            continue
+        scatters = placements.main[axis] == SHARD
+        calls.append(_call("reduce_scatter" if scatters else "all_reduce", mesh, axis, nbytes))
+        nbytes = nbytes // mesh.sizes[axis] if scatters else nbytes
+    return tuple(calls)
+
+
+def _room(call: Call, itemsize: int) -> int:
+    """Bytes that a reduction over gloo's messages receives, on the rank that receives most."""
+    part = -(-(call.nbytes // itemsize) // call.size) * itemsize
+    if call.operation == "all_reduce" and call.nbytes <= _ONE_ROUND_BYTES:
+        part = call.nbytes  # everything to everybody, in one round
+    return (call.size - 1) * part
+
+
+def _call(operation: str, mesh: Mesh, axis: int, nbytes: int) -> Call:
+    return Call(operation, mesh.names[axis], mesh.sizes[axis], nbytes)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``plan``: what a model, a mesh and a strategy will take on each rank, to the byte, before a run.
+
+    model on "meta"  -->  units  -->  groups and layouts  -->  one simulated step  -->  Plan
+                          wrap_units  the real planner         simulate.py
+
+No process group and no memory. Layers that are alike are laid out once, so 405 billion parameters
+over 4096 ranks take as long as 8 billion over 8. The figures are those of ``shardwise.ledger`` and
+``comm.record()`` in a real run; activations are the model's own and no part of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from shardwise.comm import Call
+from shardwise.placements import Placements, hfsdp, hsdp, shard_range, zero
+from shardwise.precision import Precision
+from shardwise.report.footprint import Mesh
+from shardwise.report.matrices import Orthogonalisation, matrix_parameters
+from shardwise.report.shard_map import shard_map
+from shardwise.report.simulate import Step, simulate
+from shardwise.report.suggest import suggest
+from shardwise.report.table import plan_text
+from shardwise.report.units import (
+    Owner,
+    PlannedUnit,
+    folded,
+    lay_out,
+    optimizer_bytes,
+    orthogonalisation,
+    owners,
+    simulated,
+)
+from shardwise.shard.find import GrainChoice
+
+STRATEGIES: dict[str, Placements] = {f"zero{stage}": zero(stage) for stage in range(4)}
+STRATEGIES |= {"hsdp": hsdp(), "hfsdp": hfsdp()}
+# Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
+OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything of a plan that can be changed while the model stays as it is."""
+
+    mesh: Mesh
+    placements: Placements
+    precision: Precision
+    optimizer: str
+    microbatches: int
+    reshard_after_forward: bool | int | None
+    device: str
+    memory: int | None
+    other_bytes: int
+
+    def __post_init__(self) -> None:
+        problems = []
+        axes, entries = len(self.mesh.sizes), self.placements.num_axes
+        if axes != entries:
+            problems.append(
+                f"{self.placements} describes {entries} data-parallel axes, the mesh {self.mesh} "
+                f"has {axes}: use zero0 to zero3 on one axis, hsdp or hfsdp on two"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+        if self.device not in ("cuda", "cpu"):
+            problems.append(f"device={self.device!r}: 'cuda' or 'cpu'")
+        if self.microbatches < 1:
+            problems.append(f"microbatches={self.microbatches}: 1 or more")
+        if self.memory is not None and self.memory < 1:
+            problems.append(f"memory={self.memory}: bytes of one rank, 1 or more")
+        k, inner = self.reshard_after_forward, self.mesh.sizes[-1]
+        if k is not None and not isinstance(k, bool) and (k < 1 or inner % k):
+            problems.append(
+                f"reshard_after_forward={k} must divide the {inner} ranks of axis "
+                f"'{self.mesh.names[-1]}'"
+            )
+        if problems:
+            raise ValueError("plan: " + "; ".join(problems))
+
+    @property
+    def after_forward(self) -> tuple[bool | None, int | None]:
+        """(whether whole weights are released after forward, over how many ranks kept)."""
+        k = self.reshard_after_forward
+        if k is None or isinstance(k, bool):
+            return k, None
+        if k == 1:
+            return False, None
+        return True, None if k == self.mesh.sizes[-1] else k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """All collectives of one operation over one axis in one step, as one rank issues them."""
+
+    operation: str
+    axis: str
+    size: int
+    count: int
+    nbytes: int  # whole buffers, as comm.record() counts them
+    wire_bytes: int  # what leaves the rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes per rank and collectives per step. ``str(plan)`` is for people, ``as_dict`` for JSON.
+
+    ``rest``, ``loaded`` and ``peak`` have the ledger's kinds: between steps, after the last
+    backward, and the highest of each kind within a step. ``peak_total`` is the highest sum of them
+    at one moment. ``optimizer_bytes`` come on top: the state on the rank that holds most.
+    """
+
+    model: str
+    num_parameters: int
+    options: Options
+    source: str  # "plan", or "dry run"
+    units: tuple[PlannedUnit, ...]
+    rest: dict[str, int]
+    loaded: dict[str, int]
+    peak: dict[str, int]
+    peak_total: int
+    optimizer_bytes: int
+    calls: Counter[Call] = field(repr=False)
+    timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
+    matrices: Orthogonalisation | None = None
+    suggestions: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.options.mesh
+
+    @property
+    def strategy(self) -> str:
+        return strategy_name(self.options.placements)
+
+    @property
+    def total(self) -> int:
+        """What a rank needs at the worst moment."""
+        return self.peak_total + self.optimizer_bytes + self.options.other_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a rank has that much; None where nobody said how much it has."""
+        memory = self.options.memory
+        return None if memory is None else self.total <= memory
+
+    @property
+    def padding(self) -> int:
+        """Elements of all buffers that hold nothing, over all shards."""
+        return sum(len(u.names) * g.layout.padding for u in self.units for g in u.groups)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all buffers, padding included."""
+        return sum(len(u.names) * g.layout.numel for u in self.units for g in u.groups)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        kinds: dict[tuple[str, str, int], list[tuple[Call, int]]] = {}
+        for call, count in self.calls.items():
+            kinds.setdefault((call.axis, call.operation, call.size), []).append((call, count))
+        return tuple(
+            Collective(
+                operation=operation,
+                axis=axis,
+                size=size,
+                count=sum(count for _, count in found),
+                nbytes=sum(call.nbytes * count for call, count in found),
+                wire_bytes=sum(call.wire_bytes * count for call, count in found),
+            )
+            for (axis, operation, size), found in sorted(kinds.items())
+        )
+
+    def shard_of(self, rank: int) -> int:
+        """The one shard of each main buffer that a rank holds."""
+        coordinate, rest = [], rank
+        for size in reversed(self.mesh.sizes):
+            coordinate.append(rest % size)
+            rest //= size
+        placements = self.options.placements.main
+        shards = self.mesh.num_shards(placements)
+        return shard_range(placements, self.mesh.sizes, coordinate[::-1], shards)[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON and for the page."""
+        options, matrices = self.options, self.matrices
+        precision = vars(options.precision).items()
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "strategy": self.strategy,
+            "placements": str(options.placements),
+            "precision": {name: str(value).removeprefix("torch.") for name, value in precision},
+            "optimizer": options.optimizer,
+            "microbatches": options.microbatches,
+            "device": options.device,
+            "source": self.source,
+            "rest": self.rest,
+            "loaded": self.loaded,
+            "peak": self.peak,
+            "peak_total": self.peak_total,
+            "optimizer_bytes": self.optimizer_bytes,
+            "other_bytes": options.other_bytes,
+            "total": self.total,
+            "padding": {"elements": self.padding, "of": self.num_elements},
+            "collectives": [vars(collective) for collective in self.collectives],
+            "newton_schulz": None
+            if matrices is None
+            else vars(matrices) | {"balance": matrices.balance},
+            "memory": options.memory,
+            "fits": self.fits,
+            "suggestions": list(self.suggestions),
+            "shard_map": shard_map(self),
+        }
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+
+def plan(
+    model: nn.Module,
+    mesh_shape: Mapping[str, int],
+    placements: Placements | str = "zero3",
+    *,
+    precision: Precision | None = None,
+    optimizer: str = "adamw",
+    microbatches: int = 1,
+    wrap: Sequence[nn.Module] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    grain: GrainChoice | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    device: str = "cuda",
+    memory: int | None = None,
+    other_bytes: int = 0,
+    name: str | None = None,
+) -> Plan:
+    """Plan one training step of ``model`` on one rank of a mesh.
+
+    Args:
+        model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read.
+        mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``.
+        placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
+        optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
+        microbatches: backward passes per optimizer step.
+        wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
+        device: "cuda" or "cpu". A reduction is issued whole on the first, piece by piece on the
+            second, which moves the peak of gradients that accumulate over an outer axis.
+        memory: bytes of a rank. What does not fit gets suggestions, each of them planned.
+        other_bytes: what comes on top of the library's own bytes: activations, workspaces.
+    """
+    options = Options(
+        mesh=Mesh.of(mesh_shape),
+        placements=as_placements(placements),
+        precision=precision or Precision(),
+        optimizer=optimizer,
+        microbatches=microbatches,
+        reshard_after_forward=reshard_after_forward,
+        device=device,
+        memory=memory,
+        other_bytes=other_bytes,
+    )
+    root = owners(model, wrap, set(ignored_params))
+    matrices = matrix_parameters(model)
+    label = name or type(model).__name__
+    made = _plan(root, matrices, options, grain, label)
+    if made.fits is not False:
+        return made
+
+    def again(**changes: Any) -> Plan:
+        return _plan(root, matrices, replace(options, **changes), grain, label)
+
+    return replace(made, suggestions=tuple(suggest(options, again)))
+
+
+def _plan(
+    root: Owner, matrices: set[int], options: Options, grain: GrainChoice | None, label: str
+) -> Plan:
+    mesh, placements = options.mesh, options.placements
+    release, kept = options.after_forward
+    groups = lay_out(
+        root,
+        mesh,
+        placements,
+        options.precision,
+        grain=grain,
+        kept_ranks=kept,
+        matrices=matrices,
+    )
+    step = Step(asynchronous=options.device == "cuda")
+    result = simulate(simulated(root, groups, step, release), options.microbatches)
+    units = folded(root, groups)
+    return Plan(
+        model=label,
+        num_parameters=sum(f.parameter.numel() for owner in root.tree() for f in owner.found),
+        options=options,
+        source="plan",
+        units=units,
+        rest=result.rest,
+        loaded=result.loaded,
+        peak=result.peak,
+        peak_total=result.peak_total,
+        optimizer_bytes=optimizer_bytes(units, OPTIMIZERS[options.optimizer]),
+        calls=result.calls,
+        timeline=result.timeline,
+        matrices=orthogonalisation(root, matrices, mesh.num_ranks)
+        if options.optimizer == "muon"
+        else None,
+    )
+
+
+def as_placements(value: Placements | str) -> Placements:
+    """A strategy by its name, as flags spell it."""
+    if isinstance(value, Placements):
+        return value
+    if value not in STRATEGIES:
+        raise ValueError(f"strategy {value!r} is unknown: one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[value]
+
+
+def strategy_name(placements: Placements) -> str:
+    """The name of a strategy, or its three lists where nobody has named it."""
+    names = [name for name, known in STRATEGIES.items() if known == placements]
+    return names[0] if names else str(placements)

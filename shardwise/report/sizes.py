@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as people write them: bytes, counts, FLOPs, seconds; and ``80GiB`` back to bytes."""
+
+from __future__ import annotations
+
+import re
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
+_LARGE = ("", "K", "M", "B", "T")  # a billion parameters is 1B
+
+
+def size_text(nbytes: float) -> str:
+    """
+    >>> size_text(0), size_text(1536), size_text(80 * 2**30)
+    ('0 B', '1.50 KiB', '80.0 GiB')
+    """
+    value, step = float(nbytes), 0
+    while abs(value) >= 1024 and step < len(_BINARY) - 1:
+        value, step = value / 1024, step + 1
+    return f"{int(value)} B" if step == 0 else f"{_three_digits(value)} {_BINARY[step]}"
+
+
+def count_text(count: float) -> str:
+    """
+    >>> count_text(17), count_text(405_000_000_000)
+    ('17', '405B')
+    """
+    value, step = float(count), 0
+    while abs(value) >= 1000 and step < len(_LARGE) - 1:
+        value, step = value / 1000, step + 1
+    return f"{int(value)}" if step == 0 else f"{_three_digits(value)}{_LARGE[step]}"
+
+
+def flops_text(flops: float) -> str:
+    """
+    >>> flops_text(2.5e12)
+    '2.50 TFLOP'
+    """
+    value, step, names = float(flops), 0, ("", "K", "M", "G", "T", "P", "E")
+    while abs(value) >= 1000 and step < len(names) - 1:
+        value, step = value / 1000, step + 1
+    return f"{_three_digits(value)} {names[step]}FLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(0.0042), seconds_text(3.2), seconds_text(4000)
+    ('4.20 ms', '3.20 s', '67 min')
+    """
+    if abs(seconds) < 1e-3:
+        return f"{_three_digits(seconds * 1e6)} µs"
+    if abs(seconds) < 1:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def parse_size(text: str | int) -> int:
+    """
+    >>> parse_size("80GiB") == 80 * 2**30, parse_size("1.5 MB"), parse_size("4096")
+    (True, 1500000, 4096)
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    unit = match.group(2).lower() if match else "?"
+    for names, base in ((_BINARY, 1024), (_DECIMAL, 1000)):
+        for power, name in enumerate(names):
+            if match and unit in (name.lower(), "" if power == 0 else name.lower()):
+                return round(float(match.group(1)) * float(base**power))
+    raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 24GB, 512MiB or bytes")
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f}"

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to change when a plan does not fit: alternatives, each of them planned, least change first.
+
+A suggestion is a sentence with the bytes that it would take; where nothing fits, the best that was
+found is said, and by how much it misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardwise.placements import SHARD, hfsdp, hsdp, zero
+from shardwise.precision import Precision
+from shardwise.report.footprint import Mesh
+from shardwise.report.sizes import size_text
+
+if TYPE_CHECKING:
+    from shardwise.report.plan import Options, Plan
+
+MAX_RANKS = 1 << 16
+
+
+def suggest(options: Options, again: Callable[..., Plan]) -> list[str]:
+    """Sentences for the first change of each kind that fits, then for the best that does not."""
+    assert options.memory is not None
+    misses: list[tuple[int, str]] = []
+    found: list[str] = []
+    for kind in (_strategies, _weights, _optimizers, _more_ranks):
+        for words, changes in kind(options):
+            total = again(**changes).total
+            if total <= options.memory:
+                found.append(f"{words}: {size_text(total)} per rank, fits")
+                break
+            misses.append((total, words))
+    if found or not misses:
+        return found
+    total, words = min(misses)
+    over = size_text(total - options.memory)
+    return [f"nothing tried here fits; the least is {words}: {size_text(total)}, {over} too much"]
+
+
+Changes = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _strategies(options: Options) -> Changes:
+    """More sharding on the ranks that are there, one stage at a time."""
+    axes = len(options.mesh.sizes)
+    if axes == 1:
+        for stage in (1, 2, 3):
+            if options.placements != zero(stage):
+                yield (
+                    f"use strategy zero{stage}",
+                    {"placements": zero(stage), "reshard_after_forward": None},
+                )
+    if axes == 2:
+        for name, placements in (("hsdp", hsdp()), ("hfsdp", hfsdp())):
+            if options.placements != placements:
+                yield (
+                    f"use strategy {name}",
+                    {"placements": placements, "reshard_after_forward": None},
+                )
+    if axes > 1:
+        whole = Mesh(names=("dp",), sizes=(options.mesh.num_ranks,))
+        yield (
+            f"shard over all ranks on one axis: mesh {whole}, strategy zero3",
+            {"mesh": whole, "placements": zero(3), "reshard_after_forward": None},
+        )
+    sharded = SHARD in options.placements.compute
+    if sharded and options.reshard_after_forward is not True:
+        yield (
+            "release the root's weights after forward too (reshard_after_forward=True)",
+            {"reshard_after_forward": True},
+        )
+
+
+def _weights(options: Options) -> Changes:
+    """Narrower transient buffers: main weights and optimizer state stay as they are."""
+    old = options.precision
+    if old.weights is None:
+        narrow = Precision(weights="bf16", main=old.main, outputs=old.outputs)
+        yield "compute and reduce in bf16 (Precision(weights='bf16'))", {"precision": narrow}
+
+
+def _optimizers(options: Options) -> Changes:
+    if options.optimizer == "adamw":
+        yield "train matrices with muon: one state tensor instead of two", {"optimizer": "muon"}
+
+
+def _more_ranks(options: Options) -> Changes:
+    """Twice as many ranks on the innermost axis that is sharded, again and again."""
+    mesh = options.mesh
+    if SHARD not in options.placements.main:
+        return
+    sizes = list(mesh.sizes)
+    while sizes[-1] * 2 * mesh.num_ranks // mesh.sizes[-1] <= MAX_RANKS:
+        sizes[-1] *= 2
+        larger = Mesh(names=mesh.names, sizes=tuple(sizes))
+        yield f"use {larger.num_ranks} ranks ({larger})", {"mesh": larger}

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan for people: the same sections as plain text and as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.report.shard_map import map_text
+from shardwise.report.sizes import count_text, flops_text, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.report.plan import Plan
+
+KINDS = {
+    "main": "main weights",
+    "compute": "compute weights",
+    "grad": "gradients",
+    "grad_transient": "gradients on their way",
+    "grad_accumulator": "gradients that wait",
+    "receive": "messages of peers",
+    "pool_idle": "memory pool, idle",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A titled table: the first column is words, the others figures."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def sections(plan: Plan) -> list[Section]:
+    found = [_bytes(plan), _collectives(plan)]
+    if plan.matrices is not None:
+        work = plan.matrices
+        found.append(
+            Section(
+                title="Newton-Schulz per optimizer step",
+                headers=("", "per rank"),
+                rows=(
+                    ("matrices, all ranks", f"{work.num_matrices:,}"),
+                    ("busiest rank", flops_text(work.busiest)),
+                    ("idlest rank", flops_text(work.idlest)),
+                    ("mean", flops_text(work.total / work.num_ranks)),
+                    ("balance (mean / busiest)", f"{100 * work.balance:.1f} %"),
+                ),
+            )
+        )
+    return found
+
+
+def heading(plan: Plan) -> list[str]:
+    options = plan.options
+    microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
+    share = 100 * plan.padding / plan.num_elements
+    return [
+        f"{plan.model}: {count_text(plan.num_parameters)} parameters, {plan.strategy} over "
+        f"{plan.mesh} ({plan.mesh.num_ranks:,} ranks), {options.optimizer}, {microbatches}",
+        f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %); "
+        f"by {plan.source}, order of a {options.device} device",
+    ]
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Does it fit, and what to change."""
+    memory = plan.options.memory
+    if memory is None:
+        return []
+    if plan.fits:
+        left = size_text(memory - plan.total)
+        return [f"fits {size_text(memory)} per rank; {left} are left for activations"]
+    over = size_text(plan.total - memory)
+    return [
+        f"does not fit {size_text(memory)} per rank: {over} too much. What to change:",
+        *(f"  - {suggestion}" for suggestion in plan.suggestions),
+    ]
+
+
+def _bytes(plan: Plan) -> Section:
+    kinds = [kind for kind in KINDS if kind in plan.peak]
+    kinds += [kind for kind in plan.peak if kind not in KINDS]
+    rows = [
+        (
+            KINDS.get(kind, kind),
+            *(size_text(held.get(kind, 0)) for held in (plan.rest, plan.loaded, plan.peak)),
+        )
+        for kind in kinds
+    ]
+    state, other = plan.optimizer_bytes, plan.options.other_bytes
+    if state:
+        rows.append(("optimizer state", *[size_text(state)] * 3))
+    if other:
+        rows.append(("as you said (activations, ...)", size_text(0), *[size_text(other)] * 2))
+    rows.append(
+        (
+            "together",
+            size_text(sum(plan.rest.values()) + state),
+            size_text(sum(plan.loaded.values()) + state + other),
+            size_text(plan.total),
+        )
+    )
+    return Section(
+        title="Bytes per rank",
+        headers=("", "at rest", "after backward", "peak"),
+        rows=tuple(rows),
+        note="each kind's own peak; together: the highest sum at one moment, so less than theirs. "
+        "Activations are not in it.",
+    )
+
+
+def _collectives(plan: Plan) -> Section:
+    rows = tuple(
+        (
+            f"{one.operation} over {one.axis} ({one.size} ranks)",
+            f"{one.count:,}",
+            size_text(one.nbytes),
+            size_text(one.wire_bytes),
+        )
+        for one in plan.collectives
+    )
+    return Section(
+        title="Collectives per step and rank",
+        headers=("", "count", "buffers", "sent"),
+        rows=rows or (("none", "0", "0 B", "0 B"),),
+        note="buffers: whole ones, as comm.record() counts; sent: what leaves the rank.",
+    )
+
+
+def plan_text(plan: Plan, *, shard_map: bool = False, width: int = 72) -> str:
+    """Plain text, aligned, for logs and ``print``."""
+    lines = heading(plan)
+    for section in sections(plan):
+        lines += ["", section.title, *_aligned([section.headers, *section.rows])]
+        lines += [f"  ({section.note})"] if section.note else []
+    if told := verdict(plan):
+        lines += ["", *told]
+    if shard_map:
+        lines += ["", "Shard map (main weights)", map_text(plan, width)]
+    return "\n".join(lines)
+
+
+def print_plan(plan: Plan, console: Console | None = None, *, shard_map: bool = True) -> None:
+    """The same with rich: for a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = console or Console()
+    first, *others = heading(plan)
+    console.print(f"[bold]{escape(first)}[/bold]", highlight=False)
+    for line in others:
+        console.print(f"[dim]{escape(line)}[/dim]", highlight=False)
+    for section in sections(plan):
+        table = Table(title=section.title, title_justify="left", caption=section.note or None)
+        table.caption_justify = "left"
+        for position, header in enumerate(section.headers):
+            table.add_column(header, justify="right" if position else "left", no_wrap=True)
+        for row in section.rows:
+            last = row[0] == "together"
+            table.add_row(*map(escape, row), style="bold" if last else "", end_section=False)
+        console.print(table)
+    told = verdict(plan)
+    if told:
+        style = "green" if plan.fits else "red"
+        console.print(f"[{style}]{escape(told[0])}[/{style}]", highlight=False)
+        for line in told[1:]:
+            console.print(escape(line), highlight=False)
+    if shard_map:
+        console.print("[bold]Shard map (main weights)[/bold]")
+        width = max(24, min(console.width, 120) - 16)
+        console.print(escape(map_text(plan, width)), highlight=False, no_wrap=True, crop=True)
+
+
+def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if position else cell.ljust(width)
+            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]

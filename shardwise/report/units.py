@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The units of a model that nobody has wrapped yet: who owns which parameter, and where it lies.
+
+    Model                         root      embedding, norm, head
+      embedding                   block 0   every parameter below blocks.0
+      blocks  [0] [1] [2]   -->   block 1   alike: laid out once, counted three times
+      norm, head                  block 2
+
+The grouping and the layouts are made by the same functions that ``fully_shard`` calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.layout import Item, Layout
+from shardwise.layout import plan as plan_layout
+from shardwise.placements import Placements
+from shardwise.precision import Precision
+from shardwise.report.footprint import Footprint, Mesh, footprint
+from shardwise.report.matrices import Orthogonalisation, matrices_of, share_out
+from shardwise.report.simulate import SimulatedUnit, Step
+from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
+from shardwise.shard.fully_shard import _groups as group_parameters
+from shardwise.shard.module import unit_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedGroup:
+    """Parameters that share a buffer: where each lies, and what the buffer costs."""
+
+    layout: Layout
+    footprint: Footprint
+    dtype: torch.dtype  # of the main weight
+    matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
+
+    def state_bytes(self, states: tuple[int, int]) -> list[int]:
+        """Bytes of optimizer state beside each shard; padding has none.
+
+        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
+        """
+        per_shard = [0] * self.layout.num_shards
+        for index, matrix in enumerate(self.matrices if self.footprint.trainable else ()):
+            width = states[0 if matrix else 1] * self.dtype.itemsize
+            for shard in self.layout.holders(index):
+                low, high = self.layout.piece(index, shard)
+                per_shard[shard] += (high - low) * width
+        return per_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """Wrapped modules that are all alike."""
+
+    names: tuple[str, ...]
+    groups: tuple[PlannedGroup, ...]
+
+    @property
+    def name(self) -> str:
+        count = len(self.names)
+        return self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
+
+
+@dataclass(eq=False)
+class Owner:
+    """One module to be wrapped: its own parameters, and the wrapped modules inside it."""
+
+    name: str
+    found: list[Found]
+    inner: list[Owner] = field(default_factory=list)
+    trains_first: bool = False  # whether it trains parameters that come before the units inside
+
+    def tree(self) -> Iterator[Owner]:
+        yield self
+        for owner in self.inner:
+            yield from owner.tree()
+
+    @property
+    def trainable(self) -> bool:
+        return any(found.parameter.requires_grad for found in self.found)
+
+
+def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.Parameter]) -> Owner:
+    """The root, with the wrapped modules inside it, in registration order."""
+    if any(unit_of(module) is not None for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is wrapped by fully_shard already: plan the model before "
+            f"wrapping, built anew under torch.device('meta')"
+        )
+    wrapped = {id(module) for module in (wrap_units(model) if wrap is None else wrap)}
+    strangers = wrapped - {id(module) for module in model.modules()}
+    if strangers:
+        raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
+    root = Owner(type(model).__name__, [])
+    keepers: dict[int, Owner] = {}
+    skipped = {id(parameter) for parameter in ignored}
+    seen: set[int] = set()
+    tied: list[str] = []
+
+    def descend(module: nn.Module, path: str, prefix: str, owner: Owner) -> None:
+        """The order and the names of ``find_parameters``, for all units in one walk."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in skipped:
+                continue
+            keeper = keepers.setdefault(id(parameter), owner)
+            if keeper is not owner:
+                tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
+            elif all(found.parameter is not parameter for found in owner.found):
+                owner.found.append(Found(prefix + name, parameter, []))
+            owner.trains_first |= parameter.requires_grad and not owner.inner
+        for name, child in module.named_children():
+            if id(child) in wrapped:
+                inner = Owner(f"{path}{name}", [])
+                owner.inner.append(inner)
+                descend(child, f"{path}{name}.", "", inner)
+            else:
+                descend(child, f"{path}{name}.", f"{prefix}{name}.", owner)
+
+    descend(model, "", "", root)
+    if tied:
+        raise ValueError(
+            f"{'; '.join(tied)} (tied weights in two units): wrap neither, so that the root owns "
+            f"both"
+        )
+    if not keepers:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to plan")
+    return root
+
+
+def lay_out(
+    root: Owner,
+    mesh: Mesh,
+    placements: Placements,
+    precision: Precision,
+    *,
+    grain: GrainChoice | None = None,
+    kept_ranks: int | None = None,
+    matrices: set[int] = frozenset(),  # type: ignore[assignment]
+) -> dict[Owner, tuple[PlannedGroup, ...]]:
+    """The groups of every unit. Units whose parameters are alike share theirs."""
+    known: dict[Any, tuple[PlannedGroup, ...]] = {}
+    result = {}
+    for owner in root.tree():
+        facts = tuple(
+            (f.name, tuple(f.parameter.shape), f.parameter.dtype, f.parameter.requires_grad)
+            + (grain_of(f, grain), id(f.parameter) in matrices)
+            for f in owner.found
+        )
+        if facts not in known:
+            known[facts] = tuple(
+                _planned_group(facts, members, mesh, placements, precision, kept_ranks)
+                for members in group_parameters(
+                    owner.found, mesh.num_shards(placements.main), grain
+                )
+            )
+        result[owner] = known[facts]
+    return result
+
+
+def _planned_group(
+    facts: tuple[Any, ...],
+    members: Sequence[int],
+    mesh: Mesh,
+    placements: Placements,
+    precision: Precision,
+    kept_ranks: int | None,
+) -> PlannedGroup:
+    chosen = [facts[member] for member in members]
+    items = [Item(name, shape, grain) for name, shape, _, _, grain, _ in chosen]
+    layout = plan_layout(items, mesh.num_shards(placements.main))
+    dtype = chosen[0][2]
+    size = footprint(
+        layout,
+        mesh,
+        placements,
+        precision,
+        dtype,
+        trainable=any(fact[3] for fact in chosen),
+        kept_ranks=kept_ranks,
+    )
+    return PlannedGroup(
+        layout=layout,
+        footprint=size,
+        dtype=precision.main_dtype(dtype),
+        matrices=tuple(fact[5] for fact in chosen),
+    )
+
+
+def folded(root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]) -> tuple[PlannedUnit, ...]:
+    """Units with the same groups as one, in the order of their first."""
+    alike: dict[int, list[Owner]] = {}
+    for owner in root.tree():
+        alike.setdefault(id(groups[owner]), []).append(owner)
+    return tuple(
+        PlannedUnit(names=tuple(owner.name for owner in same), groups=groups[same[0]])
+        for same in alike.values()
+    )
+
+
+def simulated(
+    root: Owner,
+    groups: dict[Owner, tuple[PlannedGroup, ...]],
+    step: Step,
+    releases_after_forward: bool | None,
+) -> SimulatedUnit:
+    """The same units, to be played through a step."""
+    flows = root.trains_first  # does what a unit gets need a gradient?
+
+    def build(owner: Owner) -> SimulatedUnit:
+        nonlocal flows
+        inner = []
+        for child in owner.inner:
+            inner.append(build(child))
+        flows = flows or owner.trainable
+        is_root = owner is root
+        return SimulatedUnit(
+            owner.name,
+            step,
+            [group.footprint for group in groups[owner]],
+            inner=inner,
+            releases_after_forward=not is_root
+            if releases_after_forward is None
+            else releases_after_forward,
+            # Token ids need no gradient, so the root is done when its last parameter is.
+            completes_first=is_root and owner.trainable and not owner.trains_first,
+            reached=flows,
+        )
+
+    return build(root)
+
+
+def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> int:
+    """Optimizer state of the rank that holds most of it."""
+    totals: list[int] = []
+    for unit in units:
+        for group in unit.groups:
+            here = group.state_bytes(states)
+            totals = totals or [0] * len(here)
+            totals = [a + len(unit.names) * b for a, b in zip(totals, here, strict=True)]
+    return max(totals, default=0)
+
+
+def orthogonalisation(root: Owner, matrices: set[int], num_ranks: int) -> Orthogonalisation:
+    """Newton-Schulz over all ranks: replicas share the matrices too."""
+    shapes: Counter[tuple[int, ...]] = Counter(
+        tuple(f.parameter.shape)
+        for owner in root.tree()
+        for f in owner.found
+        if id(f.parameter) in matrices and f.parameter.requires_grad
+    )
+    return share_out(matrices_of(shapes), num_ranks)

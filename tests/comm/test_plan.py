@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plan` predicts is what real ranks over gloo hold and send, to the byte (I9)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.report.plan import STRATEGIES, Plan, plan
+from shardwise.shard.find import wrap_units
+from tests.memory.helpers import Books
+from tests.models import Layer, Model, loss_of, mesh_for, tokens
+from tests.ranks import run_ranks
+
+PRECISIONS = {
+    "fp32": sw.Precision(),
+    "bf16": sw.Precision(weights="bf16", reduce="fp32"),
+    "bf16 wire": sw.Precision(weights="bf16"),
+}
+Facts = dict[str, Any]
+
+
+class Backbone(nn.Module):
+    """No embedding of its own: the root's parameters all come after its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(10) for _ in range(3))
+        self.norm = nn.LayerNorm(10)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = nn.functional.one_hot(batch % 10, 10).float()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden)
+
+
+def half_frozen() -> Model:
+    model = Model(10, 4)
+    model.embedding.requires_grad_(False)
+    for layer in model.layers[:2]:
+        layer.requires_grad_(False)
+    model.layers[3].up.requires_grad_(False)
+    return model
+
+
+def uneven() -> Model:
+    """Layers of different sizes: the peak depends on which two stand side by side."""
+    model = Model(10, 4)
+    for number, layer in enumerate(model.layers):
+        layer.up = nn.Linear(10, 30 + 64 * (number % 3))
+        layer.down = nn.Linear(30 + 64 * (number % 3), 10)
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "plain": lambda: Model(10, 3),
+    "backbone": Backbone,
+    "half frozen": half_frozen,
+    "uneven": uneven,
+}
+
+
+def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
+    two = strategy in ("hsdp", "hfsdp")
+    return {"dp_outer": 2, "dp": world_size // 2} if two else {"dp": world_size}
+
+
+def facts_of(made: Plan) -> Facts:
+    return {
+        "rest": made.rest,
+        "loaded": made.loaded,
+        "peak": made.peak,
+        "peak_total": made.peak_total,
+        "calls": made.calls,
+    }
+
+
+def measure(
+    rank: int,
+    world_size: int,
+    model_name: str,
+    strategy: str,
+    precision: str,
+    microbatches: int,
+    options: Facts,
+) -> tuple[list[Facts], int]:
+    """Two real steps with AdamW; and the bytes of its state on this rank."""
+    torch.manual_seed(0)
+    model = MODELS[model_name]()
+    books = Books()
+    before = dict(sw.ledger.current)
+    placements = STRATEGIES[strategy]
+    mesh = mesh_for(placements, world_size)
+    for module in wrap_units(model):
+        sw.fully_shard(
+            module, mesh=mesh, placements=placements, precision=PRECISIONS[precision], **options
+        )
+    rest = books()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable)
+    found = []
+    for step in range(2):
+        sw.ledger.reset_peak()
+        with comm.record() as calls:
+            for microbatch in range(microbatches):
+                model.set_is_last_backward(microbatch == microbatches - 1)
+                batch = tokens(step, microbatch, rank, world_size)
+                if model_name == "backbone":
+                    model(batch).square().mean().backward()
+                else:
+                    loss_of(model, batch).backward()
+        peak = {k: n - before.get(k, 0) for k, n in sorted(sw.ledger.peak.items())}
+        found.append(
+            {
+                "rest": rest,
+                "loaded": books(),
+                "peak": {kind: nbytes for kind, nbytes in peak.items() if nbytes},
+                "peak_total": sw.ledger.peak_total - sum(before.values()),
+                "calls": Counter(calls),
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(
+        value.to_local().nbytes
+        for entry in optimizer.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    )
+    return found, state
+
+
+Case = tuple[str, int]  # (precision, microbatches)
+CASES: list[Case] = [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2), ("bf16 wire", 4)]
+FEW: list[Case] = [("bf16", 1), ("bf16 wire", 3)]
+
+
+def check_all(
+    rank: int, world_size: int, model_name: str, strategy: str, cases: list[Case], options: Facts
+) -> list[tuple[str, int, list[Facts], int]]:
+    return [
+        (
+            precision,
+            count,
+            *measure(rank, world_size, model_name, strategy, precision, count, options),
+        )
+        for precision, count in cases
+    ]
+
+
+def assert_planned(
+    world_size: int, model_name: str, strategy: str, cases: list[Case], **options: Any
+) -> None:
+    with torch.device("meta"):
+        model = MODELS[model_name]()
+    everyone = run_ranks(check_all, world_size, model_name, strategy, cases, options)
+    compared = 0
+    for position, (precision, microbatches, _, _) in enumerate(everyone[0]):
+        made = plan(
+            model,
+            mesh_shape(strategy, world_size),
+            strategy,
+            precision=PRECISIONS[precision],
+            microbatches=microbatches,
+            device="cpu",
+            **options,
+        )
+        states = [result[position][3] for result in everyone]
+        assert made.optimizer_bytes == max(states) > 0, (precision, states)
+        for result in everyone:
+            # Frozen weights that stay whole are gathered by the very first step alone.
+            steps = result[position][2][1 if model_name == "half frozen" else 0 :]
+            for number, step in enumerate(steps):
+                what = f"{strategy} {precision}, {microbatches} microbatches, step {number}"
+                for name, predicted in facts_of(made).items():
+                    assert step[name] == predicted, (what, name)
+                    compared += 1
+    assert compared >= world_size * len(cases) * 5
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_plan_is_exact_on_one_axis(strategy: str, world_size: int) -> None:
+    assert_planned(world_size, "plain", strategy, CASES)
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+def test_plan_is_exact_on_two_axes(strategy: str) -> None:
+    assert_planned(4, "plain", strategy, CASES)
+    assert_planned(2, "plain", strategy, FEW)  # an inner axis of one rank
+
+
+@pytest.mark.parametrize("model_name", ["backbone", "half frozen", "uneven"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_plan_is_exact_for_other_models(strategy: str, model_name: str) -> None:
+    assert_planned(2, model_name, strategy, FEW)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_plan_is_exact_for_weights_kept_or_not(reshard: bool) -> None:
+    assert_planned(2, "uneven", "zero3", FEW, reshard_after_forward=reshard)
+
+
+def test_plan_is_exact_for_parts_kept() -> None:
+    assert_planned(4, "plain", "zero3", FEW, reshard_after_forward=2)
+
+
+def test_one_rank_alone() -> None:
+    assert_planned(1, "plain", "zero3", CASES)
+    assert_planned(1, "plain", "zero0", CASES)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans without ranks: against the real code on meta tensors, at any size, and for people."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import layout
+from shardwise.report import simulate, units
+from shardwise.report.dry_run import dry_run
+from shardwise.report.footprint import Mesh
+from shardwise.report.matrices import matrix_parameters, newton_schulz_flops, share_out
+from shardwise.report.plan import Plan, plan, strategy_name
+from shardwise.report.shard_map import map_text
+from shardwise.report.sizes import count_text, parse_size, size_text
+from shardwise.report.table import plan_text, print_plan
+from shardwise.shard.find import wrap_units
+from tests.models import Model
+
+BF16 = sw.Precision(weights="bf16", reduce="fp32")
+MESHES: dict[str, dict[str, int]] = {f"zero{stage}": {"dp": 64} for stage in range(4)}
+MESHES |= {"hsdp": {"dp_outer": 4, "dp": 16}, "hfsdp": {"dp_outer": 4, "dp": 16}}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, keys: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.wq = nn.Linear(width, width, bias=False)
+        self.wk = nn.Linear(width, keys, bias=False)
+        self.wv = nn.Linear(width, keys, bias=False)
+        self.wo = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+
+class Llama(nn.Module):
+    """Shapes only."""
+
+    def __init__(
+        self, width: int, keys: int, hidden: int, depth: int, vocabulary: int = 128256
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, keys, hidden) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+
+def llama_405b() -> Llama:
+    with torch.device("meta"):
+        return Llama(16384, 1024, 53248, 126)
+
+
+def small() -> Model:
+    with torch.device("meta"):
+        return Model(40, 3)
+
+
+# ------------------------------------------------------------------------------ the real code
+
+
+def facts(made: Plan) -> dict[str, Any]:
+    names = ("rest", "loaded", "peak", "peak_total", "calls", "optimizer_bytes", "num_elements")
+    return {name: getattr(made, name) for name in names}
+
+
+@pytest.mark.parametrize("strategy", MESHES)
+def test_a_dry_run_of_the_real_code_says_the_same(strategy: str) -> None:
+    for precision in (None, BF16, sw.Precision(weights="bf16")):
+        for microbatches in (1, 3):
+            options: dict[str, Any] = {"precision": precision, "microbatches": microbatches}
+            planned = plan(small(), MESHES[strategy], strategy, **options)
+            measured = dry_run(small(), MESHES[strategy], strategy, rank=3, **options)
+            assert facts(measured) == facts(planned), (precision, microbatches)
+            # not only the peak: every acquisition and release, in order
+            steps = [[step[1:] for step in made.timeline] for made in (planned, measured)]
+            assert steps[0] == steps[1] and len(steps[0]) >= 4
+            assert planned.peak_total > sum(planned.rest.values())
+
+
+@pytest.mark.parametrize("reshard", [True, False, 4])
+def test_a_dry_run_agrees_on_what_is_kept_after_forward(reshard: bool | int) -> None:
+    for strategy in ("zero3", "hfsdp"):
+        options: dict[str, Any] = {"precision": BF16, "reshard_after_forward": reshard}
+        planned = plan(small(), MESHES[strategy], strategy, **options)
+        measured = dry_run(small(), MESHES[strategy], strategy, rank=63, **options)
+        assert facts(measured) == facts(planned)
+
+
+def test_a_dry_run_leaves_the_ledger_as_it_was() -> None:
+    before = sw.ledger.snapshot()
+    measured = dry_run(small(), {"dp": 8}, "zero3")
+    assert measured.rest["main"] > 0 and "rank 0 of 8" in measured.source
+    assert sw.ledger.snapshot() == before and not sw.ledger.counts_meta
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_dry_run_names_all_that_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"not on the meta device.*rank 9 of a mesh of 8"):
+        dry_run(Model(), {"dp": 8}, rank=9)
+
+
+# ------------------------------------------------------------------------------ by hand
+
+
+def test_the_figures_of_a_model_one_can_count() -> None:
+    """One block of 64x64 in a root without parameters: 4096 elements, no padding, 4 ranks."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.blocks = nn.ModuleList([nn.Linear(64, 64, bias=False)])
+    found = {
+        strategy: plan(model, {"dp": 4}, strategy, precision=BF16, optimizer="muon")
+        for strategy in ("zero0", "zero1", "zero2", "zero3")
+    }
+    whole = 4096
+    for strategy, made in found.items():
+        share = whole if strategy == "zero0" else whole // 4
+        assert made.padding == 0 and made.num_elements == whole
+        assert made.rest["main"] == 4 * share and made.loaded["grad"] == 4 * share
+        assert made.rest.get("compute", 0) == (0 if strategy == "zero3" else 2 * whole)
+        assert made.optimizer_bytes == 4 * share, "one momentum"
+        assert made.peak["grad_transient" if strategy != "zero0" else "grad"] == 4 * whole
+    assert found["zero3"].calls == Counter(
+        {
+            sw.comm.Call("all_gather", "dp", 4, 2 * whole): 2,
+            sw.comm.Call("reduce_scatter", "dp", 4, 4 * whole): 1,
+        }
+    )
+    assert plan(model, {"dp": 4}, "zero3", precision=BF16).optimizer_bytes == 8 * whole // 4
+    work = found["zero3"].matrices
+    assert work is not None and work.num_matrices == 1
+    assert work.busiest == work.total == 5 * 6 * 64**3 and work.idlest == 0
+    assert work.balance == 0.25
+
+
+def test_newton_schulz_is_counted_per_matrix_whichever_way_it_lies() -> None:
+    assert newton_schulz_flops((3, 7)) == newton_schulz_flops((7, 3)) == 5 * (4 * 9 * 7 + 2 * 27)
+    assert newton_schulz_flops((8, 3, 7)) == 8 * newton_schulz_flops((3, 7))
+    assert newton_schulz_flops((7,)) == 0
+
+
+def test_sharing_out_matrices_equals_dealing_them_one_by_one() -> None:
+    shapes = {(64, 64): 13, (64, 256): 7, (32, 32): 5}
+    for ranks in (1, 2, 3, 8, 40):
+        loads = [0] * ranks
+        for cost in sorted(
+            (newton_schulz_flops(s) for s, n in shapes.items() for _ in range(n)), reverse=True
+        ):
+            loads[loads.index(min(loads))] += cost
+        work = share_out(shapes, ranks)
+        assert (work.busiest, work.idlest, work.total) == (max(loads), min(loads), sum(loads))
+        assert work.num_matrices == 25 and 0 < work.balance <= 1
+
+
+def test_embeddings_heads_and_vectors_are_no_matrices() -> None:
+    with torch.device("meta"):
+        model = Llama(16, 8, 32, 1, vocabulary=32)
+    chosen = matrix_parameters(model)
+    names = {name for name, value in model.named_parameters() if id(value) in chosen}
+    assert names == {
+        f"blocks.0.{name}.weight" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")
+    }
+
+
+# ------------------------------------------------------------------------------ what is wrapped
+
+
+def test_every_block_of_the_outermost_lists_is_a_unit_and_then_the_model() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module(), nn.Linear(2, 2), nn.Identity()])
+    model.layers[0].experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.head = nn.Linear(2, 2)
+    assert wrap_units(model) == [model.layers[0], model.layers[1], model]
+
+
+def test_weights_tied_across_units_are_refused_as_fully_shard_does() -> None:
+    model = small()
+    model.layers[1].up.weight = model.layers[0].up.weight
+    with pytest.raises(ValueError, match=r"'layers.1.up.weight' belongs to unit 'layers.0' too"):
+        plan(model, {"dp": 2})
+    tied = small()
+    tied.head.weight = tied.embedding.weight  # both in the root: one parameter
+    made = plan(tied, {"dp": 2})
+    assert made.num_parameters == plan(small(), {"dp": 2}).num_parameters - 17 * 40
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"2 data-parallel axes.*optimizer='sgd'.*'tpu'.*1 or m"):
+        plan(small(), {"dp": 2}, "hsdp", optimizer="sgd", device="tpu", microbatches=0)
+    for wrong, message in (
+        (lambda: plan(small(), {"dp": 0}), "dp=0"),
+        (lambda: plan(small(), {}), "no axes"),
+        (lambda: plan(small(), {"dp": 2}, "zero4"), "zero4.*zero0, zero1"),
+        (lambda: plan(small(), {"dp": 6}, reshard_after_forward=4), "must divide the 6 ranks"),
+        (lambda: plan(nn.Identity(), {"dp": 2}), "no parameters"),
+        (lambda: plan(small(), {"dp": 2}, wrap=[nn.Linear(2, 2)]), "not part of the model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
+# ------------------------------------------------------------------------------ at scale
+
+
+def count_work(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], depth: int) -> Counter[str]:
+    """How often a plan lays out a unit, makes a layout and moves bytes."""
+    work: Counter[str] = Counter()
+
+    def counting(name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            work[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(units, "group_parameters", counting("groups", units.group_parameters))
+        patch.setattr(units, "plan_layout", counting("layouts", units.plan_layout))
+        patch.setattr(simulate.Held, "acquire", counting("events", simulate.Held.acquire))
+        with torch.device("meta"):
+            model = Llama(16384, 1024, 53248, depth)
+        made = plan(model, mesh, "zero3", precision=BF16, microbatches=16)
+    assert made.num_parameters > 3e9 * depth
+    return work
+
+
+def test_layers_that_are_alike_and_ranks_cost_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Instant at any size: work grows with the units of one pass, and with nothing else."""
+    few, many = count_work(monkeypatch, {"dp": 8}, 4), count_work(monkeypatch, {"dp": 4096}, 126)
+    assert few["groups"] == many["groups"] == 2, "the root, and one block for all"
+    assert few["layouts"] == 2 and many["layouts"] == 3, "over 4096 a block has two buffers"
+    ranks = count_work(monkeypatch, {"dp": 4096}, 4)
+    # a buffer of weights (gathered twice; the root's once), of packed and of main gradients
+    assert few["events"] == 3 * (4 * 4 + 3) and ranks["events"] == 3 * (4 * 2 * 4 + 3)
+    assert many["events"] == 3 * (126 * 2 * 4 + 3), "three of sixteen microbatches are played"
+
+
+def test_405_billion_parameters_over_4096_ranks() -> None:
+    made = plan(llama_405b(), {"dp": 4096}, "zero3", precision=BF16, optimizer="muon")
+    assert made.num_parameters == 405_853_388_800
+    assert made.padding / made.num_elements < 0.03
+    assert made.rest["main"] == 4 * made.num_elements // 4096
+    assert layout._plan.cache_info().currsize > 0
+    assert [unit.name for unit in made.units] == ["Llama", "blocks.0 and 125 alike"]
+    gathers = made.collectives[0]
+    assert gathers.operation == "all_gather"
+    json.dumps(made.as_dict())
+
+
+def test_microbatches_in_the_middle_are_counted_not_played() -> None:
+    one, two, many = (
+        plan(small(), {"dp": 8}, "zero3", microbatches=count) for count in (1, 2, 1000)
+    )
+    assert many.peak == two.peak and many.peak_total == two.peak_total
+    assert many.calls == Counter({call: 1000 * count for call, count in one.calls.items()})
+
+
+# ------------------------------------------------------------------------------ what won't fit
+
+
+def test_what_does_not_fit_is_told_with_changes_that_do() -> None:
+    with torch.device("meta"):
+        model = Llama(4096, 1024, 14336, 32)
+    made = plan(model, {"dp": 8}, "zero1", precision=BF16, memory=parse_size("24GiB"))
+    assert made.fits is False and len(made.suggestions) > 1
+    assert "use strategy zero3" in made.suggestions[0] and "fits" in made.suggestions[0]
+    assert not plan(model, {"dp": 8}, "zero2", precision=BF16, memory=24 << 30).fits
+    changed = plan(model, {"dp": 8}, "zero3", precision=BF16, memory=24 << 30)
+    assert changed.fits and changed.suggestions == ()
+    assert size_text(changed.total) in made.suggestions[0]
+    assert "does not fit 24.0 GiB" in str(made) and "zero3" in str(made)
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    made = plan(small(), {"dp": 2}, "zero3", memory=1000)
+    assert len(made.suggestions) == 1 and "nothing tried here fits" in made.suggestions[0]
+
+
+def test_bytes_said_by_the_caller_count_against_the_memory() -> None:
+    fitting = plan(small(), {"dp": 2}, memory=1 << 20)
+    assert fitting.fits
+    assert plan(small(), {"dp": 2}, memory=1 << 20, other_bytes=1 << 20).fits is False
+    assert plan(small(), {"dp": 2}).fits is None
+
+
+# ------------------------------------------------------------------------------ for people
+
+
+def test_a_plan_reads_as_text() -> None:
+    made = plan(small(), {"dp_outer": 2, "dp": 2}, "hsdp", optimizer="muon", microbatches=2)
+    text = plan_text(made, shard_map=True)
+    for words in (
+        "hsdp over dp_outer=2 x dp=2 (4 ranks), muon, 2 microbatches",
+        "Bytes per rank",
+        "all_reduce over dp_outer (2 ranks)",
+        "Newton-Schulz",
+        "layers.0 and 2 alike",
+        "ranks 0, 2 | ",
+    ):
+        assert words in text, words
+    assert str(made) in text
+
+
+def test_strips_are_to_scale_and_hold_every_row_once() -> None:
+    made = plan(small(), {"dp": 3}, "zero3")
+    lines = map_text(made, width=96).splitlines()
+    rows = [line for line in lines if line.startswith("rank ")]
+    assert len(rows) == 3 * 2 and len({len(row) for row in rows}) == 1
+    assert any("embedding.weight rows 0-" in row for row in rows)
+    many = map_text(plan(small(), {"dp": 1000}, "zero3"))
+    assert many.count("rank") < 40 and "..." in many, "of many ranks a few are shown"
+
+
+def test_rich_prints_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(small(), {"dp": 2}, name="odd [bold]name[/bold]", memory=1000)
+    print_plan(made)
+    assert "odd [bold]name[/bold]" in capsys.readouterr().out
+
+
+def test_names_of_strategies_and_sizes() -> None:
+    assert strategy_name(sw.hfsdp()) == "hfsdp"
+    r, p, s = sw.Replicate(), sw.Partial(), sw.Shard()
+    unnamed = sw.Placements(compute=[r, r], grad=[p, s], main=[s, s])
+    assert strategy_name(unnamed) == str(unnamed)
+    assert parse_size("80GiB") == 80 << 30 and parse_size("1.5 MB") == 1_500_000
+    assert parse_size(4096) == 4096 == parse_size("4096B")
+    assert size_text(1536) == "1.50 KiB" and count_text(8_030_261_248) == "8.03B"
+    for wrong in ("80 apples", "-4GiB", "", "GiB"):
+        with pytest.raises(ValueError, match="no amount of memory"):
+            parse_size(wrong)
+    assert str(Mesh.of({"dp_outer": 2, "dp": 4})) == "dp_outer=2 x dp=4"
