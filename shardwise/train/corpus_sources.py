@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -75,19 +76,21 @@ def file_documents(spec: str) -> list[Document]:
     """One document per text file; hidden and binary files are passed over."""
     path = Path(spec).expanduser()
     if path.is_dir():
-        named = [one for one in path.rglob("*") if one.is_file() and not _hidden(one, path)]
-        found = sorted((one.relative_to(path).as_posix(), one) for one in named)
+        paths = [one for one in path.rglob("*") if one.is_file() and not _hidden(one, path)]
     elif path.is_file():
-        found = [(path.name, path)]
+        paths = [path]
     else:
-        matches = glob.glob(str(path), recursive=True)
-        found = sorted((match, Path(match)) for match in matches if Path(match).is_file())
-        if not found:
+        matches = map(Path, glob.glob(str(path), recursive=True))
+        paths = [one for one in matches if one.is_file()]
+        if not paths:
             raise DataNotFoundError(
                 f"{spec!r} names no data: there is no such file or directory and the pattern "
                 f"matches nothing; give a text file, a directory, a quoted pattern, a .bin token "
                 f"file, stdlib, stdlib+torch or hf:NAME"
             )
+    # Names from the nearest directory that holds all: data moved elsewhere are the same data.
+    above = os.path.commonpath([one.parent for one in paths]) if paths else path
+    found = sorted((one.relative_to(above).as_posix(), one) for one in paths)
     documents = _read(found)
     texts = [one for one in documents if b"\0" not in one.data[:8192]]
     if len(texts) < len(documents):

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corpora: every kind of data, what is held out, bits per byte, reference entropies, errors."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.train import corpus_sources, data
+from shardwise.train.corpus import Corpus, digest_of, hold_out
+from shardwise.train.corpus_entropy import count_pairs, references_of
+from shardwise.train.corpus_errors import (
+    DataError,
+    DataNotFoundError,
+    EmptyDataError,
+    MissingExtraError,
+    ShortDataError,
+    TokenFileError,
+)
+from shardwise.train.corpus_sources import Document, stdlib_documents
+from shardwise.train.data import load_corpus
+from shardwise.train.tokens import open_tokens, write_tokens
+
+SENTENCE = b"the quick brown fox jumps over the lazy dog\n"
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> Corpus:
+    return load_corpus("stdlib")
+
+
+def texts(folder: Path, count: int = 30) -> Path:
+    """Files of different lengths, in two directories."""
+    for index in range(count):
+        path = folder / ("a" if index % 2 else "b") / f"{index}.txt"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(f"file {index}\n".encode() + SENTENCE * (1 + index % 5))
+    return folder
+
+
+# -------------------------------------------------------------------------------------- holding out
+
+
+@given(st.lists(st.integers(2, 400), min_size=1, max_size=60), st.sampled_from([0.05, 0.2, 0.5]))
+def test_every_byte_is_in_one_part(sizes: list[int], fraction: float) -> None:
+    documents = [
+        Document(f"name {i}", bytes([i % 250]) * (size - 1) + b"\n") for i, size in enumerate(sizes)
+    ]
+    train, held = hold_out(documents, fraction)
+    both = dict.fromkeys((one.name for one in documents), b"")
+    for document in train + held:
+        both[document.name.removesuffix(" (end)")] += document.data
+    assert both == {one.name: one.data for one in documents}
+    wanted, size = fraction * sum(sizes), sum(len(one.data) for one in held)
+    assert 0 < size and 0.5 * wanted <= size <= 2 * wanted + 1
+    assert sum(len(one.data) for one in train) > 0
+
+
+def test_documents_are_held_out_whole_and_whatever_comes_beside_them() -> None:
+    documents = [Document(f"{i}.py", SENTENCE * 10) for i in range(200)]
+    train, held = hold_out(documents, 0.05)
+    assert len(held) == 10 and len(train) == 190
+    more = documents + [Document("new.py", SENTENCE * 10)]
+    names = {one.name for one in held}
+    assert len(names & {one.name for one in hold_out(more, 0.05)[1]}) >= 9
+    assert hold_out(documents[::-1], 0.05)[1] == held[::-1]  # the order of files does not matter
+
+
+def test_one_long_document_gives_its_end_at_a_line() -> None:
+    document = Document("book", SENTENCE * 1000)
+    (head,), (tail,) = hold_out([document], 0.05)
+    assert head.data + tail.data == document.data
+    assert tail.data.startswith(b"the quick") and 0.049 < len(tail.data) / 44_000 < 0.052
+    for fraction in (0.0, 0.6, -1.0):
+        with pytest.raises(DataError, match=r"more than 0 and at most 0\.5"):
+            hold_out([document], fraction)
+
+
+def test_the_digest_knows_names_lengths_and_contents() -> None:
+    one = [Document("a", b"xy"), Document("b", b"z")]
+    others = [
+        [Document("a", b"x"), Document("b", b"yz")],
+        [Document("a", b"xy"), Document("c", b"z")],
+        [Document("a", b"xy"), Document("b", b"Z")],
+        [Document("b", b"z"), Document("a", b"xy")],
+    ]
+    assert len({digest_of(documents) for documents in [one, *others]}) == 5
+
+
+# ------------------------------------------------------------------------------------ the stdlib
+
+
+def test_the_standard_library_is_a_corpus(stdlib: Corpus) -> None:
+    assert stdlib.vocab_size == 257 and stdlib.unit == "bits/byte"
+    assert stdlib.train_bytes is not None and stdlib.held_out_bytes is not None
+    assert 5e6 < stdlib.train_bytes < 2e7
+    share = stdlib.held_out_bytes / (stdlib.train_bytes + stdlib.held_out_bytes)
+    assert 0.04 < share < 0.07
+    again = load_corpus("stdlib")
+    assert again.sha256 == stdlib.sha256 and len(stdlib.sha256) == 64
+    assert np.array_equal(again.train, stdlib.train)
+    assert np.array_equal(again.held_out, stdlib.held_out)
+    assert "import" in stdlib.decode(stdlib.held_out[:20_000])
+    names = {one.name for one in stdlib_documents()}
+    assert "stdlib/json/decoder.py" in names
+    assert not any("/test/" in name or "site-packages" in name for name in names)
+    # Held out by file: the end-of-document token parts what was trained on from what was not.
+    assert stdlib.held_out[-1] == stdlib.train[-1] == 256
+
+
+def test_references_order_as_they_must(stdlib: Corpus) -> None:
+    found = references_of(stdlib)
+    assert found is not None
+    assert 8 > found.unigram > found.bigram > found.bigram_entropy > found.zlib > 1
+    assert found.unigram - found.bigram > 0.5
+
+
+@pytest.mark.parametrize("folder", ["python311.zip", "compiled"])
+def test_a_standard_library_without_sources_says_so(tmp_path: Path, folder: str) -> None:
+    where = tmp_path / folder
+    if where.suffix == ".zip":
+        where.write_bytes(b"PK")
+    else:
+        (where / "__pycache__").mkdir(parents=True)
+        (where / "os.pyc").write_bytes(b"\0")
+    with pytest.raises(EmptyDataError, match=r"zipped|only compiled") as caught:
+        list(stdlib_documents(where))
+    assert "--data" in str(caught.value) and str(where) in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_files_directories_and_patterns(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "data")
+    (folder / ".hidden").write_bytes(SENTENCE)
+    (folder / "a" / "empty.txt").write_bytes(b"")
+    (folder / "a" / "picture.png").write_bytes(b"\x89PNG\0\0" + SENTENCE)
+    whole = load_corpus(str(folder))
+    assert load_corpus(str(folder) + "/").sha256 == whole.sha256
+    expected = sum(len(path.read_bytes()) for path in folder.rglob("*.txt"))
+    assert (whole.train_bytes or 0) + (whole.held_out_bytes or 0) == expected
+    assert len(whole.train) + len(whole.held_out) == expected + 30
+    some = load_corpus(f"{folder}/b/*.txt")
+    assert some.train_bytes is not None and some.train_bytes < expected / 1.5
+    same = load_corpus(f"{folder}/**/*.txt")
+    assert same.sha256 == whole.sha256 and np.array_equal(same.train, whole.train)
+    moved = tmp_path / "elsewhere" / "data"
+    shutil.copytree(folder, moved)
+    assert load_corpus(str(moved)).sha256 == whole.sha256  # where data lie is not what they are
+    assert load_corpus(f"{moved}/*/*.txt").sha256 == whole.sha256
+    single = load_corpus(str(folder / "a" / "9.txt"))
+    assert single.decode(single.train).startswith("file 9\nthe quick")
+    assert single.held_out_bytes is not None and single.held_out_bytes >= 1
+
+
+def test_data_that_is_not_there_or_empty_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataNotFoundError, match=r"names no data.*stdlib.*hf:NAME"):
+        load_corpus(str(tmp_path / "none.txt"))
+    with pytest.raises(DataNotFoundError, match="matches nothing"):
+        load_corpus(str(tmp_path / "*.txt"))
+    with pytest.raises(EmptyDataError, match="holds no text: 0 files"):
+        load_corpus(str(tmp_path))
+    (tmp_path / "x.dat").write_bytes(b"\0\1\2")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(EmptyDataError, match="2 files, 1 of them empty and 1 binary"):
+        load_corpus(str(tmp_path))
+    with pytest.raises(DataNotFoundError, match="no such file"):
+        load_corpus(str(tmp_path / "none.bin"))
+    (tmp_path / "bad.bin").write_bytes(b"nonsense" * 10)
+    with pytest.raises(TokenFileError, match="no token file"):
+        load_corpus(str(tmp_path / "bad.bin"))
+    (tmp_path / "short.txt").write_bytes(b"x")
+    with pytest.raises(ShortDataError, match="at least 2"):
+        load_corpus(str(tmp_path / "short.txt"))
+
+
+# -------------------------------------------------------------------------------------- token files
+
+
+def test_token_files_are_mapped_and_cut_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    tokens = np.random.default_rng(0).integers(0, 5000, 10_000)
+    header = write_tokens(path, tokens, 5000, num_bytes=42_000)
+    corpus = load_corpus(str(path))
+    assert isinstance(corpus.train, np.memmap)
+    assert np.array_equal(np.concatenate((corpus.train, corpus.held_out)), tokens)
+    assert len(corpus.held_out) == 500 and corpus.vocab_size == 5000
+    assert corpus.sha256 == header.sha256
+    assert corpus.bytes_per_token() == pytest.approx(4.2)
+    assert corpus.bits_per_byte(math.log(2) * 4.2) == pytest.approx(1.0)
+    assert corpus.decode([5, 6]) == "5 6" and references_of(corpus) is None
+    with pytest.raises(DataError, match="unknown tokenizer"):
+        corpus.encode("x")
+    with pytest.raises(DataError, match="holds tokens already"):
+        load_corpus(str(path), tokenizer="bpe:300")
+
+
+def test_a_file_of_bytes_is_text_again(tmp_path: Path, stdlib: Corpus) -> None:
+    path = tmp_path / "bytes"  # known by its first bytes, whatever its name
+    write_tokens(path, stdlib.train[:200_000], 257, tokenizer="bytes")
+    corpus = load_corpus(str(path))
+    assert corpus.decode(corpus.encode("déjà vu")) == "déjà vu"
+    assert references_of(corpus) is not None
+    assert corpus.bytes_per_token("train") == pytest.approx(1, abs=1e-3)
+    write_tokens(path, np.zeros(10, int), 300, tokenizer="bytes")
+    with pytest.raises(DataError, match="vocab_size=300 and bytes have 257"):
+        load_corpus(str(path))
+
+
+def test_bare_integers_and_noise(tmp_path: Path) -> None:
+    path = tmp_path / "raw:16.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    corpus = load_corpus(f"raw16:{path}:1000")
+    assert len(corpus.train) == 950 and corpus.vocab_size == 1000
+    assert corpus.unit == "bits/token" and corpus.bytes_per_token() is None
+    assert corpus.bits_per_byte(math.log(2)) == pytest.approx(1.0)
+    for spec in ("raw16:x.bin", "raw16::7", "raw32:x:0"):
+        with pytest.raises(DataError, match="PATH:VOCAB"):
+            load_corpus(spec)
+    noise = load_corpus("random:50304")
+    assert noise.vocab_size == 50304 and noise.train.dtype == np.uint16
+    assert 45_000 < noise.train[:100_000].max() < 50304
+    assert np.array_equal(noise.train, load_corpus("random:50304").train)
+    with pytest.raises(DataError, match="random:VOCAB"):
+        load_corpus("random:many")
+
+
+# -------------------------------------------------------------------------------------- byte pairs
+
+
+def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    folder, cache = texts(tmp_path / "data"), tmp_path / "cache"
+    plain = load_corpus(str(folder))
+    corpus = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
+    assert corpus.sha256 == plain.sha256
+    assert (corpus.train_bytes, corpus.held_out_bytes) == (plain.train_bytes, plain.held_out_bytes)
+    assert 257 < corpus.vocab_size <= 290 and corpus.codec is not None
+    assert corpus.bytes_per_token() > 1.5  # type: ignore[operator]
+    assert corpus.decode(corpus.train) == plain.decode(plain.train)
+    assert references_of(corpus) == references_of(plain)
+    assert corpus.decode(corpus.encode("the fox")) == "the fox"
+
+    made = [one.name for one in cache.iterdir()]
+    assert len(made) == 1 and made[0].startswith("bpe-290-")
+    monkeypatch.setattr(data.BytePairs, "train", None)  # nobody trains again
+    again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
+    assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
+    assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes
+    with pytest.raises(TypeError):  # other data need other pieces
+        load_corpus(str(folder / "a"), tokenizer="bpe:290", cache=cache)
+
+
+def test_without_a_cache_the_same_pieces_are_learned(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = texts(tmp_path / "data")
+    corpora = [
+        load_corpus(str(folder), tokenizer="bpe:280", cache=cache)
+        for cache in (None, tmp_path / "cache", None)
+    ]
+    assert all(np.array_equal(corpora[0].train, one.train) for one in corpora)
+
+
+def test_missing_packages_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tokenizers", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=r"shardwise\[bpe\]"):
+        load_corpus(str(texts(tmp_path)), tokenizer="bpe:300")
+    with pytest.raises(MissingExtraError, match=r"shardwise\[datasets\]"):
+        load_corpus("hf:some/dataset")
+
+
+# ---------------------------------------------------------------------------------------- datasets
+
+
+class Rows:
+    """What of a `datasets.Dataset` is read."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self.columns = columns
+        self.features = {
+            name: SimpleNamespace(dtype="string" if isinstance(values[0], str) else "int64")
+            for name, values in columns.items()
+        }
+
+    def __getitem__(self, name: str) -> Iterator[Any]:
+        return iter(self.columns[name])
+
+
+@pytest.fixture
+def datasets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> Rows:
+        calls.append((name, config, split))
+        if name == "none":
+            raise FileNotFoundError("no such dataset\nand more")
+        if name == "numbers":
+            return Rows({"label": [1, 2]})
+        if name == "stories":
+            return Rows({"id": [1, 2, 3], "story": ["once " * 50, "", "upon " * 50]})
+        return Rows({"text": ["row " * 20] * 40, "title": ["t"] * 40})
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return calls
+
+
+def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
+    corpus = load_corpus("hf:owner/name:config:validation")
+    assert datasets == [("owner/name", "config", "validation")]
+    assert np.count_nonzero(corpus.train == 256) + np.count_nonzero(corpus.held_out == 256) == 40
+    assert "row row" in corpus.decode(corpus.train[:20])
+    stories = list(corpus_sources.dataset_documents("hf:stories"))
+    assert [one.name for one in stories] == ["stories/0", "stories/2"]
+    assert datasets[-1] == ("stories", None, "train")
+    with pytest.raises(DataNotFoundError, match=r"no such dataset\): check the name"):
+        load_corpus("hf:none")
+    with pytest.raises(DataError, match="no column 'text'"):
+        load_corpus("hf:numbers")
+    for spec in ("hf:", "hf:a:b:c:d"):
+        with pytest.raises(DataError, match="hf:NAME:CONFIG:SPLIT"):
+            load_corpus(spec)
+
+
+# -------------------------------------------------------------------------------------- entropies
+
+
+def slow_bits(train: bytes, held: bytes) -> tuple[float, float, float]:
+    """Unigram and bigram scores and the bigram entropy, one symbol at a time, by definition."""
+    symbols = [*train, 256]
+    tested = [*held, 256]
+    after: dict[int, dict[int, int]] = {}
+    for a, b in pairwise(symbols):
+        after.setdefault(a, {})[b] = after.get(a, {}).get(b, 0) + 1
+    counts = [1.0] * 257
+    for b in symbols[1:]:
+        counts[b] += 1
+    single = [count / sum(counts) for count in counts]
+    unigram = bigram = 0.0
+    for a, b in pairwise(tested):
+        row = after.get(a, {})
+        unigram -= math.log2(single[b])
+        bigram -= math.log2((row.get(b, 0) + single[b]) / (sum(row.values()) + 1))
+    own = 0.0
+    for a, b in pairwise(symbols):
+        own -= math.log2(after[a][b] / sum(after[a].values()))
+    return unigram / len(held), bigram / len(held), own / len(train)
+
+
+def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.train.corpus_entropy._CHUNK", 50)  # pairs across chunks count
+    train, held = SENTENCE * 3 + b"some more", b"the dog jumps over a fox" * 5
+    codec = data.Bytes()
+    corpus = Corpus(
+        name="tiny",
+        train=codec.encode([train]),
+        held_out=codec.encode([held]),
+        vocab_size=257,
+        sha256="",
+        codec=codec,
+        train_bytes=len(train),
+        held_out_bytes=len(held),
+    )
+    found = references_of(corpus)
+    assert found is not None
+    expected = slow_bits(train, held)
+    assert (found.unigram, found.bigram, found.bigram_entropy) == pytest.approx(expected)
+    assert found.zlib == 8 * len(zlib.compress(held, 9)) / len(held)
+    assert count_pairs(corpus.train).sum() == len(train)
+
+
+def test_text_to_show_survives_anything(stdlib: Corpus) -> None:
+    assert stdlib.decode([104, 105, 256, 120]) == "hi\n\nx"
+    assert stdlib.decode([255, 104, 300]) == "\ufffdh"
+    assert stdlib.decode([]) == ""
+    assert stdlib.encode("hi") == [104, 105]

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of samples: a permutation, the same for all numbers of ranks, kept when saved."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.train.corpus_errors import (
+    DataError,
+    DataPositionError,
+    ShortDataError,
+    TokenFileError,
+)
+from shardwise.train.sampler import HeldOut, Sampler, permute
+
+CONTEXT = 4
+
+
+def sampler(num_windows: int, **options: Any) -> Sampler:
+    """Over tokens that name their own place."""
+    tokens = np.arange(num_windows * CONTEXT + 1, dtype=np.uint32)
+    options = {"global_batch": 4, "vocab_size": len(tokens)} | options
+    return Sampler(tokens, context=CONTEXT, **options)
+
+
+def windows_of(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """Which windows a batch holds, after checking that each is whole and its targets come next."""
+    tokens, targets = batch
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens + 1, targets)
+    assert torch.equal(tokens - tokens[:, :1], torch.arange(CONTEXT).expand_as(tokens))
+    assert (tokens[:, 0] % CONTEXT == 0).all()
+    return (tokens[:, 0] // CONTEXT).tolist()
+
+
+# ------------------------------------------------------------------------------------ permutations
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 100))
+def test_every_index_goes_to_one_place(size: int, seed: int, epoch: int) -> None:
+    found = permute(np.arange(size), size, seed, epoch)
+    assert np.array_equal(np.sort(found), np.arange(size))
+    some = np.arange(size)[:: max(1, size // 7)]
+    assert np.array_equal(permute(some, size, seed, epoch), found[some])
+
+
+def test_permutations_look_shuffled() -> None:
+    size = 10_000
+    orders = [permute(np.arange(size), size, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        correlation = np.corrcoef(np.arange(size), order)[0, 1]
+        steps = np.abs(np.diff(order))
+        assert abs(correlation) < 0.05
+        assert 0.30 < steps.mean() / size < 0.37  # 1/3 for a random one
+        halves = order[: size // 2].mean() / size
+        assert 0.48 < halves < 0.52
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert np.count_nonzero(one == other) < 10  # 1 expected
+
+
+def test_a_trillion_windows_need_no_memory() -> None:
+    size = 10**12
+    found = permute(np.arange(size - 50, size), size, 3, 0)
+    assert len({*found.tolist()}) == 50 and found.min() >= 0 and found.max() < size
+    assert found.std() > size / 10
+
+
+# ------------------------------------------------------------------------------------------- order
+
+splits = st.sampled_from([(1, 12), (2, 12), (3, 12), (4, 12), (2, 2), (3, 3), (4, 8), (1, 1)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_windows=st.integers(1, 70),
+    phases=st.lists(st.tuples(splits, st.integers(1, 5)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_no_sample_is_repeated_or_left_out_whatever_the_ranks(
+    num_windows: int, phases: list[tuple[tuple[int, int], int]], seed: int
+) -> None:
+    """Runs of different world sizes and batches, one resumed from another, see one stream."""
+    single = sampler(num_windows, global_batch=1, seed=seed)
+    state = single.state_dict()
+    seen: list[int] = []
+    for (world_size, global_batch), steps in phases:
+        ranks = [
+            sampler(num_windows, global_batch=global_batch, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for one in ranks:
+            one.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps):
+            for one in ranks:
+                seen += windows_of(one.next_batch())
+        states = [one.state_dict() for one in ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert state["position"] == len(seen) == sum(batch * n for (_, batch), n in phases)
+    expected = [windows_of(single.next_batch())[0] for _ in seen]
+    assert seen == expected
+    for begin in range(0, len(seen), num_windows):  # epoch by epoch
+        epoch = seen[begin : begin + num_windows]
+        assert len({*epoch}) == len(epoch)
+        if len(epoch) == num_windows:
+            assert {*epoch} == {*range(num_windows)}
+
+
+def test_epochs_and_seeds_shuffle_differently() -> None:
+    first, second = (windows_of(sampler(64, global_batch=128).batch(64 * e))[:64] for e in (0, 1))
+    assert sorted(first) == sorted(second) == [*range(64)] and first != second
+    assert windows_of(sampler(64, global_batch=64, seed=1).batch(0)) != first
+
+
+def test_a_position_can_be_read_without_moving() -> None:
+    one = sampler(50, global_batch=6, world_size=2, rank=1)
+    expected = [windows_of(one.batch(6 * step)) for step in range(5)]
+    assert [windows_of(one.next_batch()) for _ in range(5)] == expected
+    assert one.position == 30 and one.epoch == 0 and one.batch_size == 3
+    assert [windows_of(one.next_batch()) for _ in range(4)] and one.epoch == 1
+
+
+def test_the_rest_of_the_tokens_is_not_a_window() -> None:
+    tokens = np.arange(3 * CONTEXT, dtype=np.uint16)  # two windows, and too little for a third
+    one = Sampler(tokens, context=CONTEXT, global_batch=2, vocab_size=100)
+    assert one.num_windows == 2 and sorted(windows_of(one.batch(0))) == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(DataError, match="10 sequences can't be cut evenly over 4 ranks: use 8 or"):
+        sampler(20, global_batch=10, world_size=4)
+    with pytest.raises(DataError, match="over 4 ranks: use 4, or"):
+        sampler(20, global_batch=2, world_size=4)
+    with pytest.raises(DataError, match="rank=2 is none of 2 ranks") as caught:
+        sampler(20, global_batch=3, rank=2, world_size=2)
+    assert "evenly over 2" in str(caught.value)
+    with pytest.raises(DataError, match="must be positive"):
+        sampler(20, global_batch=0)
+    with pytest.raises(DataError, match="seed=-1"):
+        sampler(20, seed=-1)
+
+
+def test_data_shorter_than_a_window_are_refused() -> None:
+    tokens = np.arange(CONTEXT, dtype=np.uint16)
+    with pytest.raises(ShortDataError, match="4 training tokens are less than one window"):
+        Sampler(tokens, context=CONTEXT, global_batch=1, vocab_size=10)
+    with pytest.raises(ShortDataError, match="1 held-out tokens"):
+        HeldOut(tokens[:1], context=CONTEXT, batch_size=1, vocab_size=10)
+    with pytest.raises(DataError, match="max_windows=0"):
+        HeldOut(tokens, context=CONTEXT, batch_size=1, vocab_size=10, max_windows=0)
+
+
+def test_a_token_outside_the_vocabulary_is_named_when_it_is_drawn() -> None:
+    tokens = np.arange(41, dtype=np.uint16)
+    tokens[22] = 999
+    one = Sampler(tokens, context=CONTEXT, global_batch=10, vocab_size=41)
+    with pytest.raises(TokenFileError, match="token 22 is 999, outside 0 to 40"):
+        one.next_batch()
+    with pytest.raises(TokenFileError, match="held-out tokens: token 22 is 999"):
+        list(HeldOut(tokens, context=CONTEXT, batch_size=2, vocab_size=41))
+
+
+def test_a_position_in_other_data_is_refused() -> None:
+    state = sampler(20, fingerprint="abc").state_dict()
+    other = sampler(30, fingerprint="xyz")
+    with pytest.raises(DataPositionError, match="num_windows 20, now 30") as caught:
+        other.load_state_dict(state)
+    assert "fingerprint 'abc', now 'xyz'" in str(caught.value)
+    for damage in ({"position": -1}, {"position": "0"}, {"seed": None}, {"version": 9}):
+        with pytest.raises(DataPositionError, match=next(iter(damage))):
+            sampler(20, fingerprint="abc").load_state_dict(state | damage)
+    with pytest.raises(DataPositionError, match="version None"):
+        other.load_state_dict({})
+
+
+def test_the_saved_order_wins_over_another_seed() -> None:
+    first = sampler(50, seed=1)
+    first.next_batch()
+    second = sampler(50, seed=2)
+    second.load_state_dict(first.state_dict())
+    assert windows_of(second.next_batch()) == windows_of(first.next_batch())
+
+
+# ---------------------------------------------------------------------------------------- held out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(2, 60),
+    world_size=st.integers(1, 4),
+    batch_size=st.integers(1, 5),
+    most=st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_each_held_out_token_is_scored_once_and_no_rank_waits(
+    count: int, world_size: int, batch_size: int, most: int | None
+) -> None:
+    tokens = np.arange(count, dtype=np.uint16)
+    options: dict[str, Any] = {"context": CONTEXT, "batch_size": batch_size, "vocab_size": count}
+    ranks = [
+        HeldOut(tokens, rank=rank, world_size=world_size, max_windows=most, **options)
+        for rank in range(world_size)
+    ]
+    scored: list[int] = []
+    for one in ranks:
+        batches = list(one)
+        assert len(batches) == len(one) == len(ranks[0]) >= 1
+        for inputs, targets, number in batches:
+            assert inputs.shape == targets.shape == (batch_size, CONTEXT)
+            real = targets != -100
+            assert real.sum() == number
+            assert torch.equal(inputs[real] + 1, targets[real])
+            scored += targets[real].tolist()
+    assert len({*scored}) == len(scored)
+    if most is None:
+        assert {*scored} == {*range(1, count)}
+    else:
+        assert (most - 1) * CONTEXT < len(scored) <= most * CONTEXT or len(scored) == count - 1
+
+
+def test_the_mean_over_ranks_is_the_mean_over_tokens() -> None:
+    """Weighed by what was scored, uneven ranks give what one process gives."""
+    tokens = np.random.default_rng(0).integers(0, 20, 103).astype(np.uint16)
+    logits = torch.randn(20, 20)
+
+    def mean(world_size: int, batch_size: int) -> float:
+        total, count = 0.0, 0
+        for rank in range(world_size):
+            held = HeldOut(
+                tokens,
+                context=CONTEXT,
+                batch_size=batch_size,
+                vocab_size=20,
+                rank=rank,
+                world_size=world_size,
+            )
+            for inputs, targets, number in held:
+                loss = F.cross_entropy(logits[inputs].flatten(0, 1), targets.flatten())
+                total += loss.nan_to_num().item() * number
+                count += number
+        assert count == 102
+        return total / count
+
+    assert mean(3, 4) == pytest.approx(mean(1, 7)) == pytest.approx(mean(4, 1))

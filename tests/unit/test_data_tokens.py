@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token files and codecs: what is written is read, and what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.train import tokens as module
+from shardwise.train.corpus_errors import (
+    DataError,
+    DataNotFoundError,
+    MissingExtraError,
+    TokenFileError,
+)
+from shardwise.train.tokens import (
+    HEADER_BYTES,
+    MAGIC,
+    open_raw_tokens,
+    open_tokens,
+    read_header,
+    verify_tokens,
+    write_tokens,
+)
+from shardwise.train.tokens_codec import BytePairs, Bytes, codec_named, require
+
+
+def written(tmp_path: Path, vocab_size: int = 300, count: int = 1000) -> Path:
+    path = tmp_path / "some.bin"
+    tokens = np.random.default_rng(1).integers(0, vocab_size, count)
+    tokens[5] = vocab_size - 1
+    write_tokens(path, tokens, vocab_size, num_bytes=3 * count)
+    return path
+
+
+@pytest.mark.parametrize("vocab_size", [2, 1 << 16, (1 << 16) + 1, 1 << 32])
+def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
+    path = tmp_path / "tokens.bin"
+    header = write_tokens(path, tokens, vocab_size, num_bytes=77, tokenizer="bytes")
+    found, read = open_tokens(path)
+    assert isinstance(found, np.memmap)
+    assert np.array_equal(found, tokens) and read == header == verify_tokens(path)
+    assert found.dtype.itemsize == (2 if vocab_size <= 1 << 16 else 4)
+    assert (read.count, read.num_bytes, read.tokenizer) == (1000, 77, "bytes")
+    assert path.stat().st_size == HEADER_BYTES + 1000 * found.dtype.itemsize
+    assert [one.name for one in tmp_path.iterdir()] == ["tokens.bin"]
+
+
+def test_parts_written_one_by_one_are_one_file(tmp_path: Path) -> None:
+    parts = [np.arange(10), np.arange(0), np.arange(7)]
+    whole = write_tokens(tmp_path / "whole.bin", np.concatenate(parts), 10)
+    assert write_tokens(tmp_path / "parts.bin", iter(parts), 10) == whole
+    assert (tmp_path / "parts.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(TokenFileError, match="token 1003 is 10, outside 0 to 9"):
+        write_tokens(path, iter([np.zeros(1000, int), np.array([1, 2, 3, 10])]), 10)
+    with pytest.raises(TokenFileError, match="token 1 is -1"):
+        write_tokens(path, np.array([0, -1]), 10)
+    with pytest.raises(ValueError, match="vocab_size=0"):
+        write_tokens(path, np.array([0]), 0)
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["some.bin"]
+
+
+def rewrite(path: Path, change: Callable[[bytearray], bytearray | bytes]) -> None:
+    path.write_bytes(change(bytearray(path.read_bytes())))
+
+
+def poke(at: int, value: bytes) -> Callable[[bytearray], bytearray]:
+    def change(data: bytearray) -> bytearray:
+        data[at : at + len(value)] = value
+        return data
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (poke(0, b"notmagic"), r"no token file .*notmagic.*raw16:PATH:VOCAB"),
+        (poke(8, b"\x09"), "format version 9; this shardwise reads version 1"),
+        (poke(16, b"{]"), "damaged header"),
+        (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes and it has 6095"),
+        (lambda data: data[:100], "damaged header|truncated"),
+        (lambda data: data[:3], "no token file"),
+        (lambda data: data + b"\0\0", "longer than its header says"),
+        (lambda data: b"", "no token file"),
+        (poke(HEADER_BYTES + 20, b"\x2c\x01"), "token 10 is 300, outside 0 to 299"),
+        (poke(HEADER_BYTES + 10, b"\x00\x00"), "other contents than were written"),
+    ],
+)
+def test_damage_is_named(
+    tmp_path: Path, change: Callable[[bytearray], bytearray], message: str
+) -> None:
+    path = written(tmp_path)
+    rewrite(path, change)
+    with pytest.raises(TokenFileError, match=message) as caught:
+        open_tokens(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field", [{"dtype": "int8"}, {"count": -1}, {"vocab_size": "many"}, {"surprise": 1}]
+)
+def test_a_header_of_other_types_is_damage(tmp_path: Path, field: dict[str, object]) -> None:
+    path = written(tmp_path)
+    length = int.from_bytes(path.read_bytes()[12:16], "little")
+    values = json.loads(path.read_bytes()[16 : 16 + length]) | field
+    text = json.dumps(values).encode()
+    rewrite(path, poke(12, len(text).to_bytes(4, "little") + text))
+    with pytest.raises(TokenFileError, match="damaged header"):
+        read_header(path)
+
+
+def test_large_files_are_checked_at_their_ends_and_by_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKED_BYTES", 100)
+    monkeypatch.setattr(module, "_CHUNK", 10)
+    path = written(tmp_path)
+    rewrite(path, poke(HEADER_BYTES + 2 * 500, b"\xff\xff"))
+    open_tokens(path)  # the middle of a large file is not read
+    with pytest.raises(TokenFileError, match="token 500 is 65535"):
+        verify_tokens(path)
+    rewrite(path, poke(HEADER_BYTES + 2 * 999, b"\xff\xff"))
+    with pytest.raises(TokenFileError, match="token 999 is 65535"):
+        open_tokens(path)
+
+
+def test_bare_integers_are_read_when_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "raw.bin"
+    tokens = np.arange(100, dtype=np.uint16)
+    tokens.tofile(path)
+    assert np.array_equal(open_raw_tokens(path, 16, 100), tokens)
+    with pytest.raises(TokenFileError, match="token 99 is 99, outside 0 to 98"):
+        open_raw_tokens(path, 16, 99)
+    path.write_bytes(b"abc")
+    with pytest.raises(TokenFileError, match=r"3 bytes.*no whole number of 32-bit tokens"):
+        open_raw_tokens(path, 32, 99)
+    path.write_bytes(MAGIC + b"\0" * 8)
+    with pytest.raises(TokenFileError, match="has a header"):
+        open_raw_tokens(path, 16, 99)
+    with pytest.raises(DataNotFoundError, match="no such file"):
+        open_raw_tokens(tmp_path / "none.bin", 16, 99)
+
+
+# ------------------------------------------------------------------------------------------- codecs
+
+documents = st.lists(st.binary(max_size=30), min_size=1, max_size=5)
+
+
+def text_of(symbols: np.ndarray) -> list[bytes]:
+    parts = np.split(symbols, np.flatnonzero(symbols == 256) + 1)
+    assert len(parts[-1]) == 0 and all(part[-1] == 256 for part in parts[:-1])
+    return [part[:-1].astype(np.uint8).tobytes() for part in parts[:-1]]
+
+
+@given(documents)
+def test_bytes_come_back(texts: list[bytes]) -> None:
+    codec = Bytes()
+    tokens = codec.encode(texts)
+    assert tokens.dtype == np.uint16 and len(tokens) == sum(map(len, texts)) + len(texts)
+    assert text_of(codec.symbols(tokens)) == texts
+
+
+TRAINING = [b"the cat sat on the mat\n" * 20, b"def cat(self, mat):\n    return self.sat\n" * 20]
+
+
+@pytest.fixture(scope="module")
+def byte_pairs() -> BytePairs:
+    pytest.importorskip("tokenizers")
+    return BytePairs.train(TRAINING, 300)
+
+
+def test_byte_pairs_come_back(byte_pairs: BytePairs) -> None:
+    @settings(max_examples=50, deadline=None)
+    @given(documents)
+    def check(texts: list[bytes]) -> None:
+        tokens = byte_pairs.encode(texts)
+        assert len(tokens) == 0 or tokens.max() < byte_pairs.vocab_size
+        # What is not UTF-8 is read as U+FFFD; lengths are counted after that.
+        expected = [text.decode("utf-8", "replace").encode() for text in texts]
+        assert text_of(byte_pairs.symbols(tokens)) == expected
+
+    check()
+    found = byte_pairs.encode(TRAINING)
+    assert len(found) < sum(map(len, TRAINING)) / 3, "pieces are longer than a byte"
+    assert text_of(byte_pairs.symbols(found)) == TRAINING
+    assert len(byte_pairs.symbols(np.empty(0, np.uint16))) == 0
+
+
+def test_byte_pairs_are_learned_the_same_way_each_time(
+    byte_pairs: BytePairs, tmp_path: Path
+) -> None:
+    again = BytePairs.train(TRAINING, 300)
+    assert again.tokenizer.to_str() == byte_pairs.tokenizer.to_str()
+    byte_pairs.save(tmp_path / "t.json")
+    loaded = BytePairs.load(tmp_path / "t.json", 300)
+    assert np.array_equal(loaded.encode(TRAINING), byte_pairs.encode(TRAINING))
+    assert loaded.vocab_size == byte_pairs.vocab_size <= 300 and loaded.name == "bpe:300"
+
+
+def test_the_end_of_a_document_cannot_be_written_in_one(byte_pairs: BytePairs) -> None:
+    for text in (b"<|endoftext|>", b"<document>", b"[SEP]", b"\xc4\xa0"):
+        tokens = byte_pairs.encode([text])
+        assert np.count_nonzero(tokens == byte_pairs.end) == 1 and tokens[-1] == byte_pairs.end
+
+
+def test_codecs_are_named_and_missing_packages_explained() -> None:
+    assert codec_named("bytes") == ("bytes", 257) and codec_named("bpe:4096") == ("bpe", 4096)
+    for name in ("bpe", "bpe:", "bpe:x", "bytes:3", "words"):
+        with pytest.raises(DataError, match="use bytes, or bpe:SIZE"):
+            codec_named(name)
+    with pytest.raises(MissingExtraError, match=r"pip install 'shardwise\[extra\]'"):
+        require("a_package_that_does_not_exist", "extra")
+
+
+def test_too_few_byte_pairs_are_refused() -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError, match="bpe:100: 256 bytes"):
+        BytePairs.train(TRAINING, 100)
