@@ -72,7 +72,10 @@ def freight_of(
 
 
 def plan_exchange(
-    freight: Sequence[Freight], num_shards: int, num_replicas: int, **options: int
+    freight: Sequence[Freight],
+    num_shards: int,
+    num_replicas: int,
+    slot_bytes: int | None = None,
 ) -> Plan:
     """Owners for all parcels; see :mod:`shardwise.optim.owners`."""
     cargo = [
@@ -86,7 +89,7 @@ def plan_exchange(
         )
         for one in freight
     ]
-    return plan_owners(cargo, num_shards, num_replicas, **options)
+    return plan_owners(cargo, num_shards, num_replicas, slot_bytes=slot_bytes)
 
 
 @dataclass(eq=False)
@@ -135,12 +138,11 @@ class Exchange:
         self.replicas = home.replicas if spread else None
         self.rank = self.shards.rank if self.shards is not None else 0
         self.replica = self.replicas.rank if self.replicas is not None else 0
-        options = {} if slot_bytes is None else {"slot_bytes": slot_bytes}
         self.plan = plan_exchange(
             self.freight,
             self.shards.size if self.shards is not None else 1,
             self.replicas.size if self.replicas is not None else 1,
-            **options,
+            slot_bytes,
         )
         # My piece of each parameter begins at this element.
         self.begins: dict[int, int] = {}

@@ -107,10 +107,11 @@ def plan_owners(
     num_shards: int,
     num_replicas: int = 1,
     *,
-    slot_bytes: int = SLOT_BYTES,
+    slot_bytes: int | None = None,
     width: int = 4,
 ) -> Plan:
     """Choose an owner for every parcel, and cut the work into rounds."""
+    slot_bytes = SLOT_BYTES if slot_bytes is None else slot_bytes
     owners = _assign(cargo, num_shards, num_replicas)
     order = sorted(range(len(cargo)), key=lambda index: (cargo[index].key, index))
     rounds: list[tuple[int, ...]] = []

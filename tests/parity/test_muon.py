@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded Muon and unsharded Muon are the same bits, whatever the strategy and the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.optim import matrices, owners
+from shardwise.optim.split import Split
+from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from tests.parity.helpers import ONE_AXIS, STRATEGIES, full_parameters
+from tests.ranks import run_ranks
+
+STEPS = 10
+SPLITS = {
+    "layers.0.up.weight": Split.stacked(7, 13, 10),
+    "layers.1.up.weight": Split.interleaved(3),
+    "layers.*.down.weight": Split.heads(3, dim=1),
+}
+MATRICES = 3 + 3 + 2 * 3  # what falls out of them
+
+
+def settings(**options: Any) -> sw.optim.muon.MuonSettings:
+    return sw.muon(**{"lr": 0.05, "weight_decay": 0.1} | options)
+
+
+def build(wrap: Callable[[Model], Model] | None, **options: Any) -> tuple[Model, Any]:
+    model = make_model(depth=2)
+    sw.route(model, split=SPLITS)
+    if wrap is not None:
+        wrap(model)
+    optimizer = sw.optimizer(
+        model, matrix=settings(**options), elementwise=sw.adamw(lr=1e-2, weight_decay=0.1)
+    )
+    return model, optimizer
+
+
+def train(model: Model, optimizer: Any, rank: int, *, sharded: bool, steps: int = STEPS) -> None:
+    """Rank 0 has all the data, and powers of two scale it: reductions round nothing, so gradients
+    are the same bits in every world."""
+    for step in range(steps):
+        loss = loss_of(model, tokens(step))
+        if sharded:
+            loss = loss * (4.0 if rank == 0 else 0.0)
+        loss.backward()
+        optimizer.clip_grad_norm(0.7)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrap(placements: sw.Placements, world_size: int, model: Model, **options: Any) -> Model:
+    shard_model(model, placements, mesh_for(placements, world_size), **options)
+    for unit in (model, *model.layers):
+        unit.set_gradient_divide_factor(4.0)
+    return model
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Full parameters and full states."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        tensors = {"": parameter} | optimizer.state[parameter]
+        for key, value in tensors.items():
+            value = value.detach()
+            found[f"{name} {key}"] = getattr(value, "full_tensor", value.clone)()
+    assert len(found) == 15 + 4 + 11 * 3, "parameters, momenta, and three states of the rest"
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not wrong, (what, wrong)
+
+
+def unsharded(rank: int, **options: Any) -> dict[str, Tensor]:
+    model, optimizer = build(None, **options)
+    before = everything(model, optimizer)
+    train(model, optimizer, rank, sharded=False)
+    after = everything(model, optimizer)
+    assert not [name for name in after if torch.equal(after[name], before[name])], "all changed"
+    return after
+
+
+def check_strategies(rank: int, world_size: int, names: list[str]) -> int:
+    expected = unsharded(rank)
+    for name in names:
+        model, optimizer = build(partial(wrap, STRATEGIES[name], world_size))
+        train(model, optimizer, rank, sharded=True)
+        assert_same(everything(model, optimizer), expected, name)
+    return len(names)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_steps_of_every_stage_equal_the_unsharded_optimizer(world_size: int) -> None:
+    assert run_ranks(check_strategies, world_size, list(ONE_AXIS)) == [4] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ten_steps_on_two_axes_equal_the_unsharded_optimizer(world_size: int) -> None:
+    """2 x 1, 1 x 3 and 2 x 2."""
+    assert run_ranks(check_strategies, world_size, ["hsdp", "hfsdp"]) == [2] * world_size
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"momentum_form": "sum", "nesterov": False},
+    {"decay": "cautious", "scale": "match_rms_adamw"},
+    {"preset": "s4", "form": "gram"},
+    {"replicas": "repeat"},
+]
+
+
+def check_settings(rank: int, world_size: int, strategy: str) -> int:
+    for options in OPTIONS:
+        expected = unsharded(rank, **options)
+        model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), **options)
+        train(model, optimizer, rank, sharded=True)
+        assert_same(everything(model, optimizer), expected, str(options))
+    return len(OPTIONS)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+def test_settings_keep_their_bits(strategy: str) -> None:
+    world_size = 2 if strategy == "zero3" else 4
+    assert run_ranks(check_settings, world_size, strategy) == [len(OPTIONS)] * world_size
+
+
+def check_grains(rank: int, world_size: int) -> list[int]:
+    """Cut inside rows, in blocks of rows, and not at all; then in many small rounds."""
+    expected = unsharded(rank)
+    moved = []
+    for grain in (sw.ELEMENT, sw.rows(3), sw.TENSOR):
+        chosen = partial(wrap, sw.zero(3), world_size, grain=lambda name, p, g=grain: g)
+        model, optimizer = build(chosen)
+        (fleet,) = optimizer._fleets
+        moved.append(sum(len(slot.there) for slot in fleet.exchange.slots))
+        train(model, optimizer, rank, sharded=True)
+        assert_same(everything(model, optimizer), expected, str(grain))
+    return moved
+
+
+def test_any_grain_gives_the_same_bits_and_whole_tensors_stay_where_they_are() -> None:
+    moved = run_ranks(check_grains, 3)
+    assert all(sum(ranks[grain] for ranks in moved) > 0 for grain in (0, 1))
+    assert [ranks[2] for ranks in moved] == [0, 0, 0], "the owner of a whole tensor holds it"
+
+
+def check_rounds(rank: int, world_size: int, strategy: str) -> int:
+    expected = unsharded(rank)
+    before = owners.SLOT_BYTES
+    owners.SLOT_BYTES = 1  # every matrix a round of its owner
+    try:
+        model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size))
+    finally:
+        owners.SLOT_BYTES = before
+    (fleet,) = optimizer._fleets
+    train(model, optimizer, rank, sharded=True)
+    assert_same(everything(model, optimizer), expected, "rounds")
+    return len(fleet.exchange.slots)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
+def test_many_rounds_in_flight_give_the_same_bits(strategy: str) -> None:
+    world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
+    rounds = run_ranks(check_rounds, world_size, strategy)
+    assert len(set(rounds)) == 1 and rounds[0] >= 3
+
+
+def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> int:
+    """How many matrices this rank orthogonalises in one step."""
+    model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), replicas=replicas)
+    counted = []
+    original = matrices.newton_schulz
+
+    def counting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        counted.append(len(batch))
+        return original(batch, *args, **kwargs)
+
+    matrices.newton_schulz = counting  # type: ignore[assignment]
+    try:
+        train(model, optimizer, rank, sharded=True, steps=1)
+    finally:
+        matrices.newton_schulz = original
+    return sum(counted)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "replicas", "times"),
+    [("zero3", "spread", 1), ("hsdp", "spread", 1), ("hsdp", "repeat", 2), ("hfsdp", "spread", 1)],
+)
+def test_every_matrix_is_orthogonalised_once(strategy: str, replicas: str, times: int) -> None:
+    world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
+    counted = run_ranks(count_products, world_size, strategy, replicas)
+    assert sum(counted) == times * MATRICES
+    assert max(counted) < times * MATRICES, "no rank does it all"
+
+
+# ------------------------------------------------------------------------------ other meshes
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 5, 7))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.sum(0)
+
+
+class TwoMeshes(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.dense = nn.Linear(6, 9)
+        torch.manual_seed(seed)  # every expert-parallel rank has its own experts
+        self.experts = Experts()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.experts(self.dense(hidden)[:, :5])
+
+
+def check_expert_mesh(rank: int, world_size: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    seed = mesh.get_local_rank("ep")
+    models = [TwoMeshes(seed), TwoMeshes(seed)]
+    sw.fully_shard(models[0].experts, mesh=mesh["dp"], placements=sw.zero(3))
+    sw.fully_shard(models[0], mesh=mesh_of(4), placements=sw.zero(3))
+    optimizers = [
+        sw.optimizer(model, matrix=settings(), elementwise=sw.adamw()) for model in models
+    ]
+    assert len(optimizers[0]._fleets) == 2 and len(optimizers[1]._fleets) == 1
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for name, parameter in model.named_parameters():
+                generator = torch.Generator().manual_seed(step + 31 * seed * ("experts" in name))
+                full = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.zeros_like(parameter).copy_(full)
+            optimizer.step()
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), its)
+    return models[0].experts.weight.full_tensor().sum().item()
+
+
+def test_dense_and_expert_meshes_in_one_optimizer() -> None:
+    sums = run_ranks(check_expert_mesh, 4)
+    assert sums[0] == sums[1] != sums[2] == sums[3]
+
+
+# ------------------------------------------------------------------------------ gradients missing
+
+
+def check_missing(rank: int, world_size: int) -> list[str]:
+    """One rank lost a gradient, then all of one, then one rank lost every gradient."""
+    model, optimizer = build(partial(wrap, sw.zero(3), world_size))
+    train(model, optimizer, rank, sharded=True, steps=1)
+    for case in range(3):
+        before = full_parameters(model)
+        (loss_of(model, tokens(case)) * 4.0).backward()
+        for name, parameter in model.named_parameters():
+            lost = (
+                (case == 0 and name == "layers.0.up.weight" and rank == 1)
+                or (case == 1 and name == "layers.0.up.weight")
+                or (case == 2 and rank == 0)
+            )
+            if lost:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        after = full_parameters(model)
+        assert not torch.equal(before["layers.1.up.weight"], after["layers.1.up.weight"])
+    return [name for name, value in full_parameters(model).items() if not value.isfinite().all()]
+
+
+def test_a_missing_gradient_stops_nobody() -> None:
+    assert run_ranks(check_missing, 2, timeout=30) == [[], []]
