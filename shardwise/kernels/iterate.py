@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The direct and the Gram iteration over the two product kernels, in 16 bits with fp32 sums.
+
+Scales never touch X: a matrix's 1 / norm is squared into its first Gram and multiplied into its
+first product with X, each inside the kernel that stores them.
+
+Both consume the packed batch: its storage is one of the two that X alternates between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.forms import (
+    GRAM_SCALE,
+    VALUE_SCALE,
+    Polynomial,
+    Tile,
+    Triple,
+    product_tile,
+    symmetric_tile,
+)
+from shardwise.kernels.packed import Packed
+from shardwise.kernels.product import product
+from shardwise.kernels.symmetric import symmetric_product, tiles_per_matrix
+
+
+class Products:
+    """The kernels with this batch's shape, orientation and tiles filled in."""
+
+    def __init__(self, values: Tensor, tiles: tuple[Tile, Tile] | None = None) -> None:
+        count, rows, columns = values.shape
+        self.tall = rows > columns
+        self.size = min(rows, columns)
+        self.count = count
+        self.values = values
+        self.symmetric_tile, self.product_tile = tiles or (
+            symmetric_tile(self.size),
+            product_tile(self.size),
+        )
+
+    def empty_gram(self) -> Tensor:
+        return self.values.new_empty(self.count, self.size, self.size)
+
+    def gram(
+        self,
+        x: Tensor,
+        out: Tensor,
+        alpha: float,
+        scales: Tensor | None = None,
+        squares: Tensor | None = None,
+    ) -> Tensor:
+        """out = alpha · scale · x·xᵀ (xᵀ·x where tall)."""
+        return symmetric_product(
+            x,
+            x,
+            out,
+            self.symmetric_tile,
+            alpha=alpha,
+            scales=scales,
+            squares=squares,
+            tall=self.tall,
+        )
+
+    def polynomial(
+        self, gram: Tensor, out: Tensor, triple: Triple, rescale: Tensor | None
+    ) -> Tensor:
+        """out = shift + b·R + c·R², where R = gram · rescale / GRAM_SCALE."""
+        shift, b, c = triple
+        if c == 0:
+            factor = b / GRAM_SCALE if rescale is None else rescale[:, None, None] * b / GRAM_SCALE
+            torch.mul(gram, factor, out=out)
+            if shift:
+                out.diagonal(dim1=1, dim2=2).add_(shift)
+            return out
+        scales = None if rescale is None else torch.stack([rescale.square(), rescale], dim=1)
+        return symmetric_product(
+            gram,
+            gram,
+            out,
+            self.symmetric_tile,
+            alpha=c / GRAM_SCALE**2,
+            beta=b / GRAM_SCALE,
+            shift=shift,
+            scales=scales,
+        )
+
+    def shifted(
+        self, a: Tensor, b: Tensor, shift: float, out: Tensor, rescale: Tensor | None = None
+    ) -> Tensor:
+        """out = rescale · a·(b + shift), a and b polynomials of one Gram."""
+        scales = None if rescale is None else torch.stack([rescale, rescale], dim=1)
+        return symmetric_product(a, b, out, self.symmetric_tile, beta=shift, scales=scales)
+
+    def apply(
+        self, q: Tensor, x: Tensor, out: Tensor, alpha: float, scales: Tensor | None = None
+    ) -> Tensor:
+        """out = alpha · scale · q·x (x·q where tall)."""
+        return product(q, x, out, self.product_tile, alpha=alpha, scales=scales, tall=self.tall)
+
+
+def first_gram(
+    products: Products, packed: Packed, polynomial: Polynomial
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(R·GRAM_SCALE, what R is still to be multiplied by, what X is still to be multiplied by)."""
+    inverse = packed.inverse_norms  # [n]
+    scales = inverse.square()[:, None].expand(-1, 2).contiguous()
+    squares = None
+    if polynomial.norm == "schatten4":
+        tiles = tiles_per_matrix(products.size, products.symmetric_tile)
+        squares = inverse.new_empty(products.count, tiles)
+    gram = products.gram(packed.values, products.empty_gram(), GRAM_SCALE, scales, squares)
+    if squares is None:
+        if polynomial.safety == 1.0:
+            return gram, None, inverse
+        rescale = torch.full_like(inverse, polynomial.safety**-2)
+    else:
+        # Row by row through a fixed tree: the sum of one matrix does not see the others.
+        norm = tree_sum(squares).sqrt() / GRAM_SCALE
+        rescale = torch.where(norm > 0, polynomial.safety**-2 / norm, 0.0)
+    return gram, rescale, inverse * rescale.sqrt()
+
+
+def tree_sum(columns: Tensor) -> Tensor:
+    """[n, k] to [n], pairwise by elementwise additions: no reduction kernel chooses the order."""
+    while columns.shape[1] > 1:
+        half = columns.shape[1] // 2
+        rest = columns[:, 2 * half :]
+        columns = torch.cat([columns[:, :half] + columns[:, half : 2 * half], rest], dim=1)
+    return columns[:, 0]
+
+
+def direct(
+    packed: Packed, polynomial: Polynomial, tiles: tuple[Tile, Tile] | None = None
+) -> Tensor:
+    products = Products(packed.values, tiles)
+    gram, rescale, scale = first_gram(products, packed, polynomial)
+    middle = products.empty_gram()
+    x, spare = packed.values, torch.empty_like(packed.values)
+    scales: Tensor | None = scale
+    alpha = 1.0
+    for step, triple in enumerate(polynomial.coefficients):
+        if step:
+            products.gram(x, gram, GRAM_SCALE / VALUE_SCALE**2)
+        products.polynomial(gram, middle, triple, rescale)
+        last = step == polynomial.steps - 1
+        stored = 1.0 if last else VALUE_SCALE
+        products.apply(middle, x, spare, alpha * stored, scales)
+        x, spare = spare, x
+        alpha, scales, rescale = 1 / VALUE_SCALE, None, None
+    return x
+
+
+def gram(packed: Packed, polynomial: Polynomial, tiles: tuple[Tile, Tile] | None = None) -> Tensor:
+    """Each run of iterations up to a restart, or the end, is one Q that X is multiplied by.
+
+    With z = b·R + c·R² of an iteration, R moves on to (z + a)·R·(z + a). Q is gathered from the
+    last iteration back to the first: Q·z + a·Q adds a tile of the operand that is loaded anyway,
+    and keeps ``a``, the large part, out of every rounded operand. Storing z + a instead would lose
+    two bits of accuracy where the tile above the diagonal is a mirror image.
+    """
+    products = Products(packed.values, tiles)
+    r, rescale, scale = first_gram(products, packed, polynomial)
+    x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
+    scales: Tensor | None = scale
+    free = [products.empty_gram() for _ in range(max(3, polynomial.steps - 1))]
+    first = polynomial.first_steps
+    held: list[tuple[Tensor, float]] = []
+    for step, (a, b, c) in enumerate(polynomial.coefficients):
+        if step + 1 not in (first, polynomial.steps):
+            z = products.polynomial(r, free.pop(), (0.0, b, c), rescale)
+            half = products.shifted(r, z, a, free.pop())
+            products.shifted(half, z, a, r, rescale)
+            free.append(half)
+            held.append((z, a))
+            rescale = None
+            continue
+        q = products.polynomial(r, free.pop(), (a, b, c), rescale)
+        free.append(r)
+        while held:
+            z, shift = held.pop()
+            gathered = products.shifted(q, z, shift, free.pop())
+            free += [q, z]
+            q = gathered
+        last = step + 1 == polynomial.steps
+        products.apply(q, x, spare, alpha * (1.0 if last else VALUE_SCALE), scales)
+        free.append(q)
+        x, spare = spare, x
+        scales, alpha, rescale = None, 1 / VALUE_SCALE, None
+        if not last:
+            r = products.gram(x, free.pop(), GRAM_SCALE / VALUE_SCALE**2)
+    return x

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched products whose result is symmetric: half the tiles are computed, the rest is mirrored.
+
+::
+
+    D = alpha · A·Bᵀ + beta · A + shift · I          (or Aᵀ·B for a tall A: D is over its columns)
+
+    row block 0 | o            o  computed and stored
+              1 | o  o         '  stored transposed, from the tile below the diagonal
+              2 | o  o' o
+              3 | o  o  o  o
+
+A tile is ``block`` rows by ``ratio * block`` columns. wgmma is fastest 256 columns wide and a wide
+tile reads less from L2 (85 FLOP per byte at 128x256, 64 at 128x128), but the diagonal is cut in
+squares: the wide tile is split after the sum, and the half above the diagonal is dropped.
+
+Every element is summed over k in ascending order by one program, so a matrix's bits depend on
+nothing else in the batch.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN202
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from shardwise.kernels.forms import Tile
+
+
+def reference(
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
+    scales: Tensor | None = None,
+    tall: bool = False,
+) -> Tensor:
+    """The definition, in fp32: ``scales`` [n, 2] multiplies alpha and beta of each matrix."""
+    a32, b32 = a.float(), b.float()
+    product = a32.mT @ b32 if tall else a32 @ b32.mT  # [n, m, m]
+    identity = torch.eye(product.shape[-1], device=a.device)
+    scale = torch.ones(len(a), 2, device=a.device) if scales is None else scales
+    scale = scale[:, :, None, None]
+    total = alpha * scale[:, 0] * product + shift * identity
+    return total if beta == 0 else total + beta * scale[:, 1] * a32
+
+
+@triton.jit
+def _finish(
+    acc, c_desc, d_desc, matrix, row, column, alpha, beta, shift,
+    block: tl.constexpr, has_beta: tl.constexpr, has_shift: tl.constexpr,
+):  # fmt: skip
+    """Scale, add and store one square block; returns the sum of its squares, mirror included.
+
+    No branches: what must not be stored is stored out of bounds, where the copy engine drops it
+    (branches keep the compiler from fetching the next tile meanwhile).
+    """
+    outside: tl.constexpr = 1 << 30
+    value = acc * alpha
+    if has_beta:
+        old = c_desc.load([matrix, row * block, column * block]).reshape(block, block)
+        value += beta * old.to(tl.float32)
+    if has_shift:
+        rows = row * block + tl.arange(0, block)
+        columns = column * block + tl.arange(0, block)
+        value += tl.where(rows[:, None] == columns[None, :], shift, 0.0)
+    rounded = value.to(d_desc.dtype)
+    place = tl.where(column <= row, row * block, outside)
+    d_desc.store([matrix, place, column * block], rounded.reshape(1, block, block))
+    place = tl.where(column < row, column * block, outside)
+    d_desc.store([matrix, place, row * block], tl.trans(rounded).reshape(1, block, block))
+    weight = tl.where(column < row, 2.0, tl.where(column == row, 1.0, 0.0))
+    return weight * tl.sum(value * value)
+
+
+@triton.jit
+def _symmetric_kernel(
+    a_desc, b_desc, c_desc, d_desc, scales_ptr, squares_ptr,
+    depth, tiles, tiles_per_matrix, alpha_0, beta_0, shift,
+    block: tl.constexpr, ratio: tl.constexpr, step: tl.constexpr,
+    tall: tl.constexpr, has_scales: tl.constexpr, has_beta: tl.constexpr,
+    has_shift: tl.constexpr, has_squares: tl.constexpr, flatten: tl.constexpr,
+):  # fmt: skip
+    wide: tl.constexpr = block * ratio
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=flatten):
+        matrix = tile // tiles_per_matrix
+        position = tile % tiles_per_matrix
+        # Group g holds the `ratio` block rows that meet the diagonal in wide column g, so it has
+        # ratio * (g + 1) tiles and ratio * g * (g + 1) / 2 stand before it.
+        whole = position // ratio
+        group = ((tl.sqrt(8.0 * whole + 1.0) - 1.0) * 0.5).to(tl.int32)
+        group = tl.where(group * (group + 1) // 2 > whole, group - 1, group)
+        group = tl.where((group + 1) * (group + 2) // 2 <= whole, group + 1, group)
+        column = whole - group * (group + 1) // 2
+        row = group * ratio + position % ratio
+
+        acc = tl.zeros((block, wide), dtype=tl.float32)
+        for k in tl.range(0, depth, step):
+            if tall:
+                x = a_desc.load([matrix, k, row * block]).reshape(step, block)
+                y = b_desc.load([matrix, k, column * wide]).reshape(step, wide)
+                acc = tl.dot(x.T, y, acc, input_precision="ieee")
+            else:
+                x = a_desc.load([matrix, row * block, k]).reshape(block, step)
+                y = b_desc.load([matrix, column * wide, k]).reshape(wide, step)
+                acc = tl.dot(x, y.T, acc, input_precision="ieee")
+
+        alpha = alpha_0
+        beta = beta_0
+        if has_scales:
+            alpha *= tl.load(scales_ptr + 2 * matrix)
+            beta *= tl.load(scales_ptr + 2 * matrix + 1)
+        if ratio == 1:
+            total = _finish(
+                acc, c_desc, d_desc, matrix, row, column, alpha, beta, shift,
+                block, has_beta, has_shift,
+            )  # fmt: skip
+        else:
+            halves = acc.reshape(block, 2, block).permute(0, 2, 1)
+            left, right = halves.split()
+            total = _finish(
+                left, c_desc, d_desc, matrix, row, 2 * column, alpha, beta, shift,
+                block, has_beta, has_shift,
+            )  # fmt: skip
+            total += _finish(
+                right, c_desc, d_desc, matrix, row, 2 * column + 1, alpha, beta, shift,
+                block, has_beta, has_shift,
+            )  # fmt: skip
+        if has_squares:
+            tl.store(squares_ptr + tile, total)
+
+
+def symmetric_product(
+    a: Tensor,  # [n, m, k], or [n, k, m] where tall
+    b: Tensor,  # like a; alike too in what it spans, so that the product is symmetric
+    out: Tensor,  # [n, m, m], neither a nor b
+    tile: Tile,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    shift: float = 0.0,
+    scales: Tensor | None = None,
+    squares: Tensor | None = None,
+    tall: bool = False,
+) -> Tensor:
+    """``out = reference(...)`` rounded once; ``squares`` [n, tiles] receives sums of squares."""
+    count, size = out.shape[:2]
+    depth = a.shape[1] if tall else a.shape[2]
+    ratio = tile.columns // tile.rows
+    per_matrix = tiles_per_matrix(size, tile)
+    tiles = count * per_matrix
+    a_box = [1, tile.step, tile.rows] if tall else [1, tile.rows, tile.step]
+    b_box = [1, tile.step, tile.columns] if tall else [1, tile.columns, tile.step]
+    square = [1, tile.rows, tile.rows]
+    d_desc = TensorDescriptor.from_tensor(out, square)
+    _symmetric_kernel[(programs(tiles, tile, out.device),)](
+        TensorDescriptor.from_tensor(a, a_box),
+        TensorDescriptor.from_tensor(b, b_box),
+        TensorDescriptor.from_tensor(a, square) if beta else d_desc,
+        d_desc,
+        scales if scales is not None else out,
+        squares if squares is not None else out,
+        depth,
+        tiles,
+        per_matrix,
+        alpha,
+        beta,
+        shift,
+        block=tile.rows,
+        ratio=ratio,
+        step=tile.step,
+        tall=tall,
+        has_scales=scales is not None,
+        has_beta=beta != 0,
+        has_shift=shift != 0,
+        has_squares=squares is not None,
+        flatten=tile.flatten,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def tiles_per_matrix(size: int, tile: Tile) -> int:
+    groups = -(-size // tile.columns)
+    return tile.columns // tile.rows * groups * (groups + 1) // 2
+
+
+def programs(tiles: int, tile: Tile, device: torch.device) -> int:
+    if not tile.persistent:
+        return tiles
+    return min(tiles, multiprocessors(device))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    # 3 in the interpreter: few, and no divisor of a tile count, so that walks are uneven.
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

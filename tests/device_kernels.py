@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels on a GPU: ``python -m tests.device_kernels``; CI has none, so pytest skips this.
+
+Every tile the library uses, every form, preset and orientation, against the torch definitions in
+fp64; bits that do not depend on the rest of the batch; extreme inputs; graph capture.
+"""
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels import forms, momentum, normalise, product, symmetric, update
+from shardwise.kernels.forms import Form, Tile
+from shardwise.kernels.newton_schulz import orthogonalise, reference
+from tests.kernel_cases import PRESETS, quality, spectrum
+
+TILES = {
+    chosen
+    for side in (129, 256, 384, 512, 1024, 2048, 4096, 8192)
+    for chosen in (forms.symmetric_tile(side), forms.product_tile(side))
+}
+WORKERS = 8
+FORMS: tuple[Form, ...] = ("direct", "gram", "block")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def poisoned(*shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), device="cuda", dtype=torch.float16)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    return float(error)
+
+
+def check_products(tile: Tile, count: int, side: int, depth: int) -> None:
+    x = random(count, side, depth, dtype=torch.float16)
+    tall = x.mT.contiguous()
+    scales = torch.rand(count, 2, device="cuda") + 0.5
+    squares = torch.full((count, symmetric.tiles_per_matrix(side, tile)), float("nan")).cuda()
+    d = poisoned(count, side, side)
+    symmetric.symmetric_product(x, x, d, tile, alpha=1 / depth, scales=scales, squares=squares)
+    expected = symmetric.reference(x.double(), x.double(), alpha=1 / depth, scales=scales)
+    assert relative(d, expected) < 6e-4, relative(d, expected)
+    assert torch.equal(d, d.mT), "a mirror image, to the bit"
+    assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-5
+    mirrored = poisoned(count, side, side)
+    options = {"alpha": 1 / depth, "scales": scales, "tall": True}
+    symmetric.symmetric_product(tall, tall, mirrored, tile, **options)  # type: ignore[arg-type]
+    assert torch.equal(mirrored, d), "orientation changes no bit"
+    e = poisoned(count, side, side)
+    options = {"alpha": 0.3, "beta": -1.7, "shift": 0.6, "scales": scales}
+    symmetric.symmetric_product(d, d, e, tile, **options)  # type: ignore[arg-type]
+    assert relative(e, symmetric.reference(d, d, **options)) < 6e-4  # type: ignore[arg-type]
+    y, y_tall = poisoned(*x.shape), poisoned(*tall.shape)
+    weights = scales[:, 0].contiguous()
+    product.product(e, x, y, tile, alpha=0.5, scales=weights)
+    product.product(e, tall, y_tall, tile, alpha=0.5, scales=weights, tall=True)
+    assert relative(y, product.reference(e, x, alpha=0.5, scales=weights)) < 6e-4
+    assert torch.equal(y_tall, y.mT), "orientation changes no bit"
+
+
+def check_normalise(count: int, rows: int, columns: int) -> None:
+    for dtype, size in ((torch.float32, 1e-25), (torch.float32, 1e25), (torch.bfloat16, 1.0)):
+        batch = (random(count, rows, columns) * size).to(dtype)
+        batch[-1] = 0
+        found, expected = normalise.normalise(batch), normalise.reference(batch)
+        assert torch.equal(found.values, expected.values)
+        torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
+        assert found.inverse_norms[-1] == 0
+
+
+def check_momentum(rows: int, columns: int, dtype: torch.dtype, rule: momentum.Rule) -> None:
+    for nesterov in (True, False):
+        grads = [1e-5 * random(rows, columns) for _ in range(5)]
+        grads = [grad.to(dtype) for grad in grads]
+        states = [1e-5 * random(rows, columns) for _ in range(5)]
+        copies = [[state.clone() for state in states] for _ in range(2)]
+        options = {"beta": 0.95, "rule": rule, "nesterov": nesterov}
+        found = momentum.pack(grads, states, **options)  # type: ignore[arg-type]
+        expected = momentum.pack_reference(grads, copies[0], **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(states, copies[0], rtol=1e-5, atol=1e-12)
+        assert relative(found.values, expected.values) < 1e-3
+        rim = found.values.clone()
+        found.unpadded(rim).zero_()
+        assert not rim.any(), "the rim is zero"
+        torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-5, atol=0)
+        outs = [poisoned(rows * columns).float() for _ in grads]
+        momentum.accumulate(grads, copies[1], outs, **options)  # type: ignore[arg-type]
+        assert all(map(torch.equal, copies[1], states)), "one pass or two, the same state"
+
+
+def check_update(rows: int, columns: int, dtype: torch.dtype, rule: update.Decay) -> None:
+    packed = normalise.normalise(random(4, rows, columns))
+    weights = [random(rows, columns).to(dtype) for _ in range(4)]
+    copies = [weight.clone() for weight in weights]
+    pieces = list(packed.unpadded(packed.values))
+    expected = [
+        update.reference(weight, piece, step=0.1, decay=0.02, rule=rule)
+        for weight, piece in zip(weights, pieces, strict=True)
+    ]
+    update.apply(weights, packed.values, step=0.1, decay=0.02, rule=rule)
+    update.apply(copies, [p.contiguous() for p in pieces], step=0.1, decay=0.02, rule=rule)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(weights, expected, rtol=tolerance, atol=tolerance)
+    assert all(map(torch.equal, weights, copies)), "batch or pieces, the same weights"
+
+
+def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
+    """Rotation and singular values beside those of the exact polynomial."""
+    polynomial = PRESETS[name]
+    for kind in ("gauss", "power"):
+        matrix, u, v = spectrum(kind, rows, columns)
+        batch = torch.stack([matrix, matrix.flip(0), torch.zeros_like(matrix)]).cuda()
+        options = {"norm": polynomial.norm, "safety": polynomial.safety}
+        found = orthogonalise(batch.float(), polynomial.coefficients, form=form, **options)  # type: ignore[arg-type]
+        assert found.shape == batch.shape and not found[2].any()
+        exact = reference(batch[:1].double(), polynomial)[0]
+        rotation, values = quality(found[0].double(), u.cuda(), v.cuda())
+        _, expected = quality(exact, u.cuda(), v.cuda())
+        assert rotation < 0.03, f"{kind}: rotation {rotation:.4f}"
+        assert float((values - expected).abs().max()) < 0.02, f"{kind}: singular values"
+
+
+def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> None:
+    polynomial = PRESETS[name]
+    run = functools.partial(
+        orthogonalise,
+        coefficients=polynomial.coefficients,
+        norm=polynomial.norm,
+        safety=polynomial.safety,
+        form=form,
+    )
+    batch = random(11, rows, columns)
+    whole = run(batch)
+    assert torch.equal(run(batch), whole), "the same twice"
+    for index in (0, 4, 10):
+        assert torch.equal(run(batch[index : index + 1])[0], whole[index]), "alone"
+    assert torch.equal(run(batch[3:8]), whole[3:8]), "in a smaller batch"
+    batch[5] = float("nan")
+    batch[6] = float("inf")
+    poisoned_batch = run(batch)
+    keep = [0, 1, 2, 3, 4, 7, 8, 9, 10]
+    assert torch.equal(poisoned_batch[keep], whole[keep]), "beside NaN and infinity"
+    assert poisoned_batch[5].isnan().any() and poisoned_batch[6].isnan().any(), "not hidden"
+
+
+def check_scale_invariance(form: Form) -> None:
+    batch = random(2, 256, 384)
+    for power in (-80, -20, 20, 80):
+        scaled = orthogonalise(batch * 2.0**power, PRESETS["polar_express"].coefficients, form=form)
+        plain = orthogonalise(batch, PRESETS["polar_express"].coefficients, form=form)
+        assert torch.equal(scaled, plain), f"2^{power}"
+
+
+def check_parts() -> None:
+    """More than 2^31 elements, and more than the workspace holds at a time."""
+    batch = random(1, 2048, 2048).expand(516, -1, -1).contiguous()
+    assert batch.numel() > 2**31
+    batch[-1] = random(2048, 2048)
+    found = orthogonalise(batch, PRESETS["polar_express"].coefficients)
+    alone = orthogonalise(batch[-1:], PRESETS["polar_express"].coefficients)
+    assert torch.equal(found[-1], alone[0]) and torch.equal(found[-2], found[0])
+
+
+def check_graph(form: Form, rows: int, columns: int) -> None:
+    batch = random(3, rows, columns)
+    coefficients = PRESETS["schatten4"].coefficients
+    run = functools.partial(orthogonalise, coefficients=coefficients, norm="schatten4", form=form)
+    run(batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(batch)
+    batch.copy_(random(3, rows, columns))
+    graph.replay()
+    assert torch.equal(captured, run(batch))
+
+
+def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
+    found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+    for tile in sorted(TILES, key=str):
+        for shape in ((3, 256, 512), (2, 200, 264), (5, 136, 72), (2, 1032, 520)):
+            found.append((check_products, (tile, *shape)))
+    for rows, columns in ((64, 4096), (33, 65), (1000, 1003), (1, 7)):
+        found.append((check_normalise, (4, rows, columns)))
+        for dtype in (torch.float32, torch.bfloat16):
+            found += [(check_momentum, (rows, columns, dtype, r)) for r in ("ema", "sum")]
+            found += [(check_update, (rows, columns, dtype, r)) for r in ("plain", "cautious")]
+    for name in PRESETS:
+        for rows, columns in ((512, 1024), (1024, 512), (520, 520), (301, 203)):
+            found += [(check_preset, (name, form, rows, columns)) for form in FORMS[:2]]
+        for rows, columns in ((128, 512), (512, 128), (64, 64), (13, 57), (1, 9)):
+            found.append((check_preset, (name, "block", rows, columns)))
+    for name in ("polar_express", "schatten4"):
+        for rows, columns in ((2048, 2048), (512, 1536), (1536, 512), (136, 264)):
+            for form in FORMS[:2]:
+                found.append((check_batch_invariance, (form, rows, columns, name)))
+        found.append((check_batch_invariance, ("block", 128, 640, name)))
+    found += [(check_scale_invariance, (form,)) for form in FORMS[:2]]
+    found += [(check_graph, (form, 384, 512)) for form in FORMS[:2]]
+    found += [(check_graph, ("block", 96, 512)), (check_parts, ())]
+    return found
+
+
+def run(part: int) -> list[str]:
+    """Every ``WORKERS``-th check; the failures' texts."""
+    torch.manual_seed(3)
+    problems = []
+    for check, arguments in checks()[part::WORKERS]:
+        try:
+            check(*arguments)
+            torch.cuda.synchronize()
+        except Exception:
+            problems.append(f"{check.__name__} {arguments} {traceback.format_exc()[-1200:]}")
+    return problems
+
+
+def main() -> int:
+    begin = time.perf_counter()
+    # Many processes, because most of the time goes to the compiler.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        problems = [text for found in pool.map(run, range(WORKERS)) for text in found]
+    for problem in problems:
+        print("FAILED", problem, flush=True)
+    seconds = time.perf_counter() - begin
+    print(f"{len(checks())} checks, {len(problems)} failed, {seconds:.0f} s, {len(TILES)} tiles")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

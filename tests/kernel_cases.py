@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coefficients, spectra and the yardstick that the kernel tests on CPU and GPU share."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.forms import Polynomial
+
+_RAW = (
+    (8.28721, -23.59589, 17.30039),
+    (4.10706, -2.94785, 0.54484),
+    (3.94869, -2.90890, 0.55182),
+    (3.31842, -2.48849, 0.51005),
+    (2.30065, -1.66890, 0.41881),
+)
+PRESETS = {
+    "keller": Polynomial(coefficients=((3.4445, -4.7750, 2.0315),) * 5),
+    "you": Polynomial(
+        coefficients=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        )
+    ),
+    "polar_express": Polynomial(
+        coefficients=tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _RAW)
+    ),
+    "cubic": Polynomial(
+        coefficients=(
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        )
+    ),
+    "schatten4": Polynomial(
+        coefficients=(
+            (8.057942, -22.052186, 15.540709),
+            (3.926349, -2.753793, 0.497354),
+            (3.454472, -2.487546, 0.477513),
+            (2.511527, -1.852448, 0.438833),
+        ),
+        norm="schatten4",
+        safety=1.01,
+    ),
+}
+
+
+@functools.cache
+def spectrum(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(matrix, U, V), fp64 with known singular vectors; "power": singular values 1/i."""
+    generator = torch.Generator().manual_seed(rows * 10007 + columns)
+    matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    if kind == "power":
+        s = 1 / torch.arange(1, len(s) + 1, dtype=torch.float64)
+    return u @ torch.diag(s) @ vh, u, vh.mT
+
+
+def quality(found: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:
+    """(share of the result off the input's singular directions, its gains along them)."""
+    gains = u.mT @ found.double() @ v
+    diagonal = gains.diagonal()
+    total = gains.square().sum()
+    rotation = ((total - diagonal.square().sum()).clamp(min=0) / total).sqrt()
+    return float(rotation), diagonal
