@@ -11,20 +11,25 @@ from shardwise.checkpoint.errors import (
     SaveError,
     UnsafeError,
 )
+from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.store import Store, valid_checkpoints
+from shardwise.checkpoint.verifying import Report, verify
 
 __all__ = [
     "CheckpointError",
     "DamagedError",
     "Manifest",
     "MismatchError",
+    "Report",
     "SaveError",
     "Store",
     "UnsafeError",
+    "export",
     "load",
     "save",
     "valid_checkpoints",
+    "verify",
 ]

@@ -88,12 +88,12 @@ class Attempt:
         write_manifest()
         sync_directory(self.folder)
         for final in self.finals():
-            if _is_taken(final):
+            if is_taken(final):
                 continue
             try:
                 os.rename(self.folder, final)
             except OSError:
-                if _is_taken(final):  # since a moment ago
+                if is_taken(final):  # since a moment ago
                     continue
                 raise
             sync_directory(final.parent)
@@ -155,6 +155,6 @@ class Attempt:
         return self.folder / f"done-{rank:05d}.json"
 
 
-def _is_taken(path: Path) -> bool:
+def is_taken(path: Path) -> bool:
     """Whether anything but an empty directory has this name."""
     return path.exists() and not (path.is_dir() and not any(path.iterdir()))

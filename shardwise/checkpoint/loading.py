@@ -307,6 +307,9 @@ def read_tensors(checkpoint: Checkpoint, targets: dict[str, Tensor], tied: dict[
             uses.setdefault(chunk, []).append((tensor, item))
     for chunk, value in checkpoint.read(list(uses)):
         for tensor, item in uses[chunk]:
+            if value.dtype != tensor.dtype:
+                where = checkpoint.path / chunk.file
+                raise DamagedError(f"{where}: {value.dtype} at byte {chunk.begin}, not as indexed")
             target = _box_of(tensor, item.dest_index)
             _narrow(target, item.dest_offsets, item.lengths).copy_(
                 _narrow(value, item.storage_offsets, item.lengths)

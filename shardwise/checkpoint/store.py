@@ -129,6 +129,11 @@ class Store:
             self._last = flight.path
         return self._last
 
+    @property
+    def idle(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._flight is None or not self._flight.thread.is_alive()
+
     def __enter__(self) -> Store:
         return self
 

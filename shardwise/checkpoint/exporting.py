@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's weights as safetensors files in the layout of the Hugging Face hub.
+
+    step-000300/            ->    model-00001-of-00003.safetensors    up to ``max_file_bytes`` each
+      pieces of tensors           model-00002-of-00003.safetensors    (a larger tensor has its own)
+      of any number of ranks      model-00003-of-00003.safetensors
+                                  model.safetensors.index.json        which tensor is where
+                                  config.json
+
+One process, no process group. In memory at a time: the tensors of one file and one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import owner
+from shardwise.checkpoint.attempt import is_taken
+from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
+from shardwise.checkpoint.loading import Checkpoint, read_whole
+from shardwise.checkpoint.state import model_key
+
+# From the tensors of a model by name to those of the format; a renaming, a split, a transposition.
+# It is called with one tensor at a time, first with meta tensors to learn names and sizes.
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+MAX_FILE_BYTES = 4 << 30
+
+
+@dataclass
+class _OutputFile:
+    nbytes: int = 0
+    sources: list[str] = field(default_factory=list)
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    convert: Convert | None = None,
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write the model of a checkpoint to a new directory ``out``; returns the files.
+
+    ``convert`` gives the names and forms of the target (default: as in the model), ``config`` is
+    written as ``config.json``, ``dtype`` converts floating-point tensors. Every byte is checked
+    against its sha256 before it is used, and ``out`` appears whole or not at all.
+    """
+    source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
+    if max_file_bytes < 1:
+        raise ValueError(f"export(max_file_bytes={max_file_bytes}): files hold at least a byte")
+    if is_taken(target):
+        raise CheckpointError(f"{target} is there already: remove it or choose another directory")
+    checkpoint = Checkpoint.open(source)
+    for file in checkpoint.manifest.files:
+        check_bytes(source, file)
+    make = _Converter(checkpoint, convert, dtype)
+    files = _plan(make, max_file_bytes)
+    folder = owner.temporary(target)
+    folder.mkdir(parents=True)
+    names = _write(folder, make, files)
+    if config is not None:
+        write_file(folder / "config.json", json.dumps(config, indent=2).encode())
+        names.append("config.json")
+    sync_directory(folder)
+    os.rename(folder, target)
+    sync_directory(target.parent)
+    return [target / name for name in names]
+
+
+class _Converter:
+    """Tensors of the checkpoint as the target wants them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, convert: Convert | None, dtype: torch.dtype | None
+    ) -> None:
+        self._checkpoint, self._convert, self._dtype = checkpoint, convert, dtype
+        keys = [key for key in checkpoint.index if key.startswith("model.")]
+        self.names = sorted(key.removeprefix("model.") for key in keys)
+
+    def sketch(self, name: str) -> dict[str, Tensor]:
+        """The results of one tensor, without data."""
+        entry = self._checkpoint.index[model_key(name)]
+        return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        return self._apply(name, read_whole(self._checkpoint, model_key(name)))
+
+    def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        made = {name: tensor} if self._convert is None else self._convert({name: tensor})
+        if self._dtype is None:
+            return made
+        return {
+            key: value.to(self._dtype) if value.is_floating_point() else value
+            for key, value in made.items()
+        }
+
+
+def _plan(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
+    """Which tensors go into which file, in the order of their names."""
+    files = [_OutputFile()]
+    seen: dict[str, str] = {}
+    for name in make.names:
+        results = make.sketch(name)
+        for key in results:
+            if key in seen:
+                raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
+            seen[key] = name
+        nbytes = sum(value.nbytes for value in results.values())
+        if files[-1].sources and files[-1].nbytes + nbytes > max_file_bytes:
+            files.append(_OutputFile())
+        files[-1].sources.append(name)
+        files[-1].nbytes += nbytes
+    if not seen:
+        raise CheckpointError("the checkpoint holds no tensors of a model")
+    return files
+
+
+def _write(folder: Path, make: _Converter, files: list[_OutputFile]) -> list[str]:
+    from safetensors.torch import save_file
+
+    weight_map: dict[str, str] = {}
+    names = []
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = "model.safetensors" if len(files) == 1 else name
+        tensors: dict[str, Tensor] = {}
+        for source in file.sources:
+            # Cloned where it is a view: the format refuses tensors that share memory.
+            for key, value in make.read(source).items():
+                whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+                tensors[key] = value if whole else value.contiguous().clone()
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        _sync_file(folder / name)
+        weight_map.update(dict.fromkeys(tensors, name))
+        names.append(name)
+    if len(files) > 1:
+        total = sum(file.nbytes for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        names.append("model.safetensors.index.json")
+        write_file(folder / names[-1], json.dumps(index, indent=2).encode())
+    return names
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any checkpoint into any layout: 1 to 4 ranks, every strategy, other groups, other grains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.checkpoint import MismatchError, verify
+from tests.ranks import run_ranks
+from tests.resume import helpers
+from tests.resume.helpers import Net, assert_equal, everything, make, trained
+
+SOURCES = [
+    ("plain", 1),
+    ("zero0", 2),
+    ("zero1", 3),
+    ("zero3", 2),
+    ("zero3", 4),
+    ("hsdp", 4),
+    ("hfsdp", 4),
+]
+TARGETS = [
+    ("zero3", 1, None),
+    ("zero3", 3, "element"),
+    ("zero3", 4, "tensor"),
+    ("zero0", 3, None),
+    ("zero1", 2, "element"),
+    ("zero2", 4, None),
+    ("hsdp", 4, None),
+    ("hfsdp", 4, "tensor"),
+    ("plain", 2, None),
+]
+GRAINS = {"element": sw.ELEMENT, "tensor": sw.TENSOR}
+
+
+def save(rank: int, world_size: int, strategy: str, path: str, optimizer: str) -> dict[str, Tensor]:
+    net, stepper = trained(strategy, optimizer, rank, world_size, seed=1)
+    saved = everything(net, stepper)
+    sw.save(path, net, stepper, {"step": 2, "by": strategy})
+    assert_equal(everything(net, stepper), saved)  # saving changes nothing
+    return saved
+
+
+def load_all(
+    rank: int,
+    world_size: int,
+    strategy: str,
+    grain: str | None,
+    paths: dict[str, str],
+    optimizer: str,
+) -> dict[str, dict[str, Tensor]]:
+    """Every checkpoint into one model that was elsewhere; nothing of it may survive."""
+    options = helpers.by_grain(GRAINS[grain]) if grain is not None else {}
+    net, stepper = make(strategy, optimizer, world_size, 9, **options)
+    helpers.train_step(net, stepper, 5, rank, world_size)
+    found = {}
+    for by, path in paths.items():
+        extra = sw.load(path, net, stepper)
+        assert extra == {"step": 2, "by": by.split()[0]}
+        found[by] = everything(net, stepper)
+        words = helpers.batch(0, 0, 1)
+        net.eval()
+        with torch.no_grad():  # what forward reads is what was loaded
+            found[by]["output"] = net(words)
+        net.train()
+        helpers.train_step(net, stepper, 6, rank, world_size)
+    return found
+
+
+def output_of(values: dict[str, Tensor]) -> Tensor:
+    net = Net()
+    net.load_state_dict({name: value for name, value in values.items() if "/" not in name})
+    return net.eval()(helpers.batch(0, 0, 1)).detach()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, Any]]:
+    """A checkpoint by every source, and its values."""
+    folder = tmp_path_factory.mktemp("sources")
+    paths, values = {}, {}
+    for strategy, world_size in SOURCES:
+        by = f"{strategy} on {world_size}"
+        paths[by] = str(folder / by.replace(" ", "-"))
+        found = run_ranks(save, world_size, strategy, paths[by], "adamw")
+        for other in found[1:]:
+            assert_equal(other, found[0])
+        values[by] = found[0]
+    return paths, values
+
+
+@pytest.mark.parametrize(
+    "target", TARGETS, ids=lambda target: "-".join(str(part) for part in target)
+)
+def test_any_checkpoint_loads_into_any_layout(
+    target: tuple[str, int, str | None], sources: tuple[dict[str, str], dict[str, Any]]
+) -> None:
+    paths, values = sources
+    strategy, world_size, grain = target
+    for found in run_ranks(load_all, world_size, strategy, grain, paths, "two_groups"):
+        assert len(found) == len(SOURCES)
+        for by, expected in values.items():
+            output = found[by].pop("output")
+            torch.testing.assert_close(output, output_of(expected), rtol=0, atol=1e-6)
+            assert_equal(found[by], expected)
+
+
+def test_a_plain_model_without_a_process_group_loads_any(
+    sources: tuple[dict[str, str], dict[str, Any]],
+) -> None:
+    assert not torch.distributed.is_initialized()
+    paths, values = sources
+    for by, path in paths.items():
+        net, stepper = make("plain", "two_groups", 1, 9)
+        sw.load(path, net, stepper)
+        assert_equal(everything(net, stepper), values[by])
+        assert stepper.param_groups[0]["lr"] == stepper.param_groups[1]["lr"] == 1e-2
+        assert stepper.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_every_checkpoint_verifies(sources: tuple[dict[str, str], dict[str, Any]]) -> None:
+    paths, values = sources
+    for by, path in paths.items():
+        report = verify(path)
+        assert report.ok, str(report)
+        # 14 parameters and a buffer, and 3 states for each of 13 trainable parameters
+        assert report.num_tensors == 15 + 3 * 13 == len(values[by]) - 1
+
+
+def test_torch_reads_what_is_written(sources: tuple[dict[str, str], dict[str, Any]]) -> None:
+    """It is DCP: torch's own loader needs nothing of ours."""
+    paths, values = sources
+    for by, path in paths.items():
+        expected = values[by]
+        average = expected["blocks.0.up.weight/exp_avg"]
+        state = {
+            "model": {"embedding.weight": torch.zeros(17, 10)},
+            "optimizer": {"state": {"blocks.0.up.weight": {"exp_avg": torch.zeros_like(average)}}},
+        }
+        dcp.load(state, checkpoint_id=path)
+        assert torch.equal(state["model"]["embedding.weight"], expected["embedding.weight"])
+        assert torch.equal(state["optimizer"]["state"]["blocks.0.up.weight"]["exp_avg"], average)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("zero3", 2), ("zero1", 3)), (("hfsdp", 4), ("zero3", 2)), (("zero1", 2), ("plain", 1))],
+    ids=str,
+)
+@pytest.mark.parametrize("optimizer", ["muon", "sgd"])
+def test_states_of_other_optimizers_move_too(
+    before: tuple[str, int], after: tuple[str, int], optimizer: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "one")
+    saved = run_ranks(save, before[1], before[0], path, optimizer)[0]
+    for found in run_ranks(load_all, after[1], after[0], None, {before[0]: path}, optimizer):
+        found[before[0]].pop("output")
+        assert_equal(found[before[0]], saved)
+
+
+# ------------------------------------------------------------------------------ what does not fit
+
+
+class Other(nn.Module):
+    """Shares some names with Net: one of another shape, one of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(19, 10)
+        self.norm = nn.LayerNorm(10, dtype=torch.bfloat16)
+        self.tail = nn.Linear(3, 3)
+
+
+def load_other(rank: int, world_size: int, path: str) -> tuple[str, bool]:
+    torch.manual_seed(3)
+    other = sw.fully_shard(Other(), mesh=helpers.mesh_of(world_size), placements=sw.zero(3))
+    before = {name: helpers.whole(value) for name, value in other.named_parameters()}
+    try:
+        sw.load(path, other)
+    except MismatchError as error:
+        after = {name: helpers.whole(value) for name, value in other.named_parameters()}
+        same = all(torch.equal(before[name], after[name]) for name in before) and len(after) == 5
+        return str(error), same
+    raise AssertionError("a checkpoint of another model was loaded")
+
+
+def test_another_model_is_refused_with_all_reasons_at_once(
+    sources: tuple[dict[str, str], dict[str, Any]],
+) -> None:
+    results = run_ranks(load_other, 2, sources[0]["zero3 on 4"])
+    assert results[0] == results[1]
+    message, untouched = results[0]
+    assert untouched
+    for reason in (
+        "missing from it: 'tail.weight' [3, 3]",
+        "unexpected in it: 'blocks.0.up.weight' [31, 10]",
+        "unexpected in it: 'head.weight' [17, 10]",
+        "'embedding.weight' has shape [17, 10] in it, [19, 10] in this model",
+        "'norm.weight' is torch.float32 in it, torch.bfloat16 here",
+        "nothing was loaded",
+    ):
+        assert reason in message, reason
+
+
+def test_another_optimizer_is_refused(sources: tuple[dict[str, str], dict[str, Any]]) -> None:
+    path = sources[0]["plain on 1"]
+    for name in ("sgd", "muon"):
+        net, stepper = trained("plain", name, 0, 1, seed=3)
+        before = everything(net, stepper)
+        with pytest.raises(MismatchError, match=r"exp_avg.*AdamW.*momentum_buffer"):
+            sw.load(path, net, stepper)
+        assert_equal(everything(net, stepper), before)
+
+
+def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
+    net, stepper = trained("plain", "adamw", 0, 1, seed=3)
+    sw.save(tmp_path / "weights", net)
+    with pytest.raises(MismatchError, match="holds no optimizer state"):
+        sw.load(tmp_path / "weights", net, stepper)
+    other = Net()
+    assert sw.load(tmp_path / "weights", other) == {}
+    assert_equal(everything(other, None), everything(net, None))
+
+
+def test_an_untied_model_reads_a_tied_one_and_not_the_reverse(tmp_path: Path) -> None:
+    net = Net()
+    sw.save(tmp_path / "tied", net)
+    untied = Net(tied=False)
+    sw.load(tmp_path / "tied", untied)
+    assert torch.equal(untied.head.weight, net.embedding.weight)
+    assert torch.equal(untied.embedding.weight, net.embedding.weight)
+    sw.save(tmp_path / "untied", Net(tied=False))
+    with pytest.raises(MismatchError, match="one tensor in this model and two in the checkpoint"):
+        sw.load(tmp_path / "untied", net)

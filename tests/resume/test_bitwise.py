@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that stopped and went on is the run that never stopped, to the last bit.
+
+uninterrupted   step 0 1 2 | 3 4 5          compared: losses 3-5, parameters, optimizer states,
+resumed         step 0 1 2 | save           the data position, the learning rate, and what each
+                elsewhere, load | 3 4 5     generator draws next
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import Store
+from tests.ranks import run_ranks
+from tests.resume import helpers
+from tests.resume.helpers import Net, assert_equal, everything, make, train_step
+
+BEFORE, AFTER = 3, 3
+
+
+class Run:
+    """Model, optimizer, scheduler and the position in the data: all that a trainer has."""
+
+    def __init__(self, strategy: str, optimizer: str, world_size: int, seed: int) -> None:
+        self.net, self.optimizer = make(strategy, optimizer, world_size, seed)
+        # Milestones are a Counter with integer keys, which plain JSON would turn into strings.
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.3)
+        self.position = 0
+
+    def steps(self, count: int, rank: int, world_size: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            losses.append(train_step(self.net, self.optimizer, self.position, rank, world_size))
+            self.scheduler.step()
+            self.position += 1
+        return losses
+
+    def extra(self) -> dict[str, Any]:
+        return {"position": self.position, "scheduler": self.scheduler.state_dict()}
+
+    def take(self, extra: dict[str, Any]) -> None:
+        self.position = extra["position"]
+        self.scheduler.load_state_dict(extra["scheduler"])
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def seed_each_rank(rank: int) -> None:
+    torch.manual_seed(100 + rank)
+    random.seed(200 + rank)
+    numpy.random.seed(300 + rank)
+
+
+def final(run: Run, losses: list[float]) -> dict[str, Any]:
+    return {
+        "losses": losses,
+        "values": everything(run.net, run.optimizer),
+        "position": run.position,
+        "lr": [group["lr"] for group in run.optimizer.param_groups],
+        "draws": draws(),
+    }
+
+
+def resumed(
+    rank: int, world_size: int, strategy: str, optimizer: str, root: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = Run(strategy, optimizer, world_size, seed=1)
+    seed_each_rank(rank)
+    run.steps(BEFORE, rank, world_size)
+    draws()
+    with Store(root) as store:
+        # In the background: the next step changes every tensor while they are being written.
+        store.save(run.position, run.net, run.optimizer, run.extra())
+        uninterrupted = final(run, run.steps(AFTER, rank, world_size))
+    again = Run(strategy, optimizer, world_size, seed=7)
+    again.steps(1, rank, world_size)
+    path = store.latest()
+    assert path is not None and path.name == f"step-{BEFORE:06d}"
+    again.take(sw.load(path, again.net, again.optimizer))
+    return uninterrupted, final(again, again.steps(AFTER, rank, world_size))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("strategy", helpers.STRATEGIES)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    strategy: str, optimizer: str, tmp_path: Path
+) -> None:
+    world_size = 4 if strategy.startswith("h") else 2
+    results = run_ranks(resumed, world_size, strategy, optimizer, str(tmp_path))
+    first = results[0][0]["draws"]
+    for rank, (uninterrupted, again) in enumerate(results):
+        assert_equal(again.pop("values"), uninterrupted.pop("values"))
+        assert again == uninterrupted
+        assert len(again["losses"]) == AFTER and again["position"] == BEFORE + AFTER
+        assert again["lr"][0] < 0.02, "the scheduler has stepped"
+        assert rank == 0 or uninterrupted["draws"] != first, "every rank has its own generators"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_plain_run_without_a_process_group_too(optimizer: str, tmp_path: Path) -> None:
+    uninterrupted, again = resumed(0, 1, "plain", optimizer, str(tmp_path))
+    assert_equal(again.pop("values"), uninterrupted.pop("values"))
+    assert again == uninterrupted
+
+
+# ------------------------------------------------------------------------------ random states
+
+
+def save_draws(rank: int, world_size: int, path: str) -> tuple[float, float, float]:
+    layer = torch.nn.Linear(2, 2)
+    seed_each_rank(rank)
+    sw.save(path, layer, extra={"of": rank})
+    return draws()
+
+
+def load_draws(rank: int, world_size: int, path: str) -> tuple[dict[str, Any], Any]:
+    layer = torch.nn.Linear(2, 2)
+    extra = sw.load(path, layer)
+    first = draws()
+    seed_each_rank(7)
+    sw.load(path, layer)
+    assert draws() == first, "the same whenever it is loaded"
+    seed_each_rank(rank)
+    kept = draws()
+    seed_each_rank(rank)
+    sw.load(path, layer, restore_random=False)
+    assert draws() == kept, "and left alone where nobody asked"
+    return extra, first
+
+
+def test_generators_and_extra_of_every_rank_come_back(tmp_path: Path) -> None:
+    path = str(tmp_path / "one")
+    saved = run_ranks(save_draws, 3, path)
+    assert len(set(saved)) == 3
+    loaded = run_ranks(load_draws, 3, path)
+    assert [extra for extra, _ in loaded] == [{"of": 0}, {"of": 1}, {"of": 2}]
+    assert [first for _, first in loaded] == saved
+
+
+def test_another_world_size_seeds_every_rank_anew(tmp_path: Path) -> None:
+    path = str(tmp_path / "one")
+    saved = run_ranks(save_draws, 3, path)
+    loaded = run_ranks(load_draws, 2, path)
+    assert [extra for extra, _ in loaded] == [{"of": 0}] * 2, "rank 0's"
+    found = [first for _, first in loaded]
+    assert len({*found, *saved}) == 5, "no stream is drawn from twice"
+    assert [first for _, first in run_ranks(load_draws, 2, path)] == found
+
+
+# ------------------------------------------------------------------------------ eager states
+
+
+NUMBERED = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERED)
+def test_saving_before_the_first_step_changes_no_number(kind: str, tmp_path: Path) -> None:
+    """States are made before they are needed, and a run with them is a run without."""
+
+    def run(save_first: bool) -> tuple[Net, Any]:
+        torch.manual_seed(1)
+        net = Net()
+        optimizer = NUMBERED[kind]([p for p in net.parameters() if p.requires_grad])
+        if save_first:
+            sw.save(tmp_path / "first", net, optimizer)
+            assert all(parameter.grad is None for parameter in net.parameters())
+            if kind != "sgd":  # whose momentum is the first gradient, so it can't be there yet
+                assert len(optimizer.state) == 13
+            other, restored = Net(), None
+            restored = NUMBERED[kind]([p for p in other.parameters() if p.requires_grad])
+            sw.load(tmp_path / "first", other, restored)
+            net, optimizer = other, restored
+        torch.manual_seed(2)
+        for step in range(3):
+            train_step(net, optimizer, step, 0, 1)
+        return net, optimizer
+
+    (plain, one), (saved, other) = run(False), run(True)
+    assert_equal(everything(saved, None), everything(plain, None))
+    for mine, theirs in zip(plain.parameters(), saved.parameters(), strict=True):
+        assert one.state.get(mine, {}).keys() == other.state.get(theirs, {}).keys()
+        for key, value in one.state.get(mine, {}).items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), (
+                key
+            )

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who writes what is arithmetic: one small exchange per save, however many tensors there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.checkpoint import CheckpointError, Store
+from shardwise.checkpoint.loading import Checkpoint
+from shardwise.checkpoint.metadata import tiling_problem
+from shardwise.checkpoint.plan import LayoutPlanner
+from shardwise.checkpoint.values import from_bytes, to_bytes
+from tests.ranks import run_ranks
+from tests.resume import helpers
+from tests.resume.helpers import Net, everything, wrap
+
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+OTHERS = ("all_gather", "all_reduce", "broadcast", "barrier", "isend", "irecv", "reduce_scatter")
+
+
+def count_exchanges(rank: int, world_size: int, layers: int, path: str) -> dict[str, int]:
+    """Calls into torch.distributed by one save, and by one load."""
+    torch.manual_seed(0)
+    net = wrap(Net(layers=layers), "zero3", world_size)
+    optimizer = torch.optim.AdamW(net.parameters())
+    counts: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in OBJECTS + OTHERS}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[f"{phase} {name}"] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        phase = "save"
+        with sw.comm.record() as calls:
+            sw.save(path, net, optimizer)
+            phase = "load"
+            sw.load(path, net, optimizer)
+        assert calls == [], "no tensor travels"
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return dict(counts)
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_the_number_of_exchanges_does_not_depend_on_the_number_of_tensors(
+    layers: int, tmp_path: Path
+) -> None:
+    for counts in run_ranks(count_exchanges, 2, layers, str(tmp_path / "one")):
+        assert counts == {"save all_gather_object": 1, "load all_gather_object": 2}
+
+
+def bytes_to_write(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
+    net = wrap(Net(), strategy, world_size)
+    tensors = dict(net.named_parameters())
+    planner = LayoutPlanner(rank, world_size)
+    planner.set_up_planner(tensors)
+    pieces = planner.pieces()
+    items = planner.create_local_plan().items
+    assert [(i.index.fqn, tuple(i.index.offset)) for i in items] == [
+        (piece.key, piece.offsets) for piece in pieces
+    ]
+    for item, piece in zip(items, pieces, strict=True):
+        assert planner.resolve_data(item).data_ptr() == piece.data.data_ptr()
+    return sum(piece.data.nbytes for piece in pieces), sum(p.nbytes for p in tensors.values())
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("zero0", 3), ("hsdp", 4), ("zero3", 2)])
+def test_replicas_share_the_writing(strategy: str, world_size: int) -> None:
+    results = run_ranks(bytes_to_write, world_size, strategy)
+    written, whole = [one for one, _ in results], results[0][1]
+    assert sum(written) == whole, "everything once"
+    assert max(written) < 1.3 * whole / world_size, f"unevenly shared out: {written}"
+
+
+def save_buffers(rank: int, world_size: int, path: str) -> None:
+    net = Net()
+    net.seen.fill_(40 + rank)
+    sw.save(path, net)
+
+
+def test_buffers_that_differ_are_rank_0s(tmp_path: Path) -> None:
+    run_ranks(save_buffers, 3, str(tmp_path / "one"))
+    net = Net()
+    sw.load(tmp_path / "one", net)
+    assert net.seen.item() == 40
+
+
+def save_unlike(rank: int, world_size: int, root: str) -> list[str]:
+    messages = []
+    store = Store(root)
+    for step, net, extra in (
+        (1, Net(layers=1 + rank), {}),  # other tensors on each rank
+        (10 + rank, Net(), {}),  # another step
+        (3, Net(), {"model": Net()} if rank == 1 else {}),  # one rank's extra is no JSON
+    ):
+        try:
+            store.save(step, net, extra=extra)
+        except CheckpointError as error:
+            messages.append(str(error))
+    store.save(4, Net(), extra={"fine": True})  # and nothing is left in a bad state
+    path = store.wait()
+    assert path is not None
+    return [*messages, path.name]
+
+
+def test_ranks_that_disagree_raise_together(tmp_path: Path) -> None:
+    results = run_ranks(save_unlike, 2, str(tmp_path))
+    assert results[0] == results[1]
+    tensors, step, extra, path = results[0]
+    assert "rank 1 has other tensors to save than rank 0" in tensors
+    assert "(step 10)" in step and "(step 11)" in step
+    assert "rank 1" in extra and "extra['model'] is a Net" in extra
+    assert path == "step-000004"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_problems_of_a_model_are_named_at_once(tmp_path: Path) -> None:
+    net = Net()
+    stranger = torch.nn.Parameter(torch.zeros(3))
+    net.blocks[0].up = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.AdamW([net.embedding.weight, stranger])
+    with pytest.raises(CheckpointError) as caught:
+        sw.save(tmp_path / "one", net, optimizer, {"lambda": print}, config={"of": object()})
+    for part in ("'blocks.0.up.weight' is on the meta device", "'blocks.0.up.bias'"):
+        assert part in str(caught.value)
+    for part in ("shape [3] that the model does not", "extra['lambda']", "config['of']"):
+        assert part in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    net = Net()
+    (tmp_path / "one").mkdir()  # an empty directory is no checkpoint
+    sw.save(tmp_path / "one", net)
+    saved = everything(net, None)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        sw.save(tmp_path / "one", Net())
+    sw.load(tmp_path / "one", net)
+    helpers.assert_equal(everything(net, None), saved)
+
+
+def test_saving_leaves_kept_weights_and_versions_alone(tmp_path: Path) -> None:
+    run_ranks(no_refresh, 2, str(tmp_path))
+
+
+def no_refresh(rank: int, world_size: int, root: str) -> None:
+    net = wrap(Net(), "zero1", world_size)
+    net.eval()
+    words = helpers.batch(0, 0, 1)
+    with torch.no_grad():
+        before = net(words)
+        sw.save(f"{root}/one", net)
+        with sw.comm.record() as calls:
+            after = net(words)
+        assert calls == [], "a save makes no weight stale"
+        assert torch.equal(before, after)
+        with sw.comm.record() as calls:
+            sw.load(f"{root}/one", net)
+            net(words)
+        assert calls, "a load does"
+
+
+# ------------------------------------------------------------------------------ arithmetic
+
+
+def test_the_index_is_the_layout(tmp_path: Path) -> None:
+    boxes = run_ranks(boxes_of, 3, str(tmp_path / "one"))
+    index = Checkpoint.open(tmp_path / "one").index
+    for name in boxes[0]:
+        expected = [tuple(box) for one in boxes for box in one[name]]
+        found = [(chunk.offsets, chunk.sizes) for chunk in index[f"model.{name}"].chunks]
+        assert sorted(found) == sorted(expected), name
+
+
+def boxes_of(rank: int, world_size: int, path: str) -> dict[str, list[Any]]:
+    net = wrap(Net(), "zero3", world_size, **helpers.by_grain(sw.ELEMENT))
+    sw.save(path, net)
+    return {
+        name: [(tuple(offsets), tuple(sizes)) for offsets, sizes in parameter.cut.boxes]
+        for name, parameter in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], None),
+        ([((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (3, 3))], None),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 2))], None),
+        ([((0, 0), (2, 3))], "hold 6 of 12"),
+        ([((0, 0), (2, 3)), ((1, 0), (2, 3))], "two pieces hold"),
+        ([((0, 0), (2, 3)), ((3, 0), (2, 3))], "lies outside"),
+        ([((0, 0), (2, 3)), ((2, 0), (1, 3)), ((0, 0), (1, 3))], "two pieces hold"),
+        ([((0,), (12,))], "lies outside"),
+    ],
+)
+def test_tiling(boxes: list[Any], problem: str | None) -> None:
+    found = tiling_problem((4, 3), boxes)
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_values_come_back_as_they_were() -> None:
+    generator = torch.Generator().manual_seed(4)
+    value = {
+        "number": 0.1 + 0.2,
+        "special": [float("inf"), -0.0],
+        "tuple": (1, (2, "x")),
+        "keys": {30: 0.1, None: True},
+        "tagged": {"$": "tuple", "v": [1]},
+        "bytes": b"\x00\xff",
+        "empty": [(), {}, ""],
+    }
+    found = from_bytes(to_bytes(value, "it"), "it")
+    assert found == value and repr(found) == repr(value)
+    state = from_bytes(to_bytes(generator.get_state(), "it"), "it")
+    other = torch.Generator()
+    other.set_state(state)
+    assert torch.equal(torch.rand(3, generator=other), torch.rand(3, generator=generator))
+    half = torch.randn(3, 2).bfloat16()
+    assert torch.equal(from_bytes(to_bytes(half, "it"), "it"), half)
+    assert torch.isnan(torch.tensor(from_bytes(to_bytes(float("nan"), "it"), "it")))
