@@ -16,6 +16,7 @@ Every call is counted: ``with record() as calls`` lists operation, axis and byte
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import streams
 from shardwise.memory import counted
 
 ReduceName = Literal["sum", "max", "min"]
@@ -214,13 +216,14 @@ class Pending:
         if not works and finish is None:
             return
         self._works, self._finish = (), None
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._what} failed: {error}") from error
-        if finish is not None:
-            finish()
+        with streams.stalling(self._what):
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._what} failed: {error}") from error
+            if finish is not None:
+                finish()
 
 
 _DONE = Pending()
@@ -246,7 +249,34 @@ def _messages(
         message = outgoing[target]
         if message is not None and message.numel():
             works.append(dist.isend(_wire(message), axis.peers[target], axis.group, tag))
+    watcher = streams.watcher()
+    if watcher is not None and works:
+        received = sum(m.nbytes for m in incoming if m is not None)
+        works = [_Flight(works, watcher.flight(operation, axis.name, received))]
     return Pending(what, works, finish)
+
+
+class _Flight:
+    """Messages that somebody watches: a thread of their own waits for them, because only waiting
+    tells when they are through, and the caller waits later than that, or not yet."""
+
+    def __init__(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(works, landed), daemon=True)
+        self._thread.start()
+
+    def _run(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
+        try:
+            for work in works:
+                work.wait()
+            landed()
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _room_for(message: Tensor) -> Tensor:

@@ -10,13 +10,16 @@
 lane, after that lane has waited for every other lane that read it: that is what makes
 ``record_stream`` unnecessary and the peak the same on every run. On a CPU there is one lane and
 every method is a no-op, so the code above is the same for both.
+
+Whoever wants to draw that picture of a real step is a :class:`Watcher`; see ``report/trace.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -47,7 +50,8 @@ class Lanes:
         """Run what follows on ``lane``: kernels, collectives and allocations."""
         if not self.asynchronous or lane == "compute":
             return _NOWHERE
-        return torch.cuda.stream(self._streams[lane])
+        stream = torch.cuda.stream(self._streams[lane])
+        return stream if _watcher is None else _watched_lane(_watcher, lane, stream)
 
     def mark(self, lane: LaneName = "compute") -> Any:
         """An event that is reached when all work issued to ``lane`` so far is done."""
@@ -58,7 +62,9 @@ class Lanes:
     def wait(self, lane: LaneName, event: Any) -> None:
         """Work issued to ``lane`` from now on starts after ``event``."""
         if event is not None:
-            self._stream(lane).wait_event(event)
+            stream = self._stream(lane)
+            with stalling("another lane") if lane == "compute" else _NOWHERE:
+                stream.wait_event(event)
 
     def join(self, lane: LaneName, other: LaneName) -> None:
         """``lane`` waits for all that was issued to ``other`` so far."""
@@ -81,6 +87,8 @@ class Lanes:
 
 def annotate(name: str) -> AbstractContextManager[Any]:
     """A profiler label and an NVTX range around a piece of work; nothing unless profiling."""
+    if _watcher is not None:
+        return _watched_phase(_watcher, name)
     profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return _labelled(name) if profiling else _NOWHERE
 
@@ -96,3 +104,105 @@ def _labelled(name: str) -> Iterator[None]:
     finally:
         if on_gpu:
             torch.cuda.nvtx.range_pop()
+
+
+# ------------------------------------------------------------------------------ being watched
+
+
+class Watcher(Protocol):
+    """Someone who notes when things happen. A mark is a moment on the lane that is current."""
+
+    def mark(self) -> Any: ...
+
+    def phase(self, name: str, begin: Any, end: Any) -> None:
+        """A piece of the library's own work, by its label."""
+
+    def lane(self, lane: str, begin: Any, end: Any) -> None:
+        """Work on a lane beside compute."""
+
+    def stall(self, reason: str, begin: Any, end: Any) -> None:
+        """The compute lane waited."""
+
+    def flight(self, operation: str, axis: str, nbytes: int) -> Callable[[], None]:
+        """Messages are under way; what is returned is called when the last has arrived."""
+
+
+_watcher: Watcher | None = None
+
+
+def watcher() -> Watcher | None:
+    return _watcher
+
+
+@contextmanager
+def watch(who: Watcher) -> Iterator[None]:
+    """Tell ``who`` what happens while the context is open; one at a time."""
+    global _watcher
+    if _watcher is not None:
+        raise RuntimeError("a step is being recorded already: end that recording first")
+    _watcher = who
+    try:
+        yield
+    finally:
+        _watcher = None
+
+
+def stalling(reason: str) -> AbstractContextManager[Any]:
+    """Around whatever makes the compute lane wait."""
+    return _NOWHERE if _watcher is None else _watched_stall(_watcher, reason)
+
+
+@contextmanager
+def _watched_phase(who: Watcher, name: str) -> Iterator[None]:
+    begin = who.mark()
+    try:
+        yield
+    finally:
+        who.phase(name, begin, who.mark())
+
+
+@contextmanager
+def _watched_stall(who: Watcher, reason: str) -> Iterator[None]:
+    begin = who.mark()
+    try:
+        yield
+    finally:
+        who.stall(reason, begin, who.mark())
+
+
+@contextmanager
+def _watched_lane(who: Watcher, lane: str, stream: AbstractContextManager[Any]) -> Iterator[None]:
+    with stream:
+        begin = who.mark()
+        try:
+            yield
+        finally:
+            who.lane(lane, begin, who.mark())
+
+
+class Clock:
+    """Moments as seconds since the clock was made: of the host, or of a device's streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.on_device = device.type == "cuda"
+        self._begin = self.mark()
+
+    def mark(self) -> Any:
+        """Now; on a device, when the current stream gets here."""
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Until every mark has been reached."""
+        if self.on_device:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, mark: Any) -> float:
+        """Of a mark that has been reached."""
+        if not self.on_device:
+            return float(mark - self._begin)
+        return float(self._begin.elapsed_time(mark)) / 1e3

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step as it happened: lanes, waits and bytes, as plain values.
+
+    compute    | fwd 0 | fwd 1 | fwd 2 | loss | bwd 2 |wait| bwd 1 | bwd 0 |
+    gather   |0 |1 |    |2 |                |1 |       |0 |
+    reduce                                          |2 |      |1 |     |0 |
+    optimizer                                                                | step |
+
+    with record_step() as profile:
+        loss.backward(); optimizer.step()
+    events.write({"kind": "profile", **profile})
+
+Exposed communication is the time in which the compute lane could do nothing but wait for a
+collective, over the time of the step. On the host that is the time spent inside ``wait``: for
+messages, and for adding up what they brought. On a device it is the time between two events on the
+compute stream, one before it is told to wait for another stream and one after. A collective over
+gloo ends when its last message has arrived (a thread of its own waits for it), not when somebody
+asked. Time in which the library itself works (casts, packs, issues) is drawn apart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwise import comm, streams
+from shardwise.memory import ledger
+
+LANES = ("compute", "gather", "reduce", "outer", "exchange", "optimizer")
+_LANE_OF = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+Interval = tuple[float, float]
+Profile = dict[str, Any]
+
+
+class _Recording:
+    """A :class:`shardwise.streams.Watcher` that writes everything down."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.clock = streams.Clock(device)
+        self.host_begin = time.perf_counter()
+        self.phases: list[tuple[str, Any, Any]] = []
+        self.lanes: list[tuple[str, str, Any, Any]] = []
+        self.stalls: list[tuple[str, Any, Any]] = []
+        self.flights: list[tuple[str, str, int, float, float]] = []
+        self.steps: list[tuple[Any, Any]] = []
+        self.memory_start = ledger.snapshot()
+        self.memory: list[tuple[float, str, int]] = []
+        self._open_steps: list[Any] = []
+        self._lock = threading.Lock()
+
+    def mark(self) -> Any:
+        return self.clock.mark()
+
+    def phase(self, name: str, begin: Any, end: Any) -> None:
+        self.phases.append((name, begin, end))
+
+    def lane(self, lane: str, begin: Any, end: Any) -> None:
+        name = self.phases[-1][0].split(":")[0] if self.phases else ""
+        self.lanes.append((lane, name, begin, end))
+
+    def stall(self, reason: str, begin: Any, end: Any) -> None:
+        self.stalls.append((reason, begin, end))
+
+    def flight(self, operation: str, axis: str, nbytes: int) -> Callable[[], None]:
+        begin = self._host()
+
+        def landed() -> None:
+            with self._lock:  # flights land in threads of their own
+                self.flights.append((operation, axis, nbytes, begin, self._host()))
+
+        return landed
+
+    def bytes_changed(self, kind: str, nbytes: int) -> None:
+        if nbytes:
+            self.memory.append((self._host(), kind, nbytes))
+
+    def step_begins(self, *_: Any) -> None:
+        self._open_steps.append(self.mark())
+
+    def step_ends(self, *_: Any) -> None:
+        if self._open_steps:
+            self.steps.append((self._open_steps.pop(), self.mark()))
+
+    def _host(self) -> float:
+        return time.perf_counter() - self.host_begin
+
+
+@contextmanager
+def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
+    """Record what happens inside; the dictionary is filled when the context is left.
+
+    Around one training step, from the first forward to the end of ``optimizer.step()``. Recording
+    costs a thread per collective over gloo and a few events per unit: do it once, not always.
+
+    Args:
+        device: of the model. On a CUDA device, times are the device's own.
+    """
+    recording, profile = _Recording(torch.device(device)), Profile()
+    hooks = [
+        register_optimizer_step_pre_hook(recording.step_begins),
+        register_optimizer_step_post_hook(recording.step_ends),
+    ]
+    ledger.watchers.append(recording.bytes_changed)
+    try:
+        with streams.watch(recording), comm.record() as calls:
+            yield profile
+            end = recording.mark()
+        recording.clock.settle()
+    finally:
+        ledger.watchers.remove(recording.bytes_changed)
+        for hook in hooks:
+            hook.remove()
+    profile.update(_summary(recording, end, calls))
+
+
+def _summary(recording: _Recording, end: Any, calls: Sequence[comm.Call]) -> Profile:
+    seconds = recording.clock.seconds
+    total = seconds(end)
+    phases = sorted((seconds(b), seconds(e), name) for name, b, e in recording.phases)
+    steps = [(seconds(b), seconds(e)) for b, e in recording.steps]
+    stalls = [(seconds(b), seconds(e), reason) for reason, b, e in recording.stalls]
+    waiting = merged([(b, e) for b, e, _ in stalls])
+    spans = _compute_spans(phases, steps, total)
+    spans += [_span("optimizer", "step", b, e) for b, e in steps]
+    spans += [
+        _span(lane, name, seconds(b), seconds(e))
+        for lane, name, b, e in recording.lanes
+        if seconds(e) - seconds(b) > 1e-6  # a lane entered only to free memory is no work
+    ]
+    spans += [
+        _span(
+            _LANE_OF.get(operation, "exchange"), f"{operation} over {axis}", begin, finish, nbytes
+        )
+        for operation, axis, nbytes, begin, finish in sorted(recording.flights, key=lambda f: f[3])
+    ]
+    exposed = sum(e - b for b, e in waiting)
+    return {
+        "seconds": total,
+        "clock": "device" if recording.clock.on_device else "host",
+        "spans": spans,
+        "stalls": [[round(b, 7), round(e, 7), reason] for b, e, reason in stalls],
+        "exposed_seconds": exposed,
+        "exposed": exposed / total if total else 0.0,
+        "memory": {
+            "start": recording.memory_start,
+            "changes": [[round(t, 7), kind, nbytes] for t, kind, nbytes in recording.memory],
+        },
+        "collectives": [
+            {**vars(call), "count": count}
+            for call, count in sorted(Counter(calls).items(), key=str)
+        ],
+    }
+
+
+def _span(lane: str, name: str, begin: float, end: float, nbytes: int | None = None) -> Profile:
+    span: Profile = {"lane": lane, "name": name, "begin": round(begin, 7), "end": round(end, 7)}
+    return span if nbytes is None else span | {"nbytes": nbytes}
+
+
+def _compute_spans(
+    phases: Sequence[tuple[float, float, str]], steps: Sequence[Interval], total: float
+) -> list[Profile]:
+    """What lies between the library's own phases is the model's work, named by where it is.
+
+    | gather 0 |  forward 0  | release 0 | gather 1 |  forward 1  | ...
+    """
+    spans: list[Profile] = []
+    stack: list[str] = []
+    root, backward, label, at = "", False, "", 0.0
+    busy = [(b, e, name) for b, e, name in phases] + [(b, e, "") for b, e in steps]
+    for begin, end, name in sorted(busy):
+        if begin > at and label:
+            spans.append(_span("compute", label, at, begin))
+        if name:
+            spans.append(_span("compute", name, begin, end) | {"library": True})
+        unit, _, what = name.partition(": ")
+        if what == "gather for forward":
+            root = root or unit
+            if unit == root:
+                stack, backward = [], False
+            label = f"recompute {unit}" if backward else f"forward {unit}"
+            stack += [] if backward else [unit]
+        elif what == "release after forward":
+            stack = [other for other in stack if other != unit]
+            label = f"forward {stack[-1]}" if stack else "loss"
+        elif what == "gather for backward":
+            backward, label = True, f"backward {unit}"
+        elif what == "reduce gradients":
+            label = "backward"
+        elif not name:
+            label = ""
+        at = max(at, end)
+    return spans
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The union of intervals: waits may nest (a gather that waits for the one before it).
+
+    >>> merged([(1, 2), (0, 1.5), (3, 4)])
+    [(0, 2), (3, 4)]
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def chrome_trace(profile: Profile) -> dict[str, Any]:
+    """The same step for Perfetto and chrome://tracing: lanes as threads, bytes as counters."""
+    lanes = [lane for lane in LANES if any(span["lane"] == lane for span in profile["spans"])]
+    lanes += ["waiting"]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
+        for number, lane in enumerate(lanes)
+    ]
+    for span in profile["spans"]:
+        events.append(
+            _complete_event(lanes.index(span["lane"]), span["name"], span["begin"], span["end"])
+            | {"args": {"bytes": span["nbytes"]} if "nbytes" in span else {}}
+        )
+    for begin, end, reason in profile["stalls"]:
+        events.append(_complete_event(lanes.index("waiting"), reason, begin, end))
+    held = dict(profile["memory"]["start"])
+    for at, kind, nbytes in profile["memory"]["changes"]:
+        held[kind] = held.get(kind, 0) + nbytes
+        counter = {"ph": "C", "pid": 0, "name": "bytes", "ts": at * 1e6, "args": dict(held)}
+        events.append(counter)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _complete_event(thread: int, name: str, begin: float, end: float) -> dict[str, Any]:
+    at, length = begin * 1e6, (end - begin) * 1e6
+    return {"ph": "X", "pid": 0, "tid": thread, "name": name, "ts": at, "dur": length}

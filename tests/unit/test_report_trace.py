@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded step says what happened, in the order in which it happened."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import streams
+from shardwise.report.trace import chrome_trace, merged, record_step
+from tests.models import loss_of, make_model, mesh_of, shard_model, tokens
+from tests.ranks import run_ranks
+
+
+def record(
+    rank: int, world_size: int, stage: int, watched_step: int = 2
+) -> tuple[dict[str, Any], list[float]]:
+    model = shard_model(make_model(depth=3), sw.zero(stage), mesh_of(world_size))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses, profile = [], {}
+    for step in range(4):
+        if step == watched_step:
+            with record_step() as profile:
+                loss = loss_of(model, tokens(step, 0, rank, world_size))
+                loss.backward()
+                optimizer.step()
+        else:
+            loss = loss_of(model, tokens(step, 0, rank, world_size))
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert streams.watcher() is None
+    return profile, losses
+
+
+@pytest.fixture(scope="module")
+def profiles() -> list[dict[str, Any]]:
+    return [profile for profile, _ in run_ranks(record, 2, 3)]
+
+
+def test_every_unit_computes_forward_then_backward(profiles: list[dict[str, Any]]) -> None:
+    for profile in profiles:
+        names = [
+            span["name"]
+            for span in profile["spans"]
+            if span["lane"] == "compute" and not span.get("library")
+        ]
+        order = [name for position, name in enumerate(names) if name not in names[:position]]
+        expected = [f"forward layers.{number}" for number in range(3)]
+        expected += [f"backward layers.{number}" for number in (2, 1, 0)]
+        assert [name for name in order if "layers" in name] == expected
+        assert "loss" in order and order.index("loss") == order.index("backward Model") - 1
+        assert sum(span["lane"] == "optimizer" for span in profile["spans"]) == 1
+
+
+def test_every_collective_has_a_begin_and_a_true_end(profiles: list[dict[str, Any]]) -> None:
+    for profile in profiles:
+        gathers = [span for span in profile["spans"] if span["lane"] == "gather"]
+        reductions = [span for span in profile["spans"] if span["lane"] == "reduce"]
+        assert len(gathers) == 7 and len(reductions) == 4, "as the counters say, below"
+        counted = {call["operation"]: 0 for call in profile["collectives"]}
+        for call in profile["collectives"]:
+            counted[call["operation"]] += call["count"]
+        assert counted == {"all_gather": 7, "reduce_scatter": 4}
+        for span in (*gathers, *reductions):
+            assert 0 <= span["begin"] < span["end"] <= profile["seconds"]
+            assert span["nbytes"] > 0
+
+
+def test_spans_of_the_compute_lane_never_overlap(profiles: list[dict[str, Any]]) -> None:
+    for profile in profiles:
+        spans = sorted(
+            (span["begin"], span["end"]) for span in profile["spans"] if span["lane"] == "compute"
+        )
+        assert len(spans) > 20
+        for (_, end), (begin, _) in pairwise(spans):
+            assert begin >= end - 1e-6
+
+
+def test_exposed_time_is_the_union_of_waits(profiles: list[dict[str, Any]]) -> None:
+    for profile in profiles:
+        waits = merged([(begin, end) for begin, end, _ in profile["stalls"]])
+        total = sum(end - begin for begin, end in waits)
+        assert total == pytest.approx(profile["exposed_seconds"], abs=1e-5)
+        assert 0 < profile["exposed"] == profile["exposed_seconds"] / profile["seconds"] < 1
+        assert any("all_gather over axis 'dp'" in reason for _, _, reason in profile["stalls"])
+
+
+def test_bytes_add_up_to_what_rests(profiles: list[dict[str, Any]]) -> None:
+    for profile in profiles:
+        held = dict(profile["memory"]["start"])
+        assert held["main"] > 0
+        highest = dict(held)
+        times = [at for at, _, _ in profile["memory"]["changes"]]
+        assert times == sorted(times) and times[-1] <= profile["seconds"]
+        for _, kind, nbytes in profile["memory"]["changes"]:
+            held[kind] = held.get(kind, 0) + nbytes
+            highest[kind] = max(highest.get(kind, 0), held[kind])
+            assert held[kind] >= 0
+        assert held["compute"] == held["grad_transient"] == 0 and held["grad"] == held["main"]
+        assert highest["compute"] > 0 and highest["grad_transient"] > 0
+
+
+def test_recording_changes_no_bit() -> None:
+    for stage in (1, 3):
+        watched = run_ranks(record, 2, stage)
+        plain = run_ranks(record, 2, stage, -1)
+        assert [losses for _, losses in watched] == [losses for _, losses in plain]
+        assert all(profile for profile, _ in watched) and not any(profile for profile, _ in plain)
+
+
+def test_a_profile_is_json_and_a_chrome_trace(profiles: list[dict[str, Any]]) -> None:
+    profile = json.loads(json.dumps(profiles[0]))
+    trace = chrome_trace(profile)
+    json.dumps(trace)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert names == {"compute", "gather", "reduce", "optimizer", "waiting"}
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == len(profile["spans"]) + len(profile["stalls"])
+    assert all(event["dur"] >= 0 for event in spans)
+    assert any(event["ph"] == "C" and event["args"]["main"] > 0 for event in trace["traceEvents"])
+
+
+def test_two_recordings_at_once_are_refused_and_leave_nothing_behind() -> None:
+    with record_step(), pytest.raises(RuntimeError, match="recorded already"), record_step():
+        pass
+    assert streams.watcher() is None
+    with pytest.raises(ZeroDivisionError), record_step():
+        _ = 1 / 0
+    assert streams.watcher() is None
+    with record_step() as profile:
+        pass
+    assert profile["exposed"] == 0 and profile["spans"] == []
+
+
+def test_union_of_intervals() -> None:
+    assert merged([(1, 2), (0, 1.5), (3, 4), (3.5, 3.6)]) == [(0, 2), (3, 4)]
+    assert merged([]) == []
