@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardwise``: train, plan, report, verify, export, bench. Parses, calls, prints.
+
+A mistake of the user is one line on standard error and exit code 2; a run that failed is one line
+for each rank that saw it, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.conf import Positional, subcommand
+
+from shardwise.train.config import OptimizerName, PrecisionName, Strategy
+
+LogName = Literal["tensorboard", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model. Without torchrun, two ranks on this machine (or one per GPU) are started.
+
+    What is not given comes from the recipe, or, with --resume, from the run that goes on.
+    """
+
+    recipe: Positional[str] = "default"
+    """default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, or file.py:function."""
+    steps: int | None = None
+    """Optimizer steps of the whole run."""
+    data: str | None = None
+    """stdlib, stdlib+torch, a text file, directory or "glob", a token .bin file, or hf:NAME."""
+    tokenizer: str | None = None
+    """bytes, or bpe:SIZE."""
+    strategy: Strategy | None = None
+    """How parameters, gradients and optimizer states are spread over the ranks."""
+    optimizer: OptimizerName | None = None
+    precision: PrecisionName | None = None
+    batch: int | None = None
+    """Sequences of one step, over all ranks."""
+    seed: int | None = None
+    nproc: int | None = None
+    """Ranks to start on this machine (not under torchrun)."""
+    out: str | None = None
+    """Folder of the run; default: runs/RECIPE, or the next free one."""
+    resume: str | None = None
+    """latest (also when nothing follows), or the path of a checkpoint or a run."""
+    max_restarts: int = 0
+    """How often failed ranks are started again, from the newest checkpoint (not under torchrun)."""
+    log: tuple[LogName, ...] = ()
+    """More places to log to; events.jsonl is always written."""
+
+    def changes(self) -> dict[str, Any]:
+        """What the flags change in a configuration."""
+        names = ["steps", "data", "tokenizer", "strategy", "optimizer", "precision"]
+        names += ["batch", "seed"]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte."""
+
+    model: Positional[str] = "default"
+    """A recipe, a Hugging Face config.json (or its folder), or module:factory."""
+    ranks: int = 8
+    strategy: Strategy | None = None
+    replicas: int | None = None
+    """Size of the outer axis of hsdp and hfsdp."""
+    optimizer: OptimizerName | None = None
+    precision: Literal["fp32", "bf16"] = "bf16"
+    microbatches: int = 1
+    memory: str | None = None
+    """Of one rank, like 80GiB: what does not fit gets suggestions."""
+    dry_run: bool = False
+    """Run the real code for one rank, on meta tensors with a pretended process group."""
+    rank: int = 0
+    """Which rank --dry-run poses as."""
+    svg: Path | None = None
+    """Write the shard map there."""
+    json: bool = False
+    """Print the plan as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Draw loss.svg and report.html from a run's events.jsonl."""
+
+    run: Positional[Path]
+    """The run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Check a checkpoint: manifest, sizes, every sha256, every tensor."""
+
+    path: Positional[Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a checkpoint's weights as safetensors that transformers loads."""
+
+    path: Positional[Path]
+    """A checkpoint, or a run's folder for its newest."""
+    out: Positional[Path]
+    """A directory that does not exist yet."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Run a benchmark of a checkout; what follows its name goes to it (try --help there)."""
+
+    name: Positional[str] = ""
+    """fsdp, muon, muon-vs-adamw, ..."""
+
+
+Command = (
+    Annotated[Train, subcommand("train")]
+    | Annotated[Plan, subcommand("plan")]
+    | Annotated[Report, subcommand("report")]
+    | Annotated[Verify, subcommand("verify")]
+    | Annotated[Export, subcommand("export")]
+    | Annotated[Bench, subcommand("bench")]
+)
+
+
+class UsageError(ValueError):
+    """What a user typed cannot be; the message says what to type instead."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    from shardwise.train.world import speaks
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["bench"]:  # its own flags are not ours to parse
+        _exit(_guarded(lambda: bench(words[1:])))
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="shardwise",
+        description="Sharded training with whole-matrix optimizers.",
+        args=_with_resume(words),
+        console_outputs=speaks(),
+    )
+    run: Any = _COMMANDS[type(command)]
+    _exit(_guarded(lambda: run(command, words)))
+
+
+def _with_resume(words: list[str]) -> list[str]:
+    """``--resume`` alone means the newest checkpoint."""
+    done: list[str] = []
+    for position, word in enumerate(words):
+        done.append(word)
+        following = words[position + 1 : position + 2]
+        if word == "--resume" and (not following or following[0].startswith("-")):
+            done.append("latest")
+    return done
+
+
+# ------------------------------------------------------------------------------ the commands
+
+
+def train(command: Train, words: list[str]) -> int:
+    """On a rank: train. Elsewhere: start ranks with the same words."""
+    from shardwise.train import session
+    from shardwise.train.launch import default_ranks, launch
+    from shardwise.train.world import is_rank
+
+    request = session.Request(
+        recipe=command.recipe, changes=command.changes(), out=command.out, resume=command.resume
+    )
+    if is_rank():
+        return session.train(request, lambda folder, config: _sinks(command.log, folder, config))
+    session.check(session.settle(request), command.nproc or default_ranks())
+    return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
+
+
+def _sinks(names: Sequence[LogName], folder: Path, config: Any) -> list[Any]:
+    modules = [importlib.import_module(f"shardwise.integrations.{name}") for name in names]
+    return [module.Sink(folder, config.to_json()) for module in modules]
+
+
+def plan(command: Plan, words: list[str]) -> int:
+    """Print a plan."""
+    from shardwise.precision import Precision
+    from shardwise.report.dry_run import dry_run
+    from shardwise.report.plan import plan as make_plan
+    from shardwise.report.sizes import parse_size
+    from shardwise.report.svg import shard_map_svg
+    from shardwise.report.table import plan_text, print_plan
+    from shardwise.train.config import TrainConfig
+
+    model, config = _model_of(command.model)
+    config = dataclasses.replace(
+        config or TrainConfig(),
+        strategy=command.strategy or (config.strategy if config else "zero3"),
+        optimizer=command.optimizer or (config.optimizer if config else "muon"),
+        replicas=command.replicas,
+        microbatches=command.microbatches,
+    )
+    options: dict[str, Any] = {
+        "precision": Precision(weights=command.precision, reduce="fp32"),
+        "optimizer": config.optimizer,
+        "microbatches": command.microbatches,
+        "memory": None if command.memory is None else parse_size(command.memory),
+        "name": command.model,
+    }
+    shape = config.mesh_shape(command.ranks)
+    if command.dry_run:
+        made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
+    else:
+        made = make_plan(model, shape, config.strategy, **options)
+    if command.json:
+        print(json.dumps(made.as_dict(), indent=1))
+    elif sys.stdout.isatty():
+        print_plan(made)
+    else:
+        print(plan_text(made, shard_map=True))
+    if command.svg is not None:
+        command.svg.write_text(shard_map_svg(made))
+        print(f"written: {command.svg}", file=sys.stderr)
+    return 0 if made.fits is not False else 3
+
+
+def _model_of(name: str) -> tuple[Any, Any]:
+    """A module on the meta device, and the recipe's configuration if it was one."""
+    import torch
+
+    from shardwise.models.gpt import GPT
+    from shardwise.models.llama import config_from_hf
+    from shardwise.train.config import TrainConfig
+    from shardwise.train.recipes import find_recipe
+
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    with torch.device("meta"):
+        if path.suffix == ".json":
+            if not path.is_file():
+                raise UsageError(f"{name}: there is no such file; give a Hugging Face config.json")
+            return GPT(config_from_hf(json.loads(path.read_text()))), None
+        made = find_recipe(name)()
+        if isinstance(made, TrainConfig):
+            return GPT(made.model), made
+        if isinstance(made, torch.nn.Module):
+            return made, None
+    raise UsageError(
+        f"{name} returned a {type(made).__name__}: a recipe returns a TrainConfig, a factory a "
+        f"torch.nn.Module"
+    )
+
+
+def report(command: Report, words: list[str]) -> int:
+    from shardwise.report.html import write_report
+
+    print(write_report(command.run))
+    return 0
+
+
+def verify(command: Verify, words: list[str]) -> int:
+    from shardwise.checkpoint import verify as check
+
+    found = check(command.path)
+    print(found)
+    return 0 if found.ok else 1
+
+
+def export(command: Export, words: list[str]) -> int:
+    import torch
+
+    from shardwise.checkpoint import export as write
+    from shardwise.models.llama import hf_config, hf_tensors
+    from shardwise.train.folder import newest_checkpoint, saved_config
+
+    path = newest_checkpoint(command.path)
+    model = saved_config(path).model
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
+    spelled = str(dtype).removeprefix("torch.")
+
+    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [hf_tensors(name, tensor, model) for name, tensor in state.items()]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    written = write(
+        path,
+        command.out,
+        convert=convert,
+        config=hf_config(model, dtype=spelled),
+        dtype=dtype,
+    )
+    for file in written:
+        print(file)
+    return 0
+
+
+def bench(words: list[str]) -> int:
+    """``shardwise bench NAME ...`` is ``python -m benchmarks.NAME ...`` in a checkout."""
+    root = Path(__file__).resolve().parent.parent
+    known = sorted(
+        path.stem.replace("_", "-")
+        for path in (root / "benchmarks").glob("*.py")
+        if "def main(" in path.read_text()
+    )
+    if not known:
+        raise UsageError("benchmarks are not installed with the package: run this in a checkout")
+    name = words[0] if words else ""
+    if name not in known:
+        raise UsageError(f"shardwise bench {name or 'NAME'}: one of {', '.join(known)}")
+    sys.path.insert(0, str(root))
+    importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(words[1:])
+    return 0
+
+
+_COMMANDS = {Train: train, Plan: plan, Report: report, Verify: verify, Export: export}
+
+
+# ------------------------------------------------------------------------------ exits
+
+
+def _guarded(run: Any) -> int:
+    """The exit code; a user's mistake becomes one line, from one rank."""
+    from shardwise.train.world import speaks
+
+    logging.basicConfig(
+        format="%(levelname)s %(name)s: %(message)s",
+        level=logging.WARNING if speaks() else logging.ERROR,
+    )
+    try:
+        return int(run())
+    except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        logging.getLogger(__name__).debug("", exc_info=True)
+        if speaks():
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _exit(code: int) -> None:
+    from shardwise.train.world import leave
+
+    leave(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

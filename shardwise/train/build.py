@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build: from a configuration to the parts of a run, on every rank at once.
+
+Four lines of :func:`build_model` are all that sharding takes; the model knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwise import comm
+from shardwise.models.gpt import GPT
+from shardwise.optim.adamw import adamw
+from shardwise.optim.muon import muon
+from shardwise.optim.sharded import ShardedOptimizer, optimizer
+from shardwise.precision import Precision
+from shardwise.shard.find import wrap_units
+from shardwise.shard.fully_shard import fully_shard
+from shardwise.train.config import TrainConfig
+from shardwise.train.corpus import Corpus
+from shardwise.train.data import load_corpus
+from shardwise.train.sampler import HeldOut, Sampler
+from shardwise.train.world import World
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What a run is made of. ``config`` has the data's vocabulary in it."""
+
+    config: TrainConfig
+    corpus: Corpus
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    scheduler: LambdaLR
+    sampler: Sampler
+    held_out: HeldOut
+
+
+def build(config: TrainConfig, world: World, cache: Any) -> Parts:
+    """All parts; what is wrong on any rank is raised on all of them."""
+
+    def check() -> None:
+        config.mesh_shape(world.size, world.num_nodes)
+        config.share(world.size)
+
+    world.together(check)
+    corpus = read_corpus(config, world, cache)
+    sized = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
+    config = dataclasses.replace(config, model=sized)
+    where = {"rank": world.rank, "world_size": world.size}
+    context, size = config.model.context, corpus.vocab_size
+    sampler, held_out = world.together(
+        lambda: (
+            Sampler(
+                corpus.train,
+                context=context,
+                global_batch=config.batch,
+                vocab_size=size,
+                seed=config.seed,
+                fingerprint=corpus.sha256,
+                **where,
+            ),
+            HeldOut(
+                corpus.held_out,
+                context=context,
+                batch_size=config.share(world.size),
+                vocab_size=size,
+                max_windows=config.eval_windows,
+                **where,
+            ),
+        )
+    )
+    model = build_model(config, world)
+    made = build_optimizer(config, model)
+    return Parts(
+        config=config,
+        corpus=corpus,
+        model=model,
+        optimizer=made,
+        scheduler=LambdaLR(made, config.factor),
+        sampler=sampler,
+        held_out=held_out,
+    )
+
+
+def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
+    """The same on every rank. One rank of each node goes first: it may leave tokens in the
+    cache."""
+
+    def read() -> Corpus:
+        return load_corpus(
+            config.data, tokenizer=config.tokenizer, held_out=config.held_out, cache=cache
+        )
+
+    made = world.together(lambda: read() if world.local_rank == 0 else None)
+    corpus = world.together(lambda: read() if made is None else made)
+    digests = comm.agree(corpus.sha256, world.axis)
+    if len(set(digests)) > 1:
+        different = next(rank for rank, other in enumerate(digests) if other != digests[0])
+        raise ValueError(
+            f"ranks see different data: {config.data!r} has sha256 {digests[0][:16]} on rank 0 and "
+            f"{digests[different][:16]} on rank {different}; give all machines the same files (and "
+            f"the same Python version, where they are the standard library's)"
+        )
+    return corpus
+
+
+def build_model(config: TrainConfig, world: World) -> nn.Module:
+    """Wrapped on the meta device, so that no rank ever holds the whole model."""
+    shape = config.mesh_shape(world.size, world.num_nodes)
+    mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    with torch.device("meta"):
+        model = GPT(config.model)
+    for unit in wrap_units(model):
+        fully_shard(
+            unit, mesh=mesh, placements=config.placements, precision=precision_of(config, world)
+        )
+    model.to_empty(device=world.device)
+    model.init_weights(config.seed)
+    return model
+
+
+def precision_of(config: TrainConfig, world: World) -> Precision:
+    weights = config.precision
+    if weights == "auto":
+        weights = "bf16" if world.device.type == "cuda" else "fp32"
+    return Precision(weights=weights, reduce="fp32")
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
+    decay = config.weight_decay
+    matrices = muon(lr=config.matrix_lr, weight_decay=decay) if config.optimizer == "muon" else None
+    rest = adamw(lr=config.lr, betas=(0.9, 0.95), weight_decay=decay)
+    return optimizer(model, matrix=matrices, elementwise=rest)

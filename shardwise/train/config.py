@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainConfig: all that decides a run, as one frozen value that goes to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from shardwise.models.config import GPTConfig
+from shardwise.placements import Placements, hfsdp, hsdp, zero
+
+Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
+OptimizerName = Literal["muon", "adamw"]
+PrecisionName = Literal["auto", "fp32", "bf16"]
+
+PLACEMENTS: dict[str, Placements] = {
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "hsdp": hsdp(),
+    "hfsdp": hfsdp(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run. A recipe is a function that returns one; flags replace single values of it.
+
+    Args:
+        model: its ``vocab_size`` gives way to that of the data.
+        data: what to train on; see :mod:`shardwise.train.data`.
+        tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
+        held_out: fraction of the data that is only ever evaluated.
+        steps: optimizer steps of the whole run, not of what is left of it.
+        batch: sequences of one step, over all ranks.
+        microbatches: pieces in which a rank takes its share, one after another.
+        strategy: how parameters, gradients and optimizer states are spread.
+        replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
+            on a single node.
+        optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
+        matrix_lr: Muon's learning rate.
+        lr: AdamW's.
+        warmup: steps in which learning rates rise from 0.
+        decay: fraction of the steps, at the end, in which they fall to a tenth along a line.
+        clip: the largest norm of the gradient.
+        precision: of compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. Main weights are fp32.
+        eval_every, eval_windows: how often held-out loss is taken, over how many windows.
+        save_every, keep: how often a checkpoint is written, and how many remain.
+        max_skipped: steps in a row whose gradient may be broken (and is dropped) before giving up.
+        timeout: seconds after which a collective that another rank does not join is an error.
+        sample: characters or tokens of text to write at the end.
+        profile_step: the step that is recorded for the report, counted from where the run starts.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: str = "stdlib"
+    tokenizer: str = "bytes"
+    held_out: float = 0.05
+    steps: int = 300
+    batch: int = 32
+    microbatches: int = 1
+    strategy: Strategy = "zero3"
+    replicas: int | None = None
+    optimizer: OptimizerName = "muon"
+    matrix_lr: float = 0.02
+    lr: float = 3e-3
+    weight_decay: float = 0.0
+    warmup: int = 10
+    decay: float = 0.5
+    clip: float = 1.0
+    precision: PrecisionName = "auto"
+    seed: int = 0
+    eval_every: int = 50
+    eval_windows: int = 128
+    save_every: int = 100
+    keep: int = 2
+    max_skipped: int = 10
+    timeout: float = 300.0
+    sample: int = 256
+    profile_step: int = 5
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, Mapping):  # as JSON gives it back
+            object.__setattr__(self, "model", GPTConfig(**self.model))
+        problems = self._problems()
+        if problems:
+            raise ValueError("this configuration cannot work: " + "; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        problems = []
+        for name in ("steps", "batch", "microbatches", "eval_windows", "save_every", "keep"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                problems.append(f"{name}={value!r} must be 1 or more")
+        for name in ("warmup", "eval_every", "seed", "sample", "profile_step", "max_skipped"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                problems.append(f"{name}={value!r} must be 0 or more")
+        for name in ("lr", "matrix_lr", "clip", "timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                problems.append(f"{name}={value!r} must be positive")
+        if not self.weight_decay >= 0:
+            problems.append(f"weight_decay={self.weight_decay!r} must not be negative")
+        if not 0 <= self.decay <= 1:
+            problems.append(f"decay={self.decay!r} is a fraction of the steps: 0 to 1")
+        if not 0 < self.held_out <= 0.5:
+            problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
+        if self.replicas is not None and self.replicas < 1:
+            problems.append(f"replicas={self.replicas!r} must be 1 or more")
+        for name, choices in (
+            ("strategy", get_args(Strategy)),
+            ("optimizer", get_args(OptimizerName)),
+            ("precision", get_args(PrecisionName)),
+        ):
+            if getattr(self, name) not in choices:
+                problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
+        return problems
+
+    @property
+    def placements(self) -> Placements:
+        return PLACEMENTS[self.strategy]
+
+    def factor(self, step: int) -> float:
+        """What both learning rates are multiplied with in ``step`` (counted from 0)."""
+        rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        falls_for = self.decay * self.steps
+        left = (self.steps - step) / falls_for if falls_for else 1.0
+        return rising * max(0.1, min(1.0, left))
+
+    def mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
+        """Axes and sizes, outer to inner."""
+        if self.placements.num_axes == 1:
+            if self.replicas is not None:
+                raise ValueError(
+                    f"replicas={self.replicas} belongs to hsdp and hfsdp; {self.strategy} has no "
+                    f"outer axis: leave it out"
+                )
+            return {"dp": world_size}
+        replicas = self.replicas or (num_nodes if num_nodes > 1 else min(2, world_size))
+        if world_size % replicas:
+            raise ValueError(
+                f"{world_size} ranks do not fall into {replicas} replicas for {self.strategy}: use "
+                f"a number of ranks that {replicas} divides, or set replicas to a divisor of "
+                f"{world_size}"
+            )
+        return {"dp_outer": replicas, "dp": world_size // replicas}
+
+    def share(self, world_size: int) -> int:
+        """Sequences of one microbatch on one rank."""
+        pieces = world_size * self.microbatches
+        if self.batch % pieces:
+            lower = self.batch // pieces * pieces
+            near = " or ".join(str(n) for n in (lower, lower + pieces) if n)
+            raise ValueError(
+                f"a batch of {self.batch} sequences cannot be cut evenly over {world_size} ranks "
+                f"x {self.microbatches} microbatches: use {near}"
+            )
+        return self.batch // pieces
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """From what :meth:`to_json` gave, perhaps in another version: by name, or not at all."""
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ValueError(f"configuration values {unknown} are not known to this version")
+        return cls(**values)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Console: a run as a person sees it: a live bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from shardwise.train.events import Event
+
+LINES = 30  # about so many plain lines for a whole run
+
+
+class Console:
+    """A sink for people. Only the first rank has one."""
+
+    def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
+        self.steps = steps
+        self.out = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self.every = max(1, steps // LINES)
+        self._began = time.monotonic()
+        self._first_step: int | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    # ------------------------------------------------------------------------ what happened
+
+    def log(self, event: Event) -> None:
+        show = getattr(self, f"_{event['kind']}", None)
+        if show is not None:
+            show(event)
+
+    def say(self, text: str) -> None:
+        self.out.print(text, markup=False)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _run(self, event: Event) -> None:
+        corpus, model = event["corpus"], event["model"]
+        say = self.say
+        say(f"model    {model['parameters'] / 1e6:.2f}M parameters, {model['text']}")
+        say(f"data     {corpus['name']}: {corpus['text']}, sha256 {corpus['sha256'][:16]}")
+        if corpus.get("bigram") is not None:
+            say(
+                f"         bits per byte: unigram {corpus['unigram']:.2f}, bigram "
+                f"{corpus['bigram']:.2f}, zlib {corpus['zlib']:.2f}"
+            )
+        say(f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}")
+        say(f"run      {event['out']}")
+
+    def _resume(self, event: Event) -> None:
+        self.say(f"resumed  {event['path']} after step {event['step']}")
+
+    def _step(self, event: Event) -> None:
+        if self._first_step is None:
+            self._first_step = event["step"] - 1
+            self._began = time.monotonic() - event["seconds"]
+        if self.out.is_terminal:
+            self._advance(event)
+        elif event["step"] % self.every == 0 or event["step"] in (1, self.steps):
+            self.say(
+                f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  {_figures(event)}"
+                f"  {self._left(event['step'])}"
+            )
+
+    def _eval(self, event: Event) -> None:
+        bits = event.get("bits_per_byte")
+        shown = f"loss {event['loss']:.4f}" + (f"  {bits:.3f} bits/byte" if bits else "")
+        self._print(f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  held out: {shown}")
+
+    def _skip(self, event: Event) -> None:
+        where = "; ".join(event["where"][:2])
+        self._print(f"step {event['step']} dropped: grad norm {event['grad_norm']} ({where})")
+
+    def _save(self, event: Event) -> None:
+        self._print(f"saved    {event['path']}")
+
+    def _warning(self, event: Event) -> None:
+        self._print(f"warning  {event['text']}")
+
+    def _stop(self, event: Event) -> None:
+        self._print(f"stopping after step {event['step']}: {event['reason']}")
+
+    def _sample(self, event: Event) -> None:
+        self.close()
+        self.say("")
+        self.say("a sample of what the model writes:")
+        for line in event["text"].splitlines():
+            self.say("    " + line)
+        self.say("")
+
+    def _end(self, event: Event) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------ the bar
+
+    def _advance(self, event: Event) -> None:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=16),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True),
+                console=self.out,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(
+                "train", total=self.steps, completed=event["step"] - 1, figures=""
+            )
+        assert self._task is not None
+        self._progress.update(self._task, completed=event["step"], figures=_figures(event))
+
+    def _print(self, text: str) -> None:
+        console = self._progress.console if self._progress is not None else self.out
+        console.print(text, markup=False)
+
+    def _left(self, step: int) -> str:
+        done = step - (self._first_step or 0)
+        seconds = (time.monotonic() - self._began) / done * (self.steps - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _figures(event: Event) -> str:
+    parts = [f"loss {event['loss']:.3f}"]
+    if event.get("bits_per_byte") is not None:
+        parts.append(f"{event['bits_per_byte']:.2f} bits/byte")
+    parts.append(f"norm {event['grad_norm']:.2f}")
+    parts.append(f"{_thousands(event['tokens_per_second'])} tok/s")
+    if event.get("mfu") is not None:
+        parts.append(f"{100 * event['mfu']:.0f}% mfu")
+    parts.append(f"{event['memory'] / 2**30:.2f} GiB")
+    return "  ".join(parts)
+
+
+def _thousands(value: float) -> str:
+    return (
+        f"{value:.0f}"
+        if value < 1e4
+        else f"{value / 1e3:.0f}k"
+        if value < 1e6
+        else (f"{value / 1e6:.1f}M")
+    )

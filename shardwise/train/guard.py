@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guard: what may happen to a run from outside, and to its numbers.
+
+    SIGTERM, SIGINT, SIGUSR1     \\
+    the file $SHARDWISE_STOP      > the step is finished, a checkpoint written, exit code 0
+    ...on any one rank           /
+    a gradient that is not finite    the step is dropped, on every rank; too many in a row: an error
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from shardwise.shard.diagnose import find_nonfinite
+
+logger = logging.getLogger(__name__)
+
+STOP_FILE = "SHARDWISE_STOP"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Guard:
+    """Hears requests to stop while it is open, in the main thread."""
+
+    def __init__(self) -> None:
+        self.heard: str | None = None
+        self._file = os.environ.get(STOP_FILE)
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Guard:
+        faulthandler.enable()
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.heard == "SIGINT":
+            raise KeyboardInterrupt  # asked twice: at once, without a checkpoint
+        self.heard = signal.Signals(number).name
+
+    @property
+    def asked(self) -> str | None:
+        """Who asked this rank to stop, if anybody did."""
+        if self.heard is None and self._file is not None and os.path.exists(self._file):
+            self.heard = "a stop request"
+        return self.heard
+
+
+class BrokenGradientError(RuntimeError):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
+class Skips:
+    """Counts steps that were dropped because of their gradient."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.in_a_row, self.total = limit, 0, 0
+
+    def good(self) -> None:
+        self.in_a_row = 0
+
+    def broken(self, step: int, norm: float, model: nn.Module) -> list[str]:
+        """Note one more, and say where this rank sees it; too many are an error."""
+        self.in_a_row += 1
+        self.total += 1
+        where = [str(found) for found in find_nonfinite(model)]
+        for line in where[:4]:
+            logger.warning("step %d: %s", step, line)
+        if self.in_a_row > self.limit:
+            raise BrokenGradientError(
+                f"step {step}: the gradient's norm is {norm}, in {self.in_a_row} steps in a row; "
+                f"{'; '.join(where[:4]) or 'other ranks see where'}. Lower the learning rates, "
+                f"look at the data, or raise max_skipped"
+            )
+        return where

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch: from one command to the ranks of this machine, through ``torch.distributed.run``.
+
+shardwise train ----------> agent (this process) --> rank 0: shardwise train ...
+  no RANK in the environment                     --> rank 1: shardwise train ...
+
+torchrun ... -m shardwise.cli train     joins the ranks that are there; nothing is launched
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shardwise.train.guard import STOP_FILE
+
+MODULE = "shardwise.cli"
+
+
+def default_ranks() -> int:
+    """One per GPU, or two on a machine without."""
+    return torch.cuda.device_count() or 2
+
+
+def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0) -> int:
+    """Run ``shardwise`` with these arguments on ``nproc`` local ranks; returns the exit code.
+
+    ``nproc=None``: :func:`default_ranks`. SIGTERM and SIGINT ask the ranks
+    to save and stop; a second SIGINT ends them at once.
+    """
+    count = default_ranks() if nproc is None else nproc
+    if count < 1:
+        raise ValueError(f"--nproc {count}: at least one rank is needed")
+    if torch.cuda.is_available() and count > torch.cuda.device_count():
+        raise ValueError(
+            f"--nproc {count}, but there are {torch.cuda.device_count()} GPUs: use at most one "
+            f"rank per GPU, or hide them (CUDA_VISIBLE_DEVICES=) to train on CPU"
+        )
+    # One thread per rank unless told otherwise: ranks that each use all cores fight over them.
+    threads = max(1, (os.cpu_count() or 1) // count)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
+        stop = Path(scratch) / "stop"
+        os.environ[STOP_FILE] = str(stop)
+        with _asking_to_stop(stop):
+            return _run_agent(arguments, count, max_restarts)
+
+
+def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    # Ranks explain their failures themselves; torch would repeat them as a table and a traceback.
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    options = ["--nproc-per-node", str(count), "--max-restarts", str(max_restarts)]
+    # What --standalone stands for: a rendezvous of this machine alone, on any free port.
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    options += ["--rdzv-id", uuid.uuid4().hex]
+    # SIGTERM and SIGINT are ours: torch would end the ranks without letting them save.
+    options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]
+    parsed = run.parse_args([*options, "-m", MODULE, *arguments])
+    config, command, rest = run.config_from_args(parsed)
+    try:
+        elastic_launch(config, command)(*rest)
+    except ChildFailedError as error:
+        return _explain(error)
+    return 0
+
+
+def _explain(error: object) -> int:
+    """One line for a rank that could not speak for itself; the exit code of the first to fail."""
+    failures = getattr(error, "failures", {})
+    code = 1
+    for failure in sorted(failures.values(), key=lambda failure: failure.timestamp)[:1]:
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            sys.stderr.write(
+                f"error: rank {failure.rank} (pid {failure.pid}) was killed by {name}{hint}. "
+                f"Go on from the newest checkpoint with --resume\n"
+            )
+            code = 128 - failure.exitcode
+        else:
+            code = failure.exitcode or 1
+    return code
+
+
+@contextlib.contextmanager
+def _asking_to_stop(stop: Path) -> Iterator[None]:
+    """While open: SIGTERM and SIGINT leave a request that every rank sees after its step."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and stop.exists():
+            raise KeyboardInterrupt
+        stop.touch()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: one step after another, on every rank.
+
+    batch -> forward, backward (microbatches) -> clip -> step -> agree -> log, evaluate, save
+
+Ranks agree once a step, on four numbers: the loss of all, who saw a request to stop. Everything
+that a rank decides is decided from those, so that no rank ever goes on alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.checkpoint import SaveError, Store, load
+from shardwise.checkpoint.manifest import versions
+from shardwise.models.gpt import generate
+from shardwise.report.record import record_step
+from shardwise.train.build import Parts, build
+from shardwise.train.config import TrainConfig
+from shardwise.train.corpus_entropy import references_of
+from shardwise.train.events import EventFile, Events, Sink
+from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
+from shardwise.train.guard import Guard, Skips
+from shardwise.train.speed import Speed
+from shardwise.train.world import World
+
+PROMPT = "def "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    finished: bool
+    held_out: float | None  # bits per byte
+
+
+class Trainer:
+    """A run on one rank."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        folder: Path,
+        *,
+        resume: Path | None = None,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(config.seed * 1_000_003 + world.rank)
+        self.world, self.folder = world, folder
+        self.parts: Parts = build(config, world, folder / "cache")
+        self.config = self.parts.config
+        self.step = 0
+        self.skips = Skips(self.config.max_skipped)
+        self.speed = Speed(self.config, world)
+        self.store = Store(
+            folder / CHECKPOINTS,
+            self.config.keep,
+            config=self.config.to_json(),
+            timeout=self.config.timeout,
+        )
+        if resume is not None:
+            self._restore(load(resume, self.parts.model, self.parts.optimizer))
+        self._saving: int | None = None  # the step whose save is under way
+        self._unsaved: SaveError | None = None  # why the last save failed
+        self.events = Events()
+        if world.first:
+            write_config(folder, self.config.to_json())
+            self.events = Events([EventFile(folder / EVENTS), *sinks])
+            self.events("run", **self._describe())
+            if resume is not None:
+                self.events("resume", step=self.step, path=str(resume))
+
+    # ------------------------------------------------------------------------ the whole run
+
+    def run(self) -> Outcome:
+        """Until the last step, or until somebody asks to stop; saved either way."""
+        config = self.config
+        reason = None
+        bits: float | None = None
+        # A run too short to come there is recorded in its last step.
+        profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
+        with Guard() as guard:
+            while self.step < config.steps and reason is None:
+                if self.step + 1 == profiled:
+                    with record_step(self.parts.model, self.parts.optimizer) as profile:
+                        reason = self._train_step(guard)
+                    self.events("profile", step=self.step, **profile)
+                else:
+                    reason = self._train_step(guard)
+                done = self.step == config.steps
+                if config.eval_every and (self.step % config.eval_every == 0 or done):
+                    bits = self.evaluate()
+                if self.step % config.save_every == 0 or done or reason:
+                    self.save()
+                self._settle_save(wait=False)
+            if reason is not None:
+                self.events("stop", step=self.step, reason=reason)
+            self._settle_save()
+            if self._unsaved is not None:
+                raise self._unsaved
+            if reason is None and config.sample:
+                self.sample()
+        self.events("end", step=self.step, reason=reason or "finished")
+        self.events.close()
+        return Outcome(step=self.step, finished=reason is None, held_out=bits)
+
+    def close(self) -> None:
+        """Give the terminal and the files back, whatever happened."""
+        self.events.close()
+
+    # ------------------------------------------------------------------------ one step
+
+    def _train_step(self, guard: Guard) -> str | None:
+        """One optimizer step; returns why to stop after it, if anybody asked."""
+        parts, config, world = self.parts, self.config, self.world
+        began = time.perf_counter()
+        loss = self._forward_backward()
+        norm = float(parts.optimizer.clip_grad_norm(config.clip))
+        broken = not math.isfinite(norm)
+        where: list[str] = []
+        if broken:  # the norm is of all ranks: all of them come here
+            where = self.skips.broken(self.step + 1, norm, parts.model)
+        else:
+            self.skips.good()
+            parts.optimizer.step()
+        parts.optimizer.zero_grad()
+        parts.scheduler.step()
+        self.step += 1
+        asked = guard.asked
+        agreed = torch.tensor([float(loss), float(asked is not None)], dtype=torch.float64)
+        comm.all_reduce(agreed, world.axis).wait()
+        mean, stops = float(agreed[0]) / world.size, int(agreed[1])
+        seconds = time.perf_counter() - began
+        if broken:
+            self.events("skip", step=self.step, grad_norm=norm, where=where)
+        self.events(
+            "step",
+            step=self.step,
+            loss=mean,
+            bits_per_byte=parts.corpus.bits_per_byte(mean, "train"),
+            grad_norm=norm,
+            lr=parts.scheduler.get_last_lr(),
+            tokens=self.step * config.batch * config.model.context,
+            skipped=self.skips.total,
+            **self.speed.of(seconds),
+        )
+        return (asked or "another rank was asked to") if stops else None
+
+    def _forward_backward(self) -> Tensor:
+        """The mean loss of this rank's share, and its gradients."""
+        parts, config = self.parts, self.config
+        tokens, targets = (part.to(self.world.device) for part in parts.sampler.next_batch())
+        count = config.microbatches
+        total = torch.zeros((), device=self.world.device)
+        pieces = zip(tokens.chunk(count), targets.chunk(count), strict=True)  # [share, context]
+        for number, (piece, answers) in enumerate(pieces):
+            parts.model.set_is_last_backward(number == count - 1)  # type: ignore[operator]
+            loss = parts.model(piece, answers) / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    # ------------------------------------------------------------------------ now and then
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Bits per byte of the held-out text; every token is scored once, on one rank."""
+        model, corpus = self.parts.model, self.parts.corpus
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)  # loss, scored tokens
+        for tokens, targets, scored in self.parts.held_out:
+            loss = model(tokens.to(self.world.device), targets.to(self.world.device))
+            sums += torch.tensor([float(loss) * scored, scored], dtype=torch.float64)
+        model.train()
+        comm.all_reduce(sums, self.world.axis).wait()
+        mean = float(sums[0] / sums[1])
+        bits = corpus.bits_per_byte(mean, "held_out")
+        self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
+        return bits
+
+    def save(self) -> None:
+        """Begin to save; the run goes on once the tensors are copied. A failure is reported, and
+        is an error only if nothing was saved after it."""
+        self._settle_save()
+        extra = {
+            "step": self.step,
+            "scheduler": self.parts.scheduler.state_dict(),
+            "data": self.parts.sampler.state_dict(),
+            "skipped": self.skips.total,
+        }
+        try:
+            self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
+            self._saving = self.step
+        except SaveError as error:
+            self._save_failed(error)
+
+    def _settle_save(self, *, wait: bool = True) -> None:
+        """Say what is saved once it is on the disk, not before."""
+        if self._saving is None or not (wait or self.store.idle):
+            return
+        step, self._saving = self._saving, None
+        try:
+            path = self.store.wait()
+        except SaveError as error:
+            self._save_failed(error)
+            return
+        self._unsaved = None
+        assert path is not None
+        self.events("save", step=step, path=os.path.relpath(path))
+
+    def _save_failed(self, error: SaveError) -> None:
+        self._unsaved = error
+        self.events("warning", text=f"not saved: {error}")
+
+    def _restore(self, extra: dict[str, Any]) -> None:
+        self.step = extra["step"]
+        self.parts.scheduler.load_state_dict(extra["scheduler"])
+        self.parts.sampler.load_state_dict(extra["data"])
+        self.skips.total = extra["skipped"]
+
+    def sample(self) -> None:
+        """Text that the model writes; all ranks take part."""
+        corpus = self.parts.corpus
+        if corpus.codec is None:
+            return
+        prompt = torch.tensor([corpus.encode(PROMPT)], device=self.world.device)
+        generator = torch.Generator().manual_seed(self.config.seed)
+        drawn = generate(
+            self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
+        )
+        self.events("sample", text=corpus.decode(drawn[0].tolist()))
+
+    def _describe(self) -> dict[str, Any]:
+        config, corpus, model = self.config, self.parts.corpus, self.config.model
+        lines = references_of(corpus)
+        experts = f", {model.num_experts} experts" if model.num_experts else ""
+        shape = config.mesh_shape(self.world.size, self.world.num_nodes)
+        mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
+        return {
+            "config": config.to_json(),
+            "model": {
+                "parameters": model.num_parameters,
+                "text": f"{model.num_layers} layers x {model.dim}{experts}, context "
+                f"{model.context}, vocabulary {model.vocab_size}",
+            },
+            "corpus": {
+                "name": corpus.name,
+                "sha256": corpus.sha256,
+                "text": f"{len(corpus.train) / 1e6:.2f}M tokens, "
+                f"{len(corpus.held_out) / 1e6:.2f}M held out",
+                "unit": corpus.unit,
+                "unigram": lines and lines.unigram,
+                "bigram": lines and lines.bigram,
+                "zlib": lines and lines.zlib,
+            },
+            "world_size": self.world.size,
+            "num_nodes": self.world.num_nodes,
+            "mesh": shape,
+            "device": str(self.world.device.type),
+            "strategy": f"{config.strategy} over {mesh}, {config.optimizer}",
+            "out": str(self.folder),
+            "versions": versions(),
+        }

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: runs as Python functions. Copy one, change it, and name it on the command line:
+
+shardwise train gpt_124m --data "text/*.txt"
+shardwise train my_recipes.py:large
+shardwise train package.module:large
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.models.config import GPTConfig
+from shardwise.train.config import TrainConfig
+
+Recipe = Callable[[], TrainConfig]
+
+
+def default() -> TrainConfig:
+    """0.9M parameters on the standard library's sources: about 90 s on two cores."""
+    return TrainConfig(model=GPTConfig(dim=128, num_layers=4, num_heads=4, context=128))
+
+
+def smoke() -> TrainConfig:
+    """Seconds, to see that everything works."""
+    return TrainConfig(
+        model=GPTConfig(dim=32, num_layers=2, num_heads=2, context=32),
+        steps=20,
+        batch=12,  # falls over 1, 2, 3, 4 and 6 ranks
+        eval_every=10,
+        eval_windows=12,
+        save_every=10,
+        sample=32,
+        warmup=2,
+    )
+
+
+def moe_tiny() -> TrainConfig:
+    """8 experts, 2 for each token, at about the cost of ``default``."""
+    model = GPTConfig(
+        dim=128, num_layers=4, num_heads=4, context=128, num_experts=8, experts_per_token=2
+    )
+    return TrainConfig(model=model, steps=200)
+
+
+def gpt_124m() -> TrainConfig:
+    """The size of GPT-2 small: half a million tokens a step."""
+    model = GPTConfig(dim=768, num_layers=12, num_heads=12, context=1024, tied=True)
+    return TrainConfig(
+        model=model,
+        data="stdlib+torch",
+        tokenizer="bpe:8192",
+        batch=512,
+        microbatches=1,
+        steps=5000,
+        warmup=100,
+        lr=6e-4,
+        matrix_lr=0.02,
+        weight_decay=0.01,
+        eval_every=250,
+        eval_windows=1024,
+        save_every=500,
+    )
+
+
+def gpt_1b() -> TrainConfig:
+    """16 x 2048, bf16 on GPUs, blocks recomputed in backward."""
+    model = GPTConfig(
+        dim=2048,
+        num_layers=16,
+        num_heads=16,
+        hidden_dim=5632,
+        context=2048,
+        recompute="block",
+    )
+    return TrainConfig(
+        model=model,
+        data="stdlib+torch",
+        tokenizer="bpe:8192",
+        batch=512,
+        steps=10_000,
+        warmup=200,
+        lr=3e-4,
+        matrix_lr=0.02,
+        weight_decay=0.01,
+        precision="bf16",
+        eval_every=500,
+        eval_windows=512,
+        save_every=500,
+    )
+
+
+def gpt_1b_nodes() -> TrainConfig:
+    """``gpt_1b`` over several nodes: sharded inside a node, replicated between them."""
+    return dataclasses.replace(gpt_1b(), strategy="hsdp")
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.__name__: recipe for recipe in (default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes)
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """One of ours by name, or ``file.py:function``, or ``package.module:function``."""
+    if name in RECIPES:
+        return RECIPES[name]
+    place, _, function = name.rpartition(":")
+    if not place:
+        raise ValueError(
+            f"there is no recipe {name!r}: use one of {', '.join(RECIPES)}, or your own as "
+            f"file.py:function or package.module:function"
+        )
+    recipe = getattr(_module_at(place, name), function, None)
+    if not callable(recipe):
+        raise ValueError(f"recipe {name!r}: {place} has no function {function!r}")
+    return recipe  # type: ignore[no-any-return]
+
+
+def load_recipe(name: str) -> TrainConfig:
+    """The configuration that a recipe returns."""
+    config = find_recipe(name)()
+    if not isinstance(config, TrainConfig):
+        raise ValueError(
+            f"recipe {name!r} returned a {type(config).__name__}; it must return a "
+            f"shardwise.train.config.TrainConfig"
+        )
+    return config
+
+
+def _module_at(place: str, name: str) -> object:
+    if place.endswith(".py"):
+        path = Path(place).expanduser()
+        if not path.is_file():
+            raise ValueError(f"recipe {name!r}: there is no file {path}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"recipe {name!r}: module {place!r} cannot be imported ({error})"
+        ) from error

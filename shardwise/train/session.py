@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session: one rank's way from what the user asked for to an exit code.
+
+settle    recipe + flags, or the saved configuration + flags; which folder, which checkpoint
+join      the other ranks
+train     the loop
+explain   what went wrong, in one line; the traceback lies in the run's folder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise import comm
+from shardwise.report.html import write_report
+from shardwise.train.config import TrainConfig
+from shardwise.train.console import Console
+from shardwise.train.events import Sink
+from shardwise.train.folder import (
+    LATEST,
+    find_resume,
+    new_folder,
+    newest_folder,
+    saved_config,
+)
+from shardwise.train.loop import Outcome, Trainer
+from shardwise.train.recipes import load_recipe
+from shardwise.train.world import World, join, leave
+
+MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for."""
+
+    recipe: str = "default"
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    out: str | None = None
+    resume: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What that means on this machine."""
+
+    config: TrainConfig
+    folder: Path
+    checkpoint: Path | None
+
+
+def settle(request: Request) -> Settled:
+    """Read the recipe or the checkpoint; raise what is wrong before anything is started."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if request.resume is None and restarted:
+        return _after_a_failure(request)
+    if request.resume is None:
+        folder = new_folder(request.recipe, request.out)
+        config = dataclasses.replace(load_recipe(request.recipe), **request.changes)
+        return Settled(config=config, folder=folder, checkpoint=None)
+    folder, checkpoint = find_resume(request.recipe, request.out, request.resume)
+    config = dataclasses.replace(saved_config(checkpoint), **request.changes)
+    return Settled(config=config, folder=folder, checkpoint=checkpoint)
+
+
+def _after_a_failure(request: Request) -> Settled:
+    """Ranks were started again: go on from the newest checkpoint, or begin anew if there is
+    none."""
+    try:
+        return settle(dataclasses.replace(request, resume=LATEST))
+    except ValueError:
+        folder = newest_folder(request.recipe, request.out)
+        config = dataclasses.replace(load_recipe(request.recipe), **request.changes)
+        return Settled(
+            config=config,
+            folder=folder or new_folder(request.recipe, request.out),
+            checkpoint=None,
+        )
+
+
+def check(settled: Settled, world_size: int) -> None:
+    """What can be said against it before any rank is started."""
+    settled.config.mesh_shape(world_size)
+    settled.config.share(world_size)
+
+
+def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
+    """Train as one of the ranks; returns the exit code."""
+    timeout = settle(request).config.timeout
+    world = join(timeout)
+    # Rank 0 decides: files may have come or gone while the others looked.
+    choice = world.together(lambda: settle(request) if world.first else None)
+    settled: Settled = comm.agree(choice, world.axis)[0]
+    sinks: Sequence[Sink] = ()
+    if world.first:
+        sinks = [Console(settled.config.steps), *make_sinks(settled.folder, settled.config)]
+    trainer = Trainer(settled.config, world, settled.folder, resume=settled.checkpoint, sinks=sinks)
+    try:
+        outcome = trainer.run()
+    except (Exception, KeyboardInterrupt) as error:
+        code = _explain(error, trainer, world)
+        leave(code)
+        return code
+    if world.first:
+        _conclude(outcome, trainer, settled.folder)
+    leave(0)
+    return 0
+
+
+def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
+    """The last words, and the pictures."""
+    report = write_report(folder)
+    lines = []
+    if outcome.held_out is not None:
+        lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
+    if not outcome.finished:
+        lines.append(f"stopped after step {outcome.step}; go on with --resume --out {folder}")
+    lines.append(f"report   {report}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
+    """One line for people, the traceback for engineers."""
+    trainer.close()
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    step = trainer.step + 1
+    where = trainer.folder / f"error-rank{world.rank}.txt"
+    try:
+        where.write_text("".join(traceback.format_exception(error)))
+        more = f" (traceback: {where})"
+    except OSError:
+        more = ""
+    text = " ".join(str(error).split()) or type(error).__name__
+    sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
+    return 1

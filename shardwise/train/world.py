@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""World: the ranks of a run, as one of them sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise import comm
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Made by :func:`join`; the same values on every rank but for ``rank`` and ``device``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    num_nodes: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that talks to people."""
+        return self.rank == 0
+
+    @property
+    def axis(self) -> comm.Axis:
+        return comm.as_axis(dist.group.WORLD, "world")  # type: ignore[arg-type]
+
+    def together(self, make: Callable[[], Made]) -> Made:
+        """What ``make`` gives; what it finds wrong on any rank is raised on all of them.
+
+        A rank that left alone would make the others wait for it until the timeout.
+        """
+        problem: str | None = None
+        try:
+            made = make()
+        except (ValueError, OSError, NotImplementedError, ImportError) as error:
+            problem = str(error) or type(error).__name__
+        found = comm.agree(problem, self.axis)
+        problems = {text: rank for rank, text in reversed(list(enumerate(found))) if text}
+        if not problems:
+            return made
+        if len(problems) == 1 and all(found):
+            raise ValueError(next(iter(problems)))  # the same everywhere: no need to say where
+        raise ValueError("; ".join(f"rank {rank}: {text}" for text, rank in problems.items()))
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by ``torchrun`` or by ourselves."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process may talk to the terminal for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def join(timeout: float) -> World:
+    """Join the other ranks: NCCL between GPUs where there are some, gloo between hosts."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    size = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"{per_node} ranks on a machine with {torch.cuda.device_count()} GPUs: start at "
+                f"most one rank per GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on CPU"
+            )
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=local_rank,
+        num_nodes=max(1, size // per_node),
+        device=device,
+    )
+
+
+def leave(code: int) -> None:
+    """End this rank: in order after success, at once after a failure (others may be stuck)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+        return
+    os._exit(code)
