@@ -152,10 +152,8 @@ def _assign(
         parcel = cargo[index]
         holder = max(parcel.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
         worker = least_replica(holder) * num_shards + holder
-        if parcel.pinned or loads[worker] + parcel.cost <= limit:
-            give(index, worker)
-            continue
         while heap[0][0] != loads[heap[0][1]]:  # out of date: a newer entry follows
             heapq.heappop(heap)
-        give(index, heap[0][1])
+        fits = loads[worker] + parcel.cost <= limit or loads[worker] == heap[0][0]
+        give(index, worker if parcel.pinned or fits else heap[0][1])
     return tuple(owners)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Muon step sends, counted on real ranks: the formulas of the plan, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import comm
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+SIDE = 16
+
+
+class Stack(nn.Module):
+    """Square matrices and nothing else, so that every rank holds as many rows of each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(depth))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def build(
+    placements: sw.Placements, sizes: tuple[int, ...], depth: int, **options: Any
+) -> tuple[Stack, Any]:
+    model = Stack(depth)
+    grain = options.pop("grain", None)
+    for layer in model.layers:
+        sw.fully_shard(layer, mesh=mesh_of(*sizes), placements=placements, grain=grain)
+    sw.fully_shard(model, mesh=mesh_of(*sizes), placements=placements)
+    return model, sw.optimizer(model, matrix=sw.muon(**options), elementwise=sw.adamw())
+
+
+def step(model: Stack, optimizer: Any) -> list[comm.Call]:
+    model(torch.randn(4, SIDE)).square().sum().backward()
+    with comm.record() as calls:
+        optimizer.step()
+    optimizer.zero_grad()
+    return calls
+
+
+def count_sharded(rank: int, world_size: int, stage: int, wire: str) -> tuple[int, int]:
+    depth = 2 * world_size
+    model, optimizer = build(sw.zero(stage), (world_size,), depth, wire=wire)
+    step(model, optimizer)
+    calls = step(model, optimizer)
+    assert [call.operation for call in calls] == ["all_to_all"] * 2, "there and back, once"
+    total = depth * SIDE * SIDE
+    (fleet,) = optimizer._fleets
+    there, back = fleet.exchange.plan.sent(0, rank)
+    messages = 2 * (world_size - 1)  # one exponent before each piece, of two matrices a peer
+    width, extra = (4, 0) if wire == "fp32" else (2, messages)
+    assert [call.nbytes for call in calls] == [(there + extra) * width, (back + extra) * width]
+    assert there == back == (world_size - 1) * total // world_size**2
+    return sum(call.nbytes for call in calls), total
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (2, 3), (4, 2), (4, 3)])
+def test_a_sharded_step_sends_the_formula(world_size: int, stage: int, wire: str) -> None:
+    """2 (N - 1) / N^2 of the matrices' bytes, and in fp16 an exponent for each piece."""
+    for sent, total in run_ranks(count_sharded, world_size, stage, wire):
+        exact = 2 * (world_size - 1) * total // world_size**2
+        if wire == "fp32":
+            assert sent == 4 * exact
+        else:
+            assert sent == 2 * exact + 2 * 2 * 2 * (world_size - 1)
+
+
+def count_uneven(rank: int, world_size: int) -> tuple[int, int, int]:
+    model, optimizer = build(sw.zero(3), (world_size,), 5)
+    calls = step(model, optimizer)
+    (fleet,) = optimizer._fleets
+    there, back = fleet.exchange.plan.sent(0, rank)
+    assert [call.nbytes for call in calls] == [4 * there, 4 * back]
+    return there, back, sum(p.to_local().numel() for p in model.parameters())
+
+
+def test_uneven_rows_send_what_the_plan_says_and_nothing_more() -> None:
+    found = run_ranks(count_uneven, 3)
+    assert sum(held for _, _, held in found) == 5 * SIDE * SIDE
+    assert sum(there for there, _, _ in found) == sum(back for _, back, _ in found) > 0
+
+
+def count_replicas(rank: int, world_size: int, replicas: str) -> dict[str, list[int]]:
+    model, optimizer = build(sw.hsdp(), (2, 2), 8, replicas=replicas)
+    sent: dict[str, list[int]] = {}
+    for call in step(model, optimizer):
+        assert call.operation == "all_to_all"
+        sent.setdefault(call.axis, []).append(call.nbytes)
+    return sent
+
+
+def test_replicas_split_the_exchange_and_share_updates_by_the_formula() -> None:
+    """Inside, 1/R of the exchange; between replicas, (R - 1)/R of the shard once."""
+    total, shards, copies = 8 * SIDE * SIDE * 4, 2, 2
+    for sent in run_ranks(count_replicas, 4, "spread"):
+        inside = (shards - 1) * total // (shards**2 * copies)
+        assert sent == {
+            "dp": [inside, inside],
+            "dp_outer": [(copies - 1) * total // (copies * shards)],
+        }
+    for sent in run_ranks(count_replicas, 4, "repeat"):
+        inside = (shards - 1) * total // shards**2
+        assert sent == {"dp": [inside, inside]}
+
+
+def count_unsharded(rank: int, world_size: int) -> list[tuple[str, int]]:
+    model, optimizer = build(sw.zero(0), (world_size,), 4)
+    return [(call.operation, call.nbytes) for call in step(model, optimizer)]
+
+
+def test_plain_replicas_share_updates() -> None:
+    total = 4 * SIDE * SIDE * 4
+    for world_size in (2, 4):
+        expected = [("all_to_all", (world_size - 1) * total // world_size)]
+        assert run_ranks(count_unsharded, world_size) == [expected] * world_size
+
+
+def count_whole(rank: int, world_size: int) -> int:
+    model, optimizer = build(sw.zero(3), (world_size,), 4, grain=lambda name, p: sw.TENSOR)
+    return len(step(model, optimizer))
+
+
+def test_whole_tensors_and_single_ranks_send_nothing() -> None:
+    assert run_ranks(count_whole, 2) == [0, 0]
+    assert run_ranks(count_unsharded, 1) == [[]]
+
+
+def count_outer(rank: int, world_size: int) -> tuple[list[int], int]:
+    model, optimizer = build(sw.hfsdp(), (2, 2), 8)
+    calls = step(model, optimizer)
+    assert {call.axis for call in calls} == {"dp_outer+dp"}
+    return [call.nbytes for call in calls], 8 * SIDE * SIDE * 4
+
+
+def test_hfsdp_exchanges_over_both_axes_at_once() -> None:
+    for sent, total in run_ranks(count_outer, 4):
+        assert sent == [3 * total // 16] * 2

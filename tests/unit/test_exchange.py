@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes which matrix: plans for many ranks, without any; and what plans refuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.layout import ROW, TENSOR, Grain, Item, plan
+from shardwise.optim.exchange import Exchange, freight_of, plan_exchange
+from shardwise.optim.newton_schulz import PRESETS, cost
+from shardwise.optim.owners import Cargo, Plan, plan_owners
+from shardwise.optim.split import Parcel, Split, parcels_of
+from shardwise.optim.storage import Home, chunk_range
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+# One layer of Llama-3-8B; the model has 32.
+LLAMA = {
+    "q": (4096, 4096),
+    "k": (1024, 4096),
+    "v": (1024, 4096),
+    "o": (4096, 4096),
+    "gate": (14336, 4096),
+    "up": (14336, 4096),
+    "down": (4096, 14336),
+}
+PRICE = partial(cost, preset=PRESETS["polar_express"])
+
+
+def cargo_of(
+    shapes: dict[str, tuple[int, int]], layers: int, ranks: int, grain: Grain = ROW
+) -> list[Cargo]:
+    """Layers alike, each a buffer of its own, cut over ``ranks``."""
+    layout = plan([Item(name, shape, grain) for name, shape in shapes.items()], ranks)
+    found = []
+    for layer in range(layers):
+        for index, (name, shape) in enumerate(shapes.items()):
+            pieces = tuple((shard, *layout.piece(index, shard)) for shard in layout.holders(index))
+            found.append(
+                Cargo(
+                    f"{layer}.{name}",
+                    shape[0] * shape[1],
+                    pieces,
+                    PRICE(*shape),
+                    shape,
+                    grain == TENSOR,
+                )
+            )
+    return found
+
+
+def check(found: Plan) -> None:
+    """What holds for every plan."""
+    size = found.num_shards
+    assert len(found.owners) == len(found.cargo) > 0
+    assert all(0 <= r < found.num_replicas and 0 <= s < size for r, s in found.owners)
+    assert sorted(i for members in found.rounds for i in members) == list(range(len(found.cargo)))
+    workers = [(replica, rank) for replica in range(found.num_replicas) for rank in range(size)]
+    there = sum(found.sent(*worker)[0] for worker in workers)
+    back = sum(found.sent(*worker)[1] for worker in workers)
+    at_home = sum(
+        hi - lo
+        for parcel, (_, owner) in zip(found.cargo, found.owners, strict=True)
+        for rank, lo, hi in parcel.pieces
+        if rank == owner
+    )
+    assert there == back == sum(parcel.numel for parcel in found.cargo) - at_home
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 24, 64, 128, 256, 512, 1024])
+def test_owners_are_balanced_and_send_no_more_than_the_formula(ranks: int) -> None:
+    cargo = cargo_of(LLAMA, 32, ranks)
+    found = plan_owners(cargo, ranks)
+    if ranks <= 128:
+        check(found)
+    mean = sum(parcel.cost for parcel in cargo) / ranks
+    dearest = max(parcel.cost for parcel in cargo)
+    assert max(found.loads.values()) <= max(1.06 * mean, dearest)
+    # All ranks together: (N - 1) / N of everything each way if no owner held more than its share.
+    numel = sum(parcel.numel for parcel in cargo)
+    moved = sum(hi - lo for index in range(len(cargo)) for _, lo, hi in found.sends(index))
+    assert moved <= (ranks - 1) / ranks * numel
+    if 1 < ranks <= 8:
+        assert moved < 0.8 * (ranks - 1) / ranks * numel, "holders keep what they hold"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64, 1024])
+def test_evenly_cut_matrices_cost_exactly_the_formula(ranks: int) -> None:
+    """There and back, (N - 1) / N^2 of all elements each, on every rank."""
+    rows = 2048 // ranks
+    pieces = tuple((rank, rank * rows * 8, (rank + 1) * rows * 8) for rank in range(ranks))
+    cargo = [Cargo(str(i), 2048 * 8, pieces, 1, (2048, 8)) for i in range(3 * ranks)]
+    found = plan_owners(cargo, ranks)
+    total = 3 * ranks * 2048 * 8
+    for rank in {0, 1, ranks - 1}:
+        assert found.sent(0, rank) == ((ranks - 1) * total // ranks**2,) * 2
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (8, 4), (64, 8)])
+def test_replicas_share_the_work_and_hand_their_rows_on(ranks: int, replicas: int) -> None:
+    rows = 1024 // ranks
+    pieces = tuple((rank, rank * rows * 8, (rank + 1) * rows * 8) for rank in range(ranks))
+    count = ranks * replicas
+    cargo = [Cargo(str(i), 1024 * 8, pieces, 1, (1024, 8)) for i in range(count)]
+    found = plan_owners(cargo, ranks, replicas)
+    check(found)
+    assert set(Counter(found.owners).values()) == {1}, "one each"
+    total = count * 1024 * 8
+    for replica in (0, replicas - 1):
+        assert found.sent(replica, 0) == ((ranks - 1) * total // (ranks**2 * replicas),) * 2
+        assert found.shared(replica, 0) == (replicas - 1) * total // (replicas * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_whole_tensors_stay_where_they_are(ranks: int) -> None:
+    found = plan_owners(cargo_of(LLAMA, 8, ranks, TENSOR), ranks)
+    check(found)
+    assert not found.moves and found.sent(0, 0) == (0, 0)
+    assert plan_owners(cargo_of(LLAMA, 8, ranks, ROW), ranks).moves
+
+
+def test_one_rank_moves_nothing() -> None:
+    found = plan_owners(cargo_of(LLAMA, 2, 1), 1)
+    assert not found.moves and set(found.owners) == {(0, 0)}
+
+
+def test_a_plan_is_a_function_of_its_input() -> None:
+    one, other = (plan_owners(cargo_of(LLAMA, 4, 8), 8) for _ in range(2))
+    assert one.digest == other.digest and one.owners == other.owners
+    changed = cargo_of(LLAMA, 4, 8)
+    changed[3], changed[10] = changed[10], changed[3]
+    assert plan_owners(changed, 8).digest != one.digest
+    assert plan_owners(cargo_of(LLAMA, 4, 8), 8, 2).digest != one.digest
+
+
+def test_rounds_hold_neighbours_of_one_shape_and_fit_their_slots() -> None:
+    cargo = cargo_of(LLAMA, 8, 8)
+    largest = max(parcel.numel for parcel in cargo) * 4
+    found = plan_owners(cargo, 8, slot_bytes=2 * largest)
+    assert len(found.rounds) > 1
+    for members in found.rounds:
+        held: Counter[tuple[int, int]] = Counter()
+        for index in members:
+            held[found.owners[index]] += cargo[index].numel * 4
+        assert max(held.values()) <= 2 * largest
+    order = [cargo[index].key for members in found.rounds for index in members]
+    assert order == sorted(order)
+
+
+def test_pieces_of_parcels() -> None:
+    parcels = parcels_of((9, 4), Split.stacked(2, 4, 3))
+    pieces = [(0, 0, 10), (2, 10, 30), (1, 30, 36)]
+    found = freight_of("w", 5, parcels, pieces, PRICE, pinned=False)
+    assert [one.parcel for one in found] == [Parcel(0, 2, 4), Parcel(8, 4, 4), Parcel(24, 3, 4)]
+    assert [one.pieces for one in found] == [
+        ((0, 0, 8),),
+        ((0, 0, 2), (2, 2, 16)),
+        ((2, 0, 6), (1, 6, 12)),
+    ]
+    assert {one.position for one in found} == {5}
+    planned = plan_exchange(found, 3, 1)
+    assert planned.owners[0] == (0, 0), "who holds it all keeps it"
+
+
+def test_rows_as_torch_chunks_them() -> None:
+    for length, size in ((7, 3), (2, 4), (12, 4), (5, 5), (9, 2)):
+        chunks = torch.arange(length).chunk(size)
+        for rank in range(size):
+            begin, end = chunk_range(length, [size], [rank])
+            rows = chunks[rank].tolist() if rank < len(chunks) else []
+            assert list(range(begin, end)) == rows
+    nested = [chunk_range(10, [2, 2], at) for at in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert nested == [(0, 3), (3, 5), (5, 8), (8, 10)]
+
+
+# ------------------------------------------------------------------------------ on ranks
+
+
+def exchange_of(rank: int, world_size: int, rows: int, *, wire: str = "fp32") -> Exchange:
+    home = Home(mesh_of(world_size), (True,))
+    freight = []
+    for position in range(3):
+        begins = [chunk_range(rows, [world_size], [r]) for r in range(world_size)]
+        pieces = [(r, 5 * lo, 5 * hi) for r, (lo, hi) in enumerate(begins) if lo < hi]
+        parcels = parcels_of((rows, 5), None)
+        freight += freight_of(f"m{position}", position, parcels, pieces, PRICE, pinned=False)
+    return Exchange(home, freight, torch.device("cpu"), wire=wire)
+
+
+def disagree(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError, match="planned different exchanges for 3 matrices") as caught:
+        exchange_of(rank, world_size, 6 + rank)
+    with pytest.raises(ValueError, match="planned different"):
+        exchange_of(rank, world_size, 6, wire="fp16" if rank else "fp32")
+    exchange_of(rank, world_size, 6)
+    return str(caught.value)
+
+
+def test_ranks_that_planned_differently_find_out_before_they_wait() -> None:
+    messages = run_ranks(disagree, 2)
+    assert "ranks 0 and 1 of axis 'dp'" in messages[0]
+
+
+def there_and_back(rank: int, world_size: int, rows: int, wire: str, exponent: int) -> float:
+    """Owners see whole matrices, in any rows; what they return comes to where it belongs."""
+    exchange = exchange_of(rank, world_size, rows, wire=wire)
+    torch.manual_seed(0)
+    fulls = [torch.randn(rows, 5) * 2.0**exponent for _ in range(3)]
+    begin, end = chunk_range(rows, [world_size], [rank])
+    workspaces = [full[begin:end].reshape(-1).clone() for full in fulls]
+    seen: list[Tensor] = []
+
+    def double(batch: Tensor) -> Tensor:
+        seen.extend(batch)
+        return batch * 2
+
+    exchange.run(workspaces, double)
+    worst = 0.0
+    for full, workspace in zip(fulls, workspaces, strict=True):
+        expected = 2 * full[begin:end].reshape(-1)
+        if wire == "fp32":
+            assert torch.equal(workspace, expected)
+        if expected.numel():
+            error = (workspace - expected).abs().max() / full.abs().max()
+            worst = max(worst, error.item())
+    for matrix in seen:
+        assert matrix.shape == (rows, 5)
+        closest = min((matrix - full).abs().max() / full.abs().max() for full in fulls)
+        assert closest <= (0 if wire == "fp32" else 2**-11)
+    total = torch.tensor(float(len(seen)))
+    torch.distributed.all_reduce(total)
+    assert total == 3, "each matrix is seen once"
+    return worst
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 6), (2, 7), (3, 7), (4, 2), (4, 13)])
+def test_matrices_come_whole_and_rows_come_home(world_size: int, rows: int) -> None:
+    assert run_ranks(there_and_back, world_size, rows, "fp32", 0) == [0.0] * world_size
+
+
+@pytest.mark.parametrize("exponent", [-90, -20, 0, 60])
+def test_fp16_on_the_wire_keeps_eleven_bits_at_any_size(exponent: int) -> None:
+    worst = run_ranks(there_and_back, 2, 7, "fp16", exponent)
+    # Two roundings of half a unit in the eleventh bit, of a value up to twice the largest.
+    assert 0 < max(worst) <= 2 * 2**-10
