@@ -84,6 +84,18 @@ def read_events(path: Path) -> list[Event]:
     return found
 
 
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of a step or an evaluation, as ``train/loss``, ``held_out/loss``, ..."""
+    prefix = {"step": "train", "eval": "held_out"}.get(event["kind"])
+    if prefix is None:
+        return {}
+    return {
+        f"{prefix}/{name}": float(value)
+        for name, value in event.items()
+        if name not in ("step", "time") and isinstance(value, int | float)
+    }
+
+
 def _ends_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardwise train --log wandb``: a Weights & Biases run (WANDB_MODE=offline works too)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.train.events import Event, scalars
+
+
+class Sink:
+    """Hears the events of a run and sends its scalars on."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                "--log wandb needs the package wandb: pip install 'shardwise[wandb]'"
+            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            dir=str(folder), name=folder.name, project="shardwise", config=config
+        )
+
+    def log(self, event: Event) -> None:
+        values = scalars(event)
+        if values:
+            self._run.log(values, step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations, recipes and folders: what a user can get wrong before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.models.config import GPTConfig
+from shardwise.train.config import TrainConfig
+from shardwise.train.folder import find_resume, new_folder, newest_folder
+from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_goes_to_json_and_back(name: str) -> None:
+    config = load_recipe(name)
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_a_value_of_another_version_is_named() -> None:
+    with pytest.raises(ValueError, match="'warp'"):
+        TrainConfig.from_json({"warp": 9})
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match="steps=0.*lr=-1.*decay=2.*strategy='zero9'"):
+        TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
+
+
+def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
+    config = TrainConfig(strategy="hsdp", replicas=2)
+    assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2}
+    with pytest.raises(ValueError, match="3 ranks do not fall into 2 replicas.*divisor of 3"):
+        config.mesh_shape(3)
+    with pytest.raises(ValueError, match="replicas=2 belongs to hsdp"):
+        dataclasses.replace(config, strategy="zero3").mesh_shape(4)
+
+
+def test_one_replica_per_node_by_default() -> None:
+    config = TrainConfig(strategy="hfsdp")
+    assert config.mesh_shape(16, num_nodes=4) == {"dp_outer": 4, "dp": 4}
+    assert config.mesh_shape(2) == {"dp_outer": 2, "dp": 1}
+    assert config.mesh_shape(1) == {"dp_outer": 1, "dp": 1}
+
+
+def test_a_batch_that_cannot_be_cut_names_the_nearest() -> None:
+    config = TrainConfig(batch=32, microbatches=2)
+    assert config.share(2) == 8
+    with pytest.raises(ValueError, match="3 ranks x 2 microbatches: use 30 or 36"):
+        config.share(3)
+
+
+def test_learning_rates_rise_stay_and_fall() -> None:
+    config = TrainConfig(steps=100, warmup=10, decay=0.5)
+    factors = [config.factor(step) for step in range(101)]
+    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[50]
+    assert factors[75] == pytest.approx(0.5) and factors[100] == 0.1
+    assert all(low <= high for low, high in zip(factors[:9], factors[1:10], strict=True))
+
+
+def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from shardwise.train.config import TrainConfig\n"
+        "def large():\n    return TrainConfig(steps=7)\n"
+        "def wrong():\n    return 3\n"
+    )
+    assert load_recipe(f"{file}:large").steps == 7
+    assert find_recipe("shardwise.train.recipes:default") is RECIPES["default"]
+    with pytest.raises(ValueError, match="returned a int"):
+        load_recipe(f"{file}:wrong")
+    with pytest.raises(ValueError, match="has no function 'small'"):
+        load_recipe(f"{file}:small")
+    with pytest.raises(ValueError, match=r"no file .*none\.py"):
+        load_recipe("none.py:large")
+    with pytest.raises(ValueError, match="'no.such.module' cannot be imported"):
+        load_recipe("no.such.module:large")
+    with pytest.raises(ValueError, match="no recipe 'tiny'.*default, smoke"):
+        load_recipe("tiny")
+
+
+# ------------------------------------------------------------------------------ folders
+
+
+def run_in(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "events.jsonl").write_text("{}\n")
+    return path
+
+
+def test_a_run_never_lands_in_another(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert new_folder("default", None, root) == tmp_path / "default"
+    run_in(tmp_path / "default")
+    assert new_folder("default", None, root) == tmp_path / "default-2"
+    run_in(tmp_path / "default-2")
+    assert new_folder("a/b.py:default", None, root) == tmp_path / "default-3"
+    with pytest.raises(ValueError, match="holds a run already"):
+        new_folder("default", str(tmp_path / "default"), root)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match="is a file"):
+        new_folder("default", str(file), root)
+
+
+def test_the_newest_run_of_a_recipe_is_the_one_that_wrote_last(tmp_path: Path) -> None:
+    assert newest_folder("default", None, str(tmp_path)) is None
+    older, newer = run_in(tmp_path / "default-2"), run_in(tmp_path / "default")
+    run_in(tmp_path / "default_other")
+    import os
+
+    os.utime(older / "events.jsonl", (1, 1))
+    os.utime(newer / "events.jsonl", (2, 2))
+    assert newest_folder("default", None, str(tmp_path)) == newer
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no run of recipe 'default'"):
+        find_resume("default", None, "latest")
+    run_in(tmp_path / "runs" / "default")
+    with pytest.raises(ValueError, match="holds no valid checkpoint"):
+        find_resume("default", None, "latest")
+    with pytest.raises(ValueError, match="no such checkpoint"):
+        find_resume("default", None, "elsewhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="manifest"):
+        find_resume("default", None, "empty")
+
+
+def test_gpt_configs_refuse_what_cannot_be_built() -> None:
+    with pytest.raises(ValueError, match="dim=100"):
+        TrainConfig(model=GPTConfig(dim=100, num_heads=3))
