@@ -24,7 +24,7 @@ from shardwise import comm
 from shardwise.checkpoint import SaveError, Store, load
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import generate
-from shardwise.report.record import record_step
+from shardwise.report.trace import record_step
 from shardwise.train.build import Parts, build
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
@@ -97,7 +97,7 @@ class Trainer:
         with Guard() as guard:
             while self.step < config.steps and reason is None:
                 if self.step + 1 == profiled:
-                    with record_step(self.parts.model, self.parts.optimizer) as profile:
+                    with record_step(self.world.device) as profile:
                         reason = self._train_step(guard)
                     self.events("profile", step=self.step, **profile)
                 else:

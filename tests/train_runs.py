@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the trainer for tests: inside the rank pool, or as the command that people type."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.models.config import GPTConfig
+from shardwise.tensor import ShardedTensor
+from shardwise.train.config import TrainConfig
+from shardwise.train.events import read_events
+from shardwise.train.loop import Trainer
+from shardwise.train.world import World
+
+TINY = TrainConfig(
+    model=GPTConfig(dim=16, num_layers=2, num_heads=2, context=16),
+    steps=8,
+    batch=12,  # over 1, 2, 3 and 4 ranks
+    warmup=2,
+    eval_every=4,
+    eval_windows=5,
+    save_every=4,
+    keep=3,
+    sample=0,
+    profile_step=0,
+    timeout=60.0,
+)
+
+
+def write_text(folder: Path) -> str:
+    """A small corpus; its path."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"the {n} of {n * n}, and so on to {n + 7};\n" for n in range(900)))
+    return str(path)
+
+
+def make_world(rank: int, world_size: int) -> World:
+    return World(
+        rank=rank, size=world_size, local_rank=rank, num_nodes=1, device=torch.device("cpu")
+    )
+
+
+def make_trainer(
+    rank: int, world_size: int, folder: str, resume: str | None = None, **changes: Any
+) -> Trainer:
+    config = dataclasses.replace(TINY, **changes)
+    path = Path(folder)
+    return Trainer(
+        config,
+        make_world(rank, world_size),
+        path,
+        resume=None if resume is None else Path(resume),
+    )
+
+
+def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Every parameter and every optimizer state, whole."""
+    found: dict[str, torch.Tensor] = {}
+    names = {id(parameter): name for name, parameter in trainer.parts.model.named_parameters()}
+    for parameter, state in trainer.parts.optimizer.state.items():
+        name = names[id(parameter)]
+        for key, value in {"": parameter, **state}.items():
+            if isinstance(value, torch.Tensor):
+                value = value.full_tensor() if isinstance(value, ShardedTensor) else value
+                found[f"{name}.{key}"] = value.detach().clone()
+    assert len(found) > 2 * len(names)
+    return found
+
+
+def events_of(folder: str | Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(Path(folder) / "events.jsonl") if event["kind"] == kind]
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise.cli", *words]
+
+
+def environment() -> dict[str, str]:
+    values = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def shardwise(*words: str, cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        command(*words),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    """Run the command in the background, in a session of its own."""
+    return subprocess.Popen(
+        command(*words),
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
+    """Its exit code and what it said; nothing of it is left behind, whatever happens."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for pid in ranks_of(process):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of its ranks, by rank."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError, IndexError):
+            continue
+        rank = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+        if parent == process.pid and rank:
+            found.append((rank[0], int(entry.name)))
+    return [pid for _, pid in sorted(found)]
+
+
+def wait_until(
+    ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 60
+) -> Any:
+    """What ``ready`` gives once it gives something; looks 50 times a second."""
+    limit = time.monotonic() + seconds
+    while not (found := ready()):
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < limit, "it never came to that"
+        time.sleep(0.02)
+    return found
+
+
+def steps_done(folder: Path) -> int:
+    if not (folder / "events.jsonl").exists():
+        return 0
+    return max((event["step"] for event in events_of(folder, "step")), default=0)
+
+
+def barrier() -> None:
+    dist.barrier()
