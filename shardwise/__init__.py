@@ -16,6 +16,7 @@ from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
 from shardwise.optim.adamw import adamw
+from shardwise.optim.alone import Muon
 from shardwise.optim.muon import muon
 from shardwise.optim.report import routing_report
 from shardwise.optim.routing import route
@@ -35,6 +36,7 @@ __all__ = [
     "ROW",
     "TENSOR",
     "Grain",
+    "Muon",
     "Partial",
     "Placements",
     "Precision",

@@ -9,5 +9,7 @@ owners         who computes which matrix: arithmetic alone
 storage        where a parameter's pieces lie
 exchange       pieces to owners and back
 matrices       Muon's step
-sharded        the optimizer object
+tensor_parallel  matrices cut into blocks
+sharded, alone  the optimizer objects
+report         who goes where, printed
 """

@@ -22,7 +22,8 @@ from shardwise.optim import muon
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import cost, newton_schulz, preset_of
 from shardwise.optim.split import Split, parcels_of
-from shardwise.optim.storage import Home, home_of, like, local_of, pieces_of
+from shardwise.optim.storage import Home, block_shape, home_of, like, local_of, pieces_of
+from shardwise.optim.tensor_parallel import Blocks
 from shardwise.tensor import ShardedTensor
 
 
@@ -49,7 +50,7 @@ def freight(matrices: Sequence[Matrix]) -> list[Freight]:
         found += freight_of(
             matrix.name,
             position,
-            parcels_of(tuple(parameter.shape), matrix.split),
+            parcels_of(block_shape(parameter), matrix.split),
             pieces_of(parameter),
             partial(cost, preset=preset, form=group["form"]),
             pinned=kept_whole(parameter),
@@ -80,7 +81,11 @@ class Fleet:
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
-        self.communicates = self.exchange.shards is not None or self.exchange.replicas is not None
+        mode = first.group["tensor_parallel"]
+        cut = home.blocks
+        self.blocks = None if cut is None else Blocks(cut, home.tensor_dim, mode)
+        between = (self.exchange.shards, self.exchange.replicas, self.blocks)
+        self.communicates = any(one is not None for one in between)
 
     def step(self, state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
         """One step; the parameters that were written.
@@ -144,8 +149,13 @@ class Fleet:
 
     def _orthogonalize(self, batch: Tensor) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
-        result = newton_schulz(batch, self.preset, form=self.form)
-        return result.mul_(muon.scale_of(self.scale, batch.shape[-2], batch.shape[-1]))
+        shape = batch.shape[-2], batch.shape[-1]
+        if self.blocks is None:
+            result = newton_schulz(batch, self.preset, form=self.form)
+        else:
+            result = self.blocks.orthogonalize(batch, self.preset, self.form)
+            shape = self.blocks.whole_shape(*shape)
+        return result.mul_(muon.scale_of(self.scale, *shape))
 
 
 def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
@@ -162,6 +172,7 @@ def fleets_of(matrices: Sequence[Matrix]) -> list[Fleet]:
         home = home_of(matrix.parameter)
         group = matrix.group
         alike = (str(preset_of(group["preset"])), group["form"], group["scale"], group["wire"])
-        key = (home.key, alike, group["replicas"], str(local_of(matrix.parameter).device))
+        places = (group["replicas"], group["tensor_parallel"])
+        key = (home.key, alike, places, str(local_of(matrix.parameter).device))
         found.setdefault(key, (home, []))[1].append(matrix)
     return [Fleet(home, members) for home, members in found.values()]

@@ -25,8 +25,8 @@ from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, Routed, recorded, route_problems, routes_of
-from shardwise.optim.storage import local_of, problem_of, written
+from shardwise.optim.routing import Route, recorded, route_problems, routes_of
+from shardwise.optim.storage import home_of, local_of, problem_of, written
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -164,7 +164,10 @@ def optimizer(
         names = ", ".join(f"'{one.name}'" for one in rest[:4])
         more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
         problems.append(f"{names}{more} belong to no optimizer: pass elementwise=sw.adamw(...)")
-    problems += _parameter_problems(found, whole)
+    problems += parameter_problems(
+        [(one.name, one.parameter) for one in found],
+        [(one.name, one.parameter, one.route) for one in whole],
+    )
     if problems:
         raise ValueError("this optimizer cannot work: " + "; ".join(problems))
     groups = []
@@ -188,13 +191,23 @@ def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
 
 
-def _parameter_problems(found: Iterable[Routed], whole: Iterable[Routed]) -> list[str]:
-    problems = [problem_of(one.name, one.parameter) for one in found]
-    for one in whole:
-        problems += route_problems(one.name, tuple(one.parameter.shape), one.route)
-        if not one.parameter.is_floating_point():
-            problems.append(f"'{one.name}' is {one.parameter.dtype}, which has no orthogonal form")
-    return [problem for problem in problems if problem]
+def parameter_problems(
+    found: Iterable[tuple[str, Tensor]], whole: Iterable[tuple[str, Tensor, Route]]
+) -> list[str]:
+    """Why these parameters can't be optimized, or the matrices among them orthogonalised."""
+    problems = [problem_of(name, parameter) for name, parameter in found]
+    for name, parameter, chosen in whole:
+        shape = tuple(parameter.shape)
+        wrong = route_problems(name, shape, chosen)
+        problems += wrong or [problem_of(name, parameter, matrix=True)]
+        if not parameter.is_floating_point():
+            problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
+        if not wrong and chosen.split is not None and any(home_of(parameter).tensor):
+            problems.append(
+                f"'{name}' has a split {chosen.split} and is cut by tensor parallelism: its blocks "
+                f"are not those of the split; keep it whole, or store its parts apart"
+            )
+    return list(dict.fromkeys(problem for problem in problems if problem))
 
 
 def _split_of(parameter: Tensor) -> Any:

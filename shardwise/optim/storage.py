@@ -4,6 +4,7 @@
     a plain tensor                 all of it, here
     our ShardedTensor              as its layout says: packed, uneven, on some ranks nothing
     torch's DTensor, Shard(0)      rows as torch.chunk cuts them (FSDP2)
+    tensor parallelism             blocks of rows or columns, which FSDP2 may cut once more
 
 Ranks that hold different pieces are the *shard axis*, ranks that hold the same are *replicas*. All
 sharded axes of a mesh act as one.
@@ -33,14 +34,20 @@ Piece = tuple[int, int, int]  # (rank on the shard axis, lo, hi)
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """A mesh and which of its axes cut the parameter. Homes with equal keys share an exchange."""
+    """A mesh and what its axes do to a parameter. Homes with equal keys share an exchange.
+
+    ``sharded`` axes cut it into contiguous pieces, ``tensor`` axes into blocks of rows or columns
+    (tensor parallelism), and ranks of the others hold the same.
+    """
 
     mesh: DeviceMesh | None
     sharded: tuple[bool, ...] = ()
+    tensor: tuple[bool, ...] = ()
+    tensor_dim: int = 0  # of the matrix: 0 rows, 1 columns
 
     @property
     def key(self) -> Any:
-        return (self.mesh, self.sharded)
+        return (self.mesh, self.sharded, self.tensor, self.tensor_dim)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -48,12 +55,15 @@ class Home:
 
     @cached_property
     def num_shards(self) -> int:
-        pairs = zip(self.sizes, self.sharded, strict=True)
-        return math.prod(size for size, sharded in pairs if sharded)
+        return self._size_of(self.sharded)
 
     @cached_property
     def num_replicas(self) -> int:
-        return math.prod(self.sizes) // self.num_shards
+        return math.prod(self.sizes) // self.num_shards // self._size_of(self.tensor)
+
+    def _size_of(self, chosen: tuple[bool, ...]) -> int:
+        pairs = zip(self.sizes, chosen, strict=False)
+        return math.prod(size for size, taken in pairs if taken)
 
     @cached_property
     def coordinates(self) -> list[tuple[int, ...]]:
@@ -69,15 +79,23 @@ class Home:
     @cached_property
     def replicas(self) -> comm.Axis | None:
         """The ranks that hold the same pieces."""
-        return self._joint(tuple(not sharded for sharded in self.sharded))
+        cut = self.tensor or (False,) * len(self.sharded)
+        pairs = zip(self.sharded, cut, strict=True)
+        return self._joint(tuple(not (sharded or block) for sharded, block in pairs))
+
+    @cached_property
+    def blocks(self) -> comm.Axis | None:
+        """The ranks that hold blocks of the same matrices."""
+        return self._joint(self.tensor)
 
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
-        """The sharded mesh axes one by one, outer to inner: no new group is needed for a sum."""
+        """The axes that cut it, one by one, outer to inner: a sum needs no new group."""
         if self.mesh is None:
             return ()
-        pairs = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
-        return tuple(axis for axis, sharded in pairs if sharded and axis.size > 1)
+        cut = self.tensor or (False,) * len(self.sharded)
+        triples = zip(comm.mesh_axes(self.mesh), self.sharded, cut, strict=True)
+        return tuple(a for a, sharded, block in triples if (sharded or block) and a.size > 1)
 
     def _joint(self, chosen: tuple[bool, ...]) -> comm.Axis | None:
         if self.mesh is None or not any(chosen):
@@ -95,30 +113,71 @@ def home_of(parameter: Tensor) -> Home:
     if isinstance(parameter, ShardedTensor):
         return Home(parameter.cut.mesh, parameter.cut.sharded)
     if isinstance(parameter, DTensor):
-        sharded = tuple(placement.is_shard() for placement in parameter.placements)
-        return Home(parameter.device_mesh, sharded)
+        dims = _tensor_dims(parameter)
+        sharded = tuple(
+            _is_shard(placement) and dim is None
+            for placement, dim in zip(parameter.placements, dims, strict=True)
+        )
+        found = [dim for dim in dims if dim is not None]
+        tensor = tuple(dim is not None for dim in dims) if found else ()
+        return Home(parameter.device_mesh, sharded, tensor, found[0] if found else 0)
     return _NOWHERE
 
 
-def problem_of(name: str, parameter: Tensor) -> str | None:
+def _tensor_dims(parameter: DTensor) -> list[int | None]:
+    """For each mesh axis: along which side of the matrix it cuts blocks, if that is what it does.
+
+    Along columns it always does. Along rows it does where its name is "tp", where an outer axis cut
+    the rows of its blocks (torch's strided shards), and inside stacked matrices.
+    """
+    names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
+    strided = [type(placement).__name__ == "_StridedShard" for placement in parameter.placements]
+    found: list[int | None] = []
+    for name, placement, again in zip(names, parameter.placements, strided, strict=True):
+        side = placement.dim - (parameter.ndim - 2) if _is_shard(placement) else -1  # type: ignore[attr-defined]
+        of_blocks = side == 1 or name == "tp" or any(strided) or parameter.ndim > 2
+        found.append(side if parameter.ndim > 1 and side >= 0 and of_blocks and not again else None)
+    return found
+
+
+def _is_shard(placement: Any) -> bool:
+    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"
+
+
+def problem_of(name: str, parameter: Tensor, *, matrix: bool = False) -> str | None:
     """Why the pieces of a parameter can't be found, or None."""
     if parameter.is_meta:
         return f"'{name}' has no values yet (meta device): materialise the model first"
     if isinstance(parameter, ShardedTensor) or not isinstance(parameter, DTensor):
         return None
-    for placement in parameter.placements:
-        if placement.is_partial():
-            return f"'{name}' is a DTensor with {placement}: a weight is sharded or replicated"
-        if type(placement).__name__ == "_StridedShard":
+    if any(placement.is_partial() for placement in parameter.placements):
+        return f"'{name}' is a DTensor with {parameter.placements}: no weight is a partial sum"
+    if not matrix:
+        return None
+    home = home_of(parameter)
+    if sum(home.tensor) > 1:
+        return f"'{name}' is cut into blocks by two axes ({parameter.placements}): use one"
+    if any(home.tensor):
+        length = parameter.shape[parameter.ndim - 2 + home.tensor_dim]
+        size = home._size_of(home.tensor)
+        if length % size:
             return (
-                f"'{name}' is cut twice along one dimension ({parameter.placements}): its pieces "
-                f"are not contiguous; cut it along dim 1 for tensor parallelism"
+                f"'{name}' has {length} {('rows', 'columns')[home.tensor_dim]}, which do not "
+                f"divide over {size} tensor-parallel ranks"
             )
     return None
 
 
+def block_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of what shards cut: the parameter's, or its block's under tensor parallelism."""
+    shape, home = list(parameter.shape), home_of(parameter)
+    if any(home.tensor):
+        shape[parameter.ndim - 2 + home.tensor_dim] //= home._size_of(home.tensor)
+    return tuple(shape)
+
+
 def pieces_of(parameter: Tensor) -> list[Piece]:
-    """Who holds which elements of a parameter cut along rows, by element."""
+    """Who holds which elements of a parameter (of its block), by element."""
     if isinstance(parameter, ShardedTensor):
         return _packed_pieces(parameter)
     if isinstance(parameter, DTensor):
@@ -147,10 +206,11 @@ def _chunked_pieces(parameter: DTensor) -> list[Piece]:
     """Rows as torch cuts them: axis by axis, outer first, each piece of ceil(rows / size)."""
     home = home_of(parameter)
     sizes = [size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded]
-    row = math.prod(parameter.shape[1:])
+    shape = block_shape(parameter)
+    row = math.prod(shape[1:])
     found = []
     for rank, coordinate in enumerate(home.coordinates):
-        begin, end = chunk_range(parameter.shape[0], sizes, coordinate)
+        begin, end = chunk_range(shape[0], sizes, coordinate)
         if begin < end:
             found.append((rank, begin * row, end * row))
     return sorted(found, key=lambda piece: piece[1])

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sw.Muon`` by itself: plain parameters, torch's FSDP2, and tensor-parallel weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.optim.split import Split
+from shardwise.optim.storage import block_shape, chunk_range, home_of
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+STEPS = 5
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up = nn.Linear(6, 14, bias=False)  # rows that do not divide by 3 or 4
+        self.down = nn.Linear(14, 6, bias=False)
+        self.square = nn.Linear(6, 6, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.square(self.down(self.up(hidden).relu()))
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    seed = 50 * step + sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def local_piece(parameter: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of a full tensor, by plain slicing."""
+    if not isinstance(parameter, DTensor):
+        return full.clone()
+    home = home_of(parameter)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    if any(home.tensor):
+        axis = home.tensor.index(True)
+        dim = full.ndim - 2 + home.tensor_dim
+        full = full.chunk(home.sizes[axis], dim)[coordinate[axis]]
+    assert tuple(full.shape) == block_shape(parameter)
+    sizes = [size for size, cut in zip(home.sizes, home.sharded, strict=True) if cut]
+    places = [place for place, cut in zip(coordinate, home.sharded, strict=True) if cut]
+    begin, end = chunk_range(len(full), sizes, places)
+    return full[begin:end].contiguous()
+
+
+def train(model: nn.Module, optimizer: Any) -> list[comm.Call]:
+    for step in range(STEPS):
+        for name, parameter in model.named_parameters():
+            piece = local_piece(parameter, gradient(name, parameter.shape, step))
+            if isinstance(parameter, DTensor):
+                assert piece.shape == parameter.to_local().shape
+                piece = DTensor.from_local(
+                    piece,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            parameter.grad = piece
+        with comm.record() as calls:
+            optimizer.step()
+    return calls
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    compared = 0
+    for (name, mine), its in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine.detach().to_local(), local_piece(mine, its.detach())), name
+        compared += 1
+    assert compared == 3
+
+
+def reference(**options: Any) -> Net:
+    model = Net()
+    train(model, sw.Muon(model.parameters(), lr=0.1, weight_decay=0.1, **options))
+    return model
+
+
+# ------------------------------------------------------------------------------ plain
+
+
+def test_alone_it_is_the_same_optimizer() -> None:
+    alone, together = Net(), Net()
+    before = [p.detach().clone() for p in alone.parameters()]
+    train(alone, sw.Muon(alone.named_parameters(), lr=0.1, weight_decay=0.1))
+    settings = sw.muon(lr=0.1, weight_decay=0.1)
+    train(together, sw.optimizer(together, matrix=settings, elementwise=None))
+    for mine, its, old in zip(alone.parameters(), together.parameters(), before, strict=True):
+        assert torch.equal(mine, its) and not torch.equal(mine, old)
+
+
+def test_groups_of_parameters_have_their_own_settings() -> None:
+    model = Net()
+    optimizer = sw.Muon(
+        [
+            {"params": [model.up.weight], "lr": 0.3, "scale": "none"},
+            {"params": [model.down.weight, model.square.weight], "preset": "keller"},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+    groups = optimizer.param_groups
+    assert [group["lr"] for group in groups] == [0.3, 0.1]
+    assert [group["preset"] for group in groups] == ["polar_express", "keller"]
+    assert {group["momentum"] for group in groups} == {0.9}
+    train(model, optimizer)
+    parts = [Net(), Net()]
+    train(parts[0], sw.Muon([parts[0].up.weight], lr=0.3, momentum=0.9, scale="none"))
+    train(
+        parts[1],
+        sw.Muon(
+            [parts[1].down.weight, parts[1].square.weight], momentum=0.9, preset="keller", lr=0.1
+        ),
+    )
+    assert torch.equal(model.up.weight, parts[0].up.weight)
+    assert torch.equal(model.down.weight, parts[1].down.weight)
+
+
+def test_bad_parameters_are_refused_together() -> None:
+    weight, vector = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="cannot work") as caught:
+        sw.Muon(
+            [
+                {"params": [("bias", vector), ("w", weight)], "betas": (0.9, 0.95)},
+                {"params": [("again", weight), ("text", "w")]},
+            ]
+        )
+    for part in (
+        "'bias' of shape [3] is no matrix",
+        "['betas'], which Muon does not know",
+        "again is given twice",
+        "text is a str",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="no parameters"):
+        sw.Muon([])
+    with pytest.raises(ValueError, match=r"scale='big' is unknown"):
+        sw.Muon([weight], scale="big")
+
+
+# ------------------------------------------------------------------------------ torch's FSDP2
+
+
+@cache
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def under_fsdp2(rank: int, world_size: int, sizes: tuple[int, ...]) -> list[tuple[str, str]]:
+    model = Net()
+    fully_shard(model, mesh=mesh_of(*sizes))
+    optimizer = sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1)
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert isinstance(momentum, DTensor) and momentum.placements == parameter.placements
+    calls = train(model, optimizer)
+    assert_same(model, reference())
+    # FSDP2 gathers what the optimizer wrote.
+    hidden = torch.randn(3, 6)
+    assert torch.equal(model(hidden), reference()(hidden))
+    assert float(sw.Muon.clip_grad_norm(optimizer, 1e9)) == pytest.approx(
+        sum(gradient(n, p.shape, STEPS - 1).square().sum() for n, p in model.named_parameters())
+        ** 0.5
+    )
+    return [(call.operation, call.axis) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, (1,)), (2, (2,)), (3, (3,)), (4, (4,)), (4, (2, 2))]
+)
+def test_under_fsdp2_one_exchange_serves_all_shapes(
+    world_size: int, sizes: tuple[int, ...]
+) -> None:
+    expected = {
+        (1,): [],
+        (2, 2): [("all_to_all", "dp"), ("all_to_all", "dp"), ("all_to_all", "dp_outer")],
+    }.get(sizes, [("all_to_all", "dp")] * 2)
+    assert run_ranks(under_fsdp2, world_size, sizes) == [expected] * world_size
+
+
+# ------------------------------------------------------------------------------ tensor parallel
+
+
+def cut_by_tp(mesh: DeviceMesh) -> Net:
+    model = Net()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    for name, side in (("up", 0), ("down", 1)):
+        weight = getattr(model, name).weight
+        assert weight.placements == (Shard(side),)
+    square = distribute_tensor(model.square.weight.detach(), mesh, [Shard(1)])
+    model.square.weight = nn.Parameter(square)
+    return model
+
+
+@cache
+def tp_mesh(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def duplicated(rank: int, world_size: int) -> list[tuple[str, int]]:
+    model = cut_by_tp(tp_mesh(2))
+    calls = train(model, sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1))
+    assert_same(model, reference())
+    return [(call.operation, call.nbytes) for call in calls]
+
+
+def test_duplicated_is_exact() -> None:
+    found = run_ranks(duplicated, 2)
+    # Matrices cut along rows, and along columns, by shape.
+    assert sorted(found[0]) == [("all_gather", 4 * n) for n in (36, 84, 84)]
+    assert found[0] == found[1]
+
+
+def distributed(rank: int, world_size: int) -> tuple[float, list[str]]:
+    model = cut_by_tp(tp_mesh(2))
+    calls = train(
+        model,
+        sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1, tensor_parallel="distributed"),
+    )
+    expected, worst = reference(), 0.0
+    for mine, its in zip(model.parameters(), expected.parameters(), strict=True):
+        piece = local_piece(mine, its.detach())
+        worst = max(worst, (mine.to_local() - piece).abs().max().item())
+    return worst, [call.operation for call in calls]
+
+
+def test_distributed_sums_gram_matrices_and_agrees_up_to_rounding() -> None:
+    for worst, calls in run_ranks(distributed, 2):
+        assert worst < 2e-4
+        assert calls == ["all_reduce"] * 3 * (1 + 5), "the largest element, then one per step"
+
+
+def blockwise(rank: int, world_size: int) -> bool:
+    model = cut_by_tp(tp_mesh(2))
+    calls = train(
+        model,
+        sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1, tensor_parallel="blockwise"),
+    )
+    assert not calls, "blocks stand alone"
+    blocks = nn.Module()
+    whole = Net()
+    for name, parameter in cut_by_tp(tp_mesh(2)).named_parameters():
+        block = local_piece(parameter, dict(whole.named_parameters())[name].detach())
+        blocks.register_parameter(name.replace(".", "_"), nn.Parameter(block))
+    optimizer = sw.Muon(blocks.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(STEPS):
+        for name, parameter in model.named_parameters():
+            full = gradient(name, parameter.shape, step)
+            getattr(blocks, name.replace(".", "_")).grad = local_piece(parameter, full)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), getattr(blocks, name.replace(".", "_"))), name
+    exact = reference()
+    return any(
+        not torch.equal(mine.to_local(), local_piece(mine, its.detach()))
+        for mine, its in zip(model.parameters(), exact.parameters(), strict=True)
+    )
+
+
+def test_blockwise_is_muon_on_blocks() -> None:
+    assert run_ranks(blockwise, 2) == [True, True], "and not the exact one"
+
+
+def both(rank: int, world_size: int) -> None:
+    model = cut_by_tp(grid()["tp"])
+    fully_shard(model, mesh=grid()["dp"])
+    for parameter in model.parameters():
+        home = home_of(parameter)
+        assert home.sharded == (True, False) and home.tensor == (False, True)
+    optimizer = sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1)
+    train(model, optimizer)
+    assert_same(model, reference())
+    norm = optimizer.clip_grad_norm(1e9)
+    squares = [
+        gradient(name, parameter.shape, STEPS - 1).double().square().sum()
+        for name, parameter in model.named_parameters()
+    ]
+    torch.testing.assert_close(norm, sum(squares).sqrt().float())
+
+
+def test_fsdp2_over_tensor_parallel_weights_is_exact() -> None:
+    run_ranks(both, 4)
+
+
+def replicated(rank: int, world_size: int) -> None:
+    model = Net()
+    for module in (model.up, model.down, model.square):
+        weight = distribute_tensor(module.weight.detach(), tp_mesh(2), [Replicate()])
+        module.weight = nn.Parameter(weight)
+    train(model, sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1))
+    assert_same(model, reference())
+
+
+def test_replicated_dtensors() -> None:
+    run_ranks(replicated, 2)
+
+
+def refused(rank: int, world_size: int) -> str:
+    odd = nn.Parameter(distribute_tensor(torch.randn(6, 7), tp_mesh(2), [Shard(1)]))
+    fused = nn.Parameter(distribute_tensor(torch.randn(6, 8), tp_mesh(2), [Shard(0)]))
+    model = nn.Module()
+    model.register_parameter("odd", odd)
+    model.register_parameter("fused", fused)
+    sw.route(model, split={"fused": Split.heads(3)})
+    with pytest.raises(ValueError, match="cannot work") as caught:
+        sw.Muon(model.named_parameters())
+    return str(caught.value)
+
+
+def test_what_tensor_parallelism_cannot_do_is_refused() -> None:
+    for message in run_ranks(refused, 2):
+        assert "'odd' has 7 columns, which do not divide over 2 tensor-parallel ranks" in message
+        assert "'fused' has a split heads(3) and is cut by tensor parallelism" in message
