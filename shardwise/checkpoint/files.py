@@ -46,11 +46,16 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
+        self._refused: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
         self._hash.update(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._refused = error
+            raise
         self._size += view.nbytes
         return view.nbytes
 
@@ -67,6 +72,9 @@ class HashedFile(io.RawIOBase):
         if error is not None:
             with contextlib.suppress(OSError):  # what went wrong is known already
                 self._file.close()
+            if self._refused is not None and self._refused is not error:
+                # torch.save answers a full disk with a word about positions in its archive.
+                raise self._refused from error
             return
         with self._file:
             self._file.flush()

@@ -108,8 +108,8 @@ def _read_tensor(stream: Any, where: Path, chunk: metadata.Chunk) -> Tensor:
             f"{where} holds something else than a tensor at byte {chunk.begin}, which loading "
             f"could run: {reason}"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise DamagedError(f"{where}: no tensor at byte {chunk.begin}: {error}") from error
+    except Exception as error:  # torch's reader of broken bytes may raise anything
+        raise DamagedError(f"{where}: no tensor at byte {chunk.begin}: {error!r:.200}") from error
     if type(value) is not Tensor or tuple(value.shape) != chunk.sizes:
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise DamagedError(f"{where}: {found} at byte {chunk.begin}, expected {list(chunk.sizes)}")

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves in the background: one at a time, joined, cleaned up, and their failures never lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import SaveError, Store, files, owner, verify
+from shardwise.checkpoint import store as store_module
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def net(value: float = 0.0) -> nn.Module:
+    made = nn.Sequential(nn.Linear(7, 900), nn.Linear(900, 5))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+class FullDisk:
+    """Stands before a file: it takes so many bytes, of all files together, and not one more."""
+
+    def __init__(self, file: Any, room: list[int]) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: Any) -> int:
+        self._room[0] -= memoryview(data).nbytes
+        if self._room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Any:
+        return self._file.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._file.__exit__(*error)
+
+
+@contextlib.contextmanager
+def full_disk(after: int) -> Iterator[None]:
+    """New files of checkpoints take ``after`` bytes together."""
+    room, original = [after], files.HashedFile.__init__
+
+    def limited(self: Any, path: Path) -> None:
+        original(self, path)
+        self._file = FullDisk(self._file, room)
+
+    files.HashedFile.__init__ = limited  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        files.HashedFile.__init__ = original  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------ asynchronous
+
+
+def test_a_save_is_of_the_moment_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on while the writer waits; what is written is what was."""
+    release, original = threading.Event(), store_module.saving.run
+
+    def held(*args: Any, **kwargs: Any) -> Path:
+        assert threading.current_thread() is not threading.main_thread()
+        assert release.wait(30)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(store_module.saving, "run", held)
+    model = net(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    store = Store(tmp_path)
+    store.save(1, model, optimizer, {"note": [1]})
+    assert store.latest() is None, "not there before it is whole"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(9.0)
+    release.set()
+    assert store.wait() == tmp_path / "step-000001" == store.latest()
+    sw.load(tmp_path / "step-000001", model, optimizer)
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+    assert all((state["exp_avg"] == 0).all() for state in optimizer.state.values())
+
+
+def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+    original = store_module.saving.run
+
+    def watched(*args: Any, **kwargs: Any) -> Path:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(store_module.saving, "run", watched)
+    with Store(tmp_path, keep=None) as store:
+        for step in range(6):
+            store.save(step, net(step))
+    assert most == 1
+    assert names(tmp_path) == [f"step-{step:06d}" for step in range(6)]
+    assert all(verify(path).ok for path in tmp_path.iterdir())
+
+
+def test_a_process_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.faults.test_store_background import net, Store\n"
+        f"Store({str(tmp_path)!r}).save(3, net(3.0))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, cwd=REPOSITORY, timeout=100
+    )
+    assert names(tmp_path) == ["step-000003"] and verify(tmp_path / "step-000003").ok
+
+
+# ------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.8, 0.9, 0.95, 0.999])
+def test_a_full_disk_is_reported_and_survived(
+    part: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, net(1.0))
+    store.wait()
+    # In the tensors, the values of the rank, the index, the manifest.
+    after = int(part * sum(file.stat().st_size for file in (tmp_path / "step-000001").iterdir()))
+    with full_disk(after):
+        store.save(2, net(2.0))
+        with pytest.raises(SaveError, match="No space left on device"):
+            store.wait()
+    assert "the checkpoint of step 2 has failed" in caplog.text
+    assert store.latest() == tmp_path / "step-000001", "the one before is untouched"
+    store.wait()  # said once
+    with full_disk(after):
+        store.save(3, net(3.0))
+        with pytest.raises(SaveError, match="No space left"):
+            store.save(4, net(4.0))  # the next save says it too
+    store.save(5, net(5.0))  # and there is room again
+    assert store.wait() == tmp_path / "step-000005"
+    assert names(tmp_path) == ["step-000005"], "the old one and what the failures left are gone"
+
+
+def mounted(folder: Path, size: str) -> bool:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return shutil.which("mount") is not None and not subprocess.call(
+        command, stderr=subprocess.DEVNULL
+    )
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    if not mounted(disk, "256k"):
+        pytest.skip("only root can make a small file system")
+    try:
+        store = Store(disk / "store", keep=3)
+        saved: list[int] = []
+
+        def fill() -> None:
+            for step in range(20):
+                store.save(step, net(step))
+                store.wait()
+                saved.append(step)
+
+        with pytest.raises(SaveError, match="No space left on device"):
+            fill()
+        assert saved, "some fitted"
+        assert store.latest() == disk / "store" / f"step-{saved[-1]:06d}"
+        model = net()
+        sw.load(store.latest(), model)  # type: ignore[arg-type]
+        assert all((parameter == saved[-1]).all() for parameter in model.parameters())
+        shutil.rmtree(disk / "store" / f"step-{saved[0]:06d}")  # somebody makes room
+        store.save(30, net(30.0))
+        assert store.wait() == disk / "store" / "step-000030"
+    finally:
+        subprocess.check_call(["umount", str(disk)])
+
+
+def fail_on_one_rank(rank: int, world_size: int, root: str, broken: int) -> list[str]:
+    model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
+    store = Store(root, timeout=20)
+    with full_disk(2000) if rank == broken else contextlib.nullcontext():
+        store.save(1, model)
+        try:
+            store.wait()
+        except SaveError as error:
+            message = str(error)
+        else:
+            raise AssertionError("nobody said anything")
+    assert store.latest() is None
+    store.save(2, model)
+    path = store.wait()
+    assert path is not None and verify(path).ok
+    return [message, path.name]
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> None:
+    for message, saved in run_ranks(fail_on_one_rank, 2, str(tmp_path), broken):
+        assert "No space left on device" in message
+        assert saved == "step-000002"
+    assert names(tmp_path) == ["step-000002"]
+
+
+def one_rank_never_writes(rank: int, world_size: int, root: str) -> str:
+    model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
+    store = Store(root, timeout=0.5)
+    if rank == 1:  # it took part in the agreement, and then its disk hung
+        store._write = lambda *args: Path()  # type: ignore[method-assign]
+    store.save(1, model)
+    try:
+        store.wait()
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_never_comes_is_waited_for_and_named(tmp_path: Path) -> None:
+    message = run_ranks(one_rank_never_writes, 2, str(tmp_path))[0]
+    assert "ranks [1] to write their part" in message
+
+
+# ------------------------------------------------------------------------------ keep
+
+
+def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
+    with Store(tmp_path, keep=2) as store:
+        for step in (10, 20, 30, 40):
+            store.save(step, net(step))
+    assert names(tmp_path) == ["step-000030", "step-000040"]
+    assert store.checkpoints() == [tmp_path / "step-000030", tmp_path / "step-000040"]
+
+
+def test_the_last_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
+    """Somebody went back to step 10: what is saved then is newer than step 30."""
+    with Store(tmp_path, keep=2) as store:
+        for step in (20, 30):
+            store.save(step, net(step))
+    with Store(tmp_path, keep=2) as store:
+        store.save(11, net(11))
+        store.wait()
+        assert store.latest() == tmp_path / "step-000011"
+    assert names(tmp_path) == ["step-000011", "step-000030"]
+
+
+def test_what_is_not_valid_is_neither_counted_nor_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, net(1.0))
+    store.wait()
+    (tmp_path / "step-000009").mkdir()
+    (tmp_path / "step-000009" / "notes.txt").write_text("somebody's")
+    (tmp_path / "step-000001" / "manifest.json").write_text("{")
+    store.save(2, net(2.0))
+    store.save(3, net(3.0))
+    store.wait()
+    assert names(tmp_path) == ["step-000001", "step-000003", "step-000009"]
+
+
+def test_a_removal_that_fails_is_survived_and_done_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, net(1.0))
+    store.wait()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, "unlink", lambda *a, **k: (_ for _ in ()).throw(PermissionError("no")))
+        patch.setattr(store_module.saving.Attempt, "publish", publish_without_unlink)
+        store.save(2, net(2.0))
+        assert store.wait() == tmp_path / "step-000002", "the save is fine"
+    assert "stays for now" in caplog.text
+    assert store.latest() == tmp_path / "step-000002"
+    left = [name for name in names(tmp_path) if ".trash-" in name]
+    assert len(left) == 1, "out of sight, not half a checkpoint"
+    store.save(3, net(3.0))
+    store.wait()
+    assert names(tmp_path) == ["step-000003"]
+
+
+_publish = store_module.saving.Attempt.publish
+
+
+def publish_without_unlink(attempt: Any, write_manifest: Any) -> Path:
+    """The markers of a save are removed by other means, so that the removal alone fails."""
+    for entry in list(attempt.folder.iterdir()):
+        if entry.name.startswith(("done-", "writing-")):
+            os.remove(entry)
+    return _publish(attempt, write_manifest)
+
+
+def test_a_rename_that_fails_keeps_the_old_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path, keep=1)
+    store.save(1, net(1.0))
+    store.wait()
+
+    def refuse(self: Path, target: Any) -> Path:
+        raise PermissionError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        store.save(2, net(2.0))
+        store.wait()
+    assert "can't be removed, and stays" in caplog.text
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert all(verify(path).ok for path in tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------ leftovers
+
+
+def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from shardwise.checkpoint import owner\n"
+        f"path = owner.temporary(pathlib.Path({str(tmp_path)!r}) / 'step-000001')\n"
+        "path.mkdir(); (path / 'x').touch(); print(path.name, flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert ".tmp-" in name
+        with Store(tmp_path) as store:
+            store.save(2, net())
+        assert names(tmp_path) == [name, "step-000002"], "its owner lives"
+        # Another machine's: its processes can't be asked, its files' age can.
+        machine = name.split(".tmp-")[1].split("-")[0]
+        foreign = tmp_path / name.replace(machine, "0" * 8)
+        foreign.mkdir()
+        Store(tmp_path)
+        assert foreign.exists()
+        os.utime(foreign, (0, 0))
+        Store(tmp_path)
+        assert not foreign.exists()
+    finally:
+        process.kill()
+        process.communicate()
+    Store(tmp_path)
+    assert names(tmp_path) == ["step-000002"], "its owner is dead"
+
+
+def test_a_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    mine = owner.temporary(tmp_path / "step-000001")
+    mine.mkdir()
+    prefix, machine, process, start, nonce = mine.name.rsplit("-", 4)
+    older = mine.with_name(f"{prefix}-{machine}-{process}-{int(start) - 1}-{nonce}")
+    older.mkdir()
+    Store(tmp_path)
+    assert mine.exists() and not older.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"keep": 0}, "keep at least 1"),
+        ({"keep": True}, "keep at least 1"),
+        ({"timeout": 0}, "some seconds"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Store(tmp_path, **arguments)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        Store(tmp_path / "file")
+    for step in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="a step is a number"):
+            Store(tmp_path).save(step, net())  # type: ignore[arg-type]

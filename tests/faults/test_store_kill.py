@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kill -9`` at any moment of a save: what was reported saved is there, whole, and loads.
+
+A server process imports torch once and forks: a rank then costs milliseconds.
+
+    test  ->  server  --fork-->  rank 0, rank 1    resume, then save in a loop, reporting each one
+                |  kill -9 of one rank at a random moment, then of the other
+                +--> checks the folder as the next run would find it; the next two ranks resume
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import Manifest, Store, files, valid_checkpoints, verify
+
+RANDOM_KILLS = 24
+ROOT = Path(__file__).parents[2]
+
+
+def model_at(step: int) -> nn.Module:
+    """Weights that say which step they are of."""
+    model = nn.Sequential(nn.Linear(33, 65), nn.Linear(65, 33))
+    set_step(model, step)
+    return model
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.fill_(1000.0 * index + step)
+
+
+def assert_holds(path: Path) -> int:
+    """A checkpoint is whole and holds the values of its own step, not a mixture."""
+    report = verify(path)
+    assert report.ok, str(report)
+    step = Manifest.read(path).step
+    assert step is not None
+    found, expected = model_at(-1), model_at(step)
+    assert sw.load(path, found) == {"step": step}
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other), f"{path} holds other values than those of step {step}"
+    return step
+
+
+# ------------------------------------------------------------------------------ random moments
+
+
+def save_in_a_loop(rank: int, root: Path, meeting: Path) -> None:
+    """A rank of the job: resume, then save as fast as it can."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    model = sw.fully_shard(model_at(0), mesh=sw.init_mesh(dp=2, device_type="cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    store = Store(root / "checkpoints", keep=2, timeout=30)
+    found = store.resume(model)
+    step = found[1]["step"] if found is not None else 0
+    report = os.open(root / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    (root / f"ready-{rank}").touch()
+    while True:
+        step += 1
+        set_step(model, step)
+        store.save(step, model, optimizer, {"step": step})  # which waits for the one before
+        set_step(model, -7)  # training goes on while it is written
+        store.wait() if step % 3 == 0 else None
+        if rank == 0:
+            saved = step if step % 3 == 0 else step - 1
+            os.write(report, f"{saved}\n".encode())
+
+
+def kill_at_random(root: Path, seed: int) -> list[int]:
+    """Kill, check and resume, again and again. Returns the steps that were found."""
+    rng = random.Random(seed)
+    steps: list[int] = []
+    for trial in range(RANDOM_KILLS):
+        for rank in (0, 1):
+            (root / f"ready-{rank}").unlink(missing_ok=True)
+        meeting = root / f"meeting-{trial}"
+        ranks = [
+            fork(lambda rank=rank, meeting=meeting: save_in_a_loop(rank, root, meeting))
+            for rank in (0, 1)
+        ]
+        wait_for(lambda: all((root / f"ready-{rank}").exists() for rank in (0, 1)), ranks)
+        time.sleep(rng.uniform(0.0, 0.25))
+        first = rng.randrange(2)
+        os.kill(ranks[first], signal.SIGKILL)
+        time.sleep(rng.uniform(0.0, 0.02))  # the other goes on for a moment
+        os.kill(ranks[1 - first], signal.SIGKILL)
+        for rank in ranks:
+            os.waitpid(rank, 0)
+        reported = [int(line) for line in (root / "reported").read_text().split()]
+        valid = valid_checkpoints(root / "checkpoints")
+        newest = assert_holds(valid[-1][0]) if valid else 0
+        assert newest >= max(reported, default=0), f"{max(reported)} was reported, {newest} found"
+        assert len(valid) <= 3, "two, and a third where the kill came before the removal"
+        steps.append(newest)
+    with Store(root / "checkpoints", keep=2) as store:  # a run that ends well cleans up
+        store.save(10**5, model_at(10**5), extra={"step": 10**5})
+    names = sorted(path.name for path in (root / "checkpoints").iterdir())
+    assert len(names) == 2 and names[-1] == "step-100000", names
+    return steps
+
+
+def wait_for(condition: Callable[[], bool], processes: list[int]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "the ranks did not start"
+        for process in processes:
+            assert os.waitpid(process, os.WNOHANG) == (0, 0), "a rank has died by itself"
+        time.sleep(0.002)
+
+
+def fork(work: Callable[[], Any]) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        # Die with the server, however it ends (PR_SET_PDEATHSIG).
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        work()
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+# ------------------------------------------------------------------------------ every moment
+
+
+@contextlib.contextmanager
+def dying_at(call: int) -> Iterator[list[str]]:
+    """Kill this process just before its ``call``-th touch of the file system."""
+    made: list[str] = []
+    before: list[tuple[Any, str, Any]] = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        before.append((owner, name, original))
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # Of the many small writes around a tensor's bytes, a kill before one is like another.
+            if name != "write" or memoryview(args[1]).nbytes > 1000:
+                made.append(name)
+            if len(made) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open"):
+        watch(os, name)
+    watch(files.HashedFile, "write")
+    try:
+        yield made
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)
+
+
+def kill_at_every_call(root: Path) -> int:
+    """One save after another, killed one call later each time. Returns the number of calls."""
+    for call in range(1, 10_000):
+        folder = root / f"call-{call}"
+
+        def work(folder: Path = folder, call: int = call) -> None:
+            store = Store(folder, keep=1, asynchronous=False)
+            store.save(1, model_at(1), extra={"step": 1})
+            with dying_at(call):
+                store.save(2, model_at(2), extra={"step": 2})
+                (folder.parent / f"reported-{call}").touch()
+
+        _, status = os.waitpid(fork(work), 0)
+        finished = os.WIFEXITED(status)
+        assert finished or os.WTERMSIG(status) == signal.SIGKILL
+        assert not finished or os.WEXITSTATUS(status) == 0
+        [*_, (path, _)] = valid_checkpoints(folder)
+        newest = assert_holds(path)
+        reported = (root / f"reported-{call}").exists()
+        assert newest == 2 if reported else newest in (1, 2)
+        with Store(folder, keep=1) as store:  # the next run
+            store.save(3, model_at(3), extra={"step": 3})
+        assert [entry.name for entry in folder.iterdir()] == ["step-000003"]
+        if finished:
+            return call - 1
+    raise AssertionError("a save that never ends")
+
+
+# ------------------------------------------------------------------------------ from pytest
+
+
+def serve(what: str, root: str) -> None:
+    torch.set_num_threads(1)
+    folder = Path(root)
+    # What is imported on first use is imported here, once, and not by every child.
+    model = model_at(0)
+    sw.save(folder / "warm", model, torch.optim.AdamW(model.parameters()))
+    result: Any = kill_at_random(folder, 5) if what == "random" else kill_at_every_call(folder)
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def run_server(what: str, root: Path) -> Any:
+    code = f"from tests.faults.test_store_kill import serve; serve({what!r}, {str(root)!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((root / "result.json").read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and its children die with it")
+def test_a_rank_killed_at_random_moments_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    steps = run_server("random", tmp_path)
+    assert len(steps) == RANDOM_KILLS >= 20
+    assert steps == sorted(steps) and steps[-1] > RANDOM_KILLS, "every run went on from the last"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and its children die with it")
+def test_a_kill_before_any_call_to_the_file_system_loses_nothing(tmp_path: Path) -> None:
+    calls = run_server("every", tmp_path)
+    # 4 fsyncs of files, 3 of directories, 2 renames, writes, removals: that the net was cast.
+    assert calls > 25, calls
+
+
+# ------------------------------------------------------------------------------ power failures
+
+
+def test_everything_is_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill loses no page of memory, a power failure does: the order of fsyncs is the defence."""
+    happened: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def watched_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        happened.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+
+    def watched_rename(source: Any, target: Any) -> None:
+        happened.append(("rename", os.path.basename(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "rename", watched_rename)
+    sw.save(tmp_path / "one", model_at(1))
+    published = happened.index(("rename", "one"))
+    manifest = happened.index(("fsync", "manifest.json"))
+    synced = {name for what, name in happened[:manifest] if what == "fsync"}
+    assert synced >= {"__0_0.distcp", "rank-00000.json", "state.json", ".metadata"}
+    folder = next(iter(name for name in synced if ".tmp-" in name))
+    assert ("fsync", folder) in happened[manifest:published], "the manifest's name"
+    assert happened[published + 1] == ("fsync", tmp_path.name), "the new name"
