@@ -24,6 +24,7 @@ from shardwise.optim.sharded import optimizer
 from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, register_fsdp_forward_method, share_comm_ctx
@@ -47,6 +48,7 @@ __all__ = [
     "Split",
     "adamw",
     "comm",
+    "data_parallel",
     "describe",
     "find_nonfinite",
     "full_state_dict",

@@ -30,7 +30,12 @@ _UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedE
 
 
 def check_types(
-    modules: Sequence[Any], mesh: Any, placements: Any, precision: Any, policy: Any
+    modules: Sequence[Any],
+    mesh: Any,
+    placements: Any,
+    precision: Any,
+    policy: Any,
+    verb: str = "fully_shard",
 ) -> None:
     """What would make even the exchange of problems impossible; raised at once."""
     wrong = [
@@ -49,7 +54,7 @@ def check_types(
     if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
     if wrong:
-        raise ValueError("fully_shard: " + "; ".join(wrong))
+        raise ValueError(f"{verb}: " + "; ".join(wrong))
 
 
 def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[str]:
@@ -152,7 +157,9 @@ def describe_parameter(found: Found, grain: GrainChoice | None) -> str:
     )
 
 
-def raise_together(mine: list[str], problems: list[str], ranks: Ranks) -> None:
+def raise_together(
+    mine: list[str], problems: list[str], ranks: Ranks, verb: str = "fully_shard"
+) -> None:
     """Raise on every rank what any rank has found, or that they do not wrap the same thing.
 
     All ranks go through all axes, whatever they find: one that left early would make others wait.
@@ -174,4 +181,4 @@ def raise_together(mine: list[str], problems: list[str], ranks: Ranks) -> None:
         problems = problems + news
     if problems:
         kind = NotImplementedError if problems[0].startswith(_UNSUPPORTED) else ValueError
-        raise kind("fully_shard: " + "; ".join(problems))
+        raise kind(f"{verb}: " + "; ".join(problems))

@@ -7,13 +7,11 @@ module tree --> parameters not owned by an inner unit --> groups alike in dtype 
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -35,10 +33,9 @@ from shardwise.shard.checks import (
 )
 from shardwise.shard.find import Found, GrainChoice, find_parameters, grain_of, outermost
 from shardwise.shard.group import Group
-from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.unit import Unit
 
-logger = logging.getLogger(__name__)
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
 
@@ -102,8 +99,8 @@ def fully_shard(
     ] + [describe_parameter(f, grain) for f in found]
     raise_together(description, problems, ranks)
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
-    device = _device(mesh)
-    values = _same_values(found, ranks, device)
+    device = device_of(mesh)
+    values = same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
     groups: list[Group] = []
@@ -134,10 +131,7 @@ def fully_shard(
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
     )
-    _install(roots, unit, device)
-    for f in found:
-        unit.forsaken.append((f.name, weakref.ref(f.parameter)))
-        f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
+    install(roots, unit, device, found)
     return module
 
 
@@ -196,129 +190,3 @@ def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis |
         return None, False
     axis = ranks.axes[-1]
     return (None, True) if wanted == axis.size else (axis.split(wanted), True)
-
-
-# ------------------------------------------------------------------------------ building
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
-def _same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
-    """Initial values, the same on every rank: where they differ, the first rank's are taken."""
-    values: list[Tensor] = [f.parameter for f in found]
-    sums = [_checksum(value) for value in values]
-    for axis in ranks.axes:
-        everyone = comm.agree(sums, axis)
-        differing = [
-            position
-            for position in range(len(values))
-            if any(theirs[position] != everyone[0][position] for theirs in everyone)
-        ]
-        if differing:
-            logger.warning(
-                "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking "
-                "the "
-                "values of its rank 0. Seed all ranks alike to avoid the broadcast",
-                axis.name,
-                len(differing),
-                found[differing[0]].name,
-            )
-        for position in differing:
-            original = values[position]
-            value = original.detach().to(device, copy=True).contiguous()
-            comm.broadcast(value, axis).wait()
-            values[position] = value.requires_grad_(original.requires_grad)
-            for name, attribute in vars(original).items():
-                setattr(values[position], name, attribute)
-        sums = everyone[0]
-    return values
-
-
-def _checksum(value: Tensor) -> int:
-    """Of the bits and their order; 0 for a parameter that has no values yet."""
-    if value.is_meta:
-        return 0
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
-    total, first = 0, 1
-    for part in bits.split(1 << 22):  # the weights of positions take memory too
-        places = torch.arange(first, first + part.numel(), device=part.device)
-        total += int((part.to(torch.int64) * places).sum().item())
-        first += part.numel()
-    return total % (1 << 63)
-
-
-def _install(roots: Sequence[nn.Module], unit: Unit, device: torch.device) -> None:
-    """Swap parameters, move buffers, change classes, add hooks. Undone if anything fails."""
-    classes = [type(root) for root in roots]
-    before = [(parameters, name, parameters[name]) for parameters, name, *_ in unit.places]
-    try:
-        unit.hide(force=True)
-        for root in roots:
-            _move_buffers(root, device)
-            root.__class__ = _wrapped_class(type(root))
-            root._shardwise_unit = unit  # type: ignore[assignment]
-    except Exception:
-        for root, original in zip(roots, classes, strict=True):
-            root.__class__ = original
-            root.__dict__.pop("_shardwise_unit", None)
-        for parameters, name, parameter in before:
-            parameters[name] = parameter
-        raise
-    for root in roots:
-        root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
-        root.register_forward_hook(_post_forward)
-        root.register_state_dict_pre_hook(_rest_first)
-        root.register_load_state_dict_pre_hook(_rest_before_load)
-
-
-def _move_buffers(root: nn.Module, device: torch.device) -> None:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
-
-
-_classes: dict[type, type] = {}
-
-
-def _wrapped_class(original: type) -> type:
-    if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (ShardedModule, original), {})
-    return _classes[original]
-
-
-def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit._pre_forward(module, args, kwargs)
-
-
-def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit.post_forward(output)
-
-
-def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A state dict shows the parameters at rest, whatever was kept gathered."""
-    unit = unit_of(module)
-    if unit is not None:
-        unit.hide()
-
-
-def _rest_before_load(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
-) -> None:
-    unit = unit_of(module)
-    if unit is not None:
-        unit.hide()
-    if metadata.get("assign_to_params_buffers", False):
-        raise NotImplementedError(
-            "load_state_dict(assign=True) would replace views of the flat buffers by strangers; "
-            "load with assign=False"
-        )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer, GatherPlan, Ranks
-from shardwise.layout import Item, plan
+from shardwise.layout import Item, Layout, plan
 from shardwise.memory import Block, Caching
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
@@ -46,6 +46,7 @@ class Group:
         precision: Precision,
         device: torch.device,
         *,
+        layout: Layout | None = None,
         offload: bool = False,
         pin: bool = False,
     ) -> None:
@@ -54,7 +55,9 @@ class Group:
         self.device = device
         self.parameter_dtype = values[0].dtype
         assert all(value.dtype == self.parameter_dtype for value in values)
-        self.layout = plan(self.items, ranks.num_shards(placements.main))
+        self.layout = layout or plan(self.items, ranks.num_shards(placements.main))
+        assert self.layout.items == self.items
+        assert self.layout.num_shards == ranks.num_shards(placements.main)
         meta = any(value.is_meta for value in values)
         self._born_late = False
         self._build_main(
@@ -197,7 +200,8 @@ class Group:
             parameter._spec = fresh._spec  # type: ignore[attr-defined]
             parameter.version = fresh.version  # type: ignore[attr-defined]
         self._build_compute()
-        self.gradients = self._build_gradients()
+        before, self.gradients = self.gradients, self._build_gradients()
+        self.gradients.divisor, self.gradients.sum_only = before.divisor, before.sum_only
         self._point_at_whole()
         if not (self.persistent or self.aliased):
             self.whole.block.release(Caching())
@@ -217,6 +221,11 @@ class Group:
     def fresh(self) -> bool:
         """Whether ``whole`` holds, or will hold after ``wait``, what main holds now."""
         return self.aliased or (self.whole.block.live and self._filled == self.main.state)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
+        return self._pending is not None
 
     def gather(self, runtime: Runtime, ahead: bool = False) -> None:
         """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`.

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit whose groups are buckets: the whole model, gathered and reduced bucket by bucket.
+
+    forward     gathers  3 2 1 0        in forward order; each awaited before all of it, or, with
+                                        ``stages``, when the first module that reads it runs
+    backward    reduces  0 1 2 3        each as soon as its gradients and those before it are there
+
+The weights stay whole between steps, so nothing is released and a bucket need not wait for the rest
+of the model to reduce. Buckets are gathered and reduced in one fixed order, whatever a rank's
+forward used: collectives match on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardwise.shard.unit import Phase, Unit
+from shardwise.streams import annotate
+
+
+class BucketedUnit(Unit):
+    """The state behind one ``data_parallel`` call; groups in the order of backward."""
+
+    def __init__(self, *args: Any, stages: Mapping[nn.Module, list[int]] | None, **kw: Any) -> None:
+        self._shown: list[bool] = []  # by bucket: whether the modules hold its whole weights
+        self._next = 0  # the bucket whose turn it is to reduce
+        super().__init__(*args, **kw)
+        self._shown = [False] * len(self.groups)
+        self._stages = [
+            stage.register_forward_pre_hook(partial(_await, weakref.ref(self), numbers))
+            for stage, numbers in (stages or {}).items()
+        ]
+
+    # ------------------------------------------------------------------ weights
+
+    def expose(self) -> None:
+        """Begin every gather; then wait for all of them, unless modules will wait for theirs."""
+        runtime = self.runtime
+        for group in reversed(self.groups):
+            group.gather(runtime)
+        self._exposed = True
+        if self._stages and self.phase is Phase.FORWARD:
+            arrived = [number for number, group in enumerate(self.groups) if not group.pending]
+            self.show(arrived)
+        else:
+            self.show(range(len(self.groups)))
+
+    def show(self, numbers: Iterable[int]) -> None:
+        """Put the whole weights of these buckets in the modules' hands, once they are there."""
+        wanted = [number for number in numbers if not self._shown[number]]
+        if not wanted:
+            return
+        for number in wanted:
+            self.groups[number].wait(self.runtime)
+            self._shown[number] = True
+        for parameters, name, number, index in self.places:
+            if number in wanted:
+                parameters[name] = self.groups[number].unsharded[index]
+
+    def hide(self, force: bool = False) -> None:
+        super().hide(force)
+        self._shown = [False] * len(self.groups)
+
+    def _end_forward(self, kept: bool) -> None:
+        for group in self.groups:  # what no module asked for must have arrived too
+            group.wait(self.runtime)
+        super()._end_forward(kept)
+
+    def awaited(self, numbers: list[int]) -> None:
+        """A module that reads these buckets runs next."""
+        if self.phase is not Phase.RESTING:
+            self.show(numbers)
+
+    # ------------------------------------------------------------------ gradients
+
+    def _expect_gradients(self) -> None:
+        super()._expect_gradients()
+        self._next = 0
+
+    def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
+        super().arrived(number, index, settle=False)
+        if settle:
+            self._reduce_complete()
+            self._maybe_complete()
+
+    def _reduce_complete(self) -> None:
+        """Reduce the buckets that have all their gradients, in order."""
+        while self._next < len(self.groups) and all(self._arrived[self._next]):
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        group = self.groups[self._next]
+        self._next += 1
+        if group.trainable:
+            with annotate(f"{self.name}: reduce bucket {self._next - 1}"):
+                group.gradients.reduce(self.runtime)
+
+    def reduce(self) -> None:
+        """Backward is over for this model: what is still here, unused parameters as zeros."""
+        while self._next < len(self.groups):
+            self._reduce_next()
+
+    def rest(self) -> None:
+        super().rest()
+        self._next = 0
+
+
+def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.awaited(numbers)
+
+
+def stages_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Modules that forward comes to one after another, and whose parameters each may read.
+
+    A module with lists of modules inside (a decoder, a block with experts) computes by calling
+    them, so it is entered and they are stages of their own; any other may read what is below it
+    (attention reads the weight of its output projection), so it is one stage.
+    """
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if any(isinstance(inner, _LISTS) for inner in module.modules()):
+            read = [child for child in module.children() if isinstance(child, _PARAMETERS)]
+            yield module, [module, *read]
+            waiting += list(module.children())[::-1]
+        else:
+            yield module, list(module.modules())
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PARAMETERS = (nn.ParameterList, nn.ParameterDict)  # never called: their owner reads them

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets: which parameters of a model share a flat buffer, and where they lie in it.
+
+Arithmetic alone, the same on every rank. Parameters come in backprop order and a bucket is reduced
+once its last one has its gradient, so buckets are listed in the order in which that happens.
+
+A matrix optimizer needs whole matrices, and shards are equal. So matrices of one size and one cost
+are put down in *rows*, one for each of the N shards: nothing is padded, no rank computes more than
+another. Whoever is left over when its row is full waits for the next row; a bucket is full when it
+has ``bucket_size`` elements:
+
+    4 shards, backprop order  g0 q0 k0 g1 q1 k1 ..       (gate, query, key of a layer)
+
+    shard 0  | g0    | q0  | k0 |
+    shard 1  | g1    | q1  | k1 |        one bucket of 4 layers, three rows
+    shard 2  | g2    | q2  | k2 |
+    shard 3  | g3    | q3  | k3 |
+
+Where N matrices of a size do not exist, or would make a bucket so large that backward has nothing
+left to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``), N/k of them to a
+bucket; k is the smallest that does. The optimizer brings the parts of one matrix together.
+
+    8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
+
+What fits in no row at all (the end of the model, a prime number of ranks) is packed whole where
+that pads little, else cut by rows, else by elements. A stack ``[experts, out, in]`` may be cut
+between its matrices, which keeps them whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.layout import (
+    ALIGNMENT,
+    CHEAP_PADDING,
+    ELEMENT,
+    ROW,
+    Item,
+    Layout,
+    plan,
+    tensor_fraction,
+)
+
+# To keep matrices whole a bucket may grow beyond its size, as long as that many buckets remain ...
+FEWEST_BUCKETS = 8
+# ... and up to that many times its size: its gradients are alive at once.
+LARGEST_BUCKET = 8
+WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
+CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one flat buffer: their positions in what was planned, and their layout."""
+
+    members: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def complete_at(self) -> int:
+        """The position, in backprop order, of the gradient that it waits for."""
+        return max(self.members)
+
+
+def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> list[Bucket]:
+    """Buckets for parameters that may be cut anywhere: neighbours in backprop order, no padding."""
+    loose = [Item(item.name, item.shape, ELEMENT) for item in items]
+    return [_planned(loose, part, num_shards) for part in _in_order(items, bucket_size)]
+
+
+def plan_matrices(
+    items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int
+) -> list[Bucket]:
+    """Buckets for matrices, whose grains say what must stay together for their optimizer.
+
+    Args:
+        items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
+        costs: what the optimizer spends on each; shards are balanced by it.
+        bucket_size: elements from which on a bucket is large enough to be sent.
+    """
+    if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
+        raise ValueError(
+            f"{len(items)} matrices with {len(costs)} costs over {num_shards} shards, buckets of "
+            f"{bucket_size}: give one cost for each matrix, 1 or more shards and elements"
+        )
+    total = sum(item.numel for item in items)
+    limit = max(bucket_size, min(total // FEWEST_BUCKETS, LARGEST_BUCKET * bucket_size))
+    kinds = _kinds(items, costs, num_shards, bucket_size, limit)
+    queues: dict[_Kind, list[int]] = {}
+    buckets: list[Bucket] = []
+    full: list[list[int]] = []  # rows of whole matrices that wait for their bucket to be full
+    loose: list[int] = []
+
+    def size_of(members: Sequence[int]) -> int:
+        return sum(items[index].numel for index in members)
+
+    def close() -> None:
+        if full:
+            buckets.append(_whole_rows(items, full, num_shards))
+            full.clear()
+
+    for index, kind in enumerate(kinds):
+        if kind is None:
+            loose.append(index)
+            continue
+        queue = queues.setdefault(kind, [])
+        queue.append(index)
+        if len(queue) * kind.parts < num_shards:
+            continue
+        del queues[kind]
+        if kind.parts > 1:
+            buckets.append(_cut_row(items, queue, kind.parts, num_shards))
+            continue
+        if sum(map(size_of, full)) + size_of(queue) > limit:
+            close()
+        full.append(queue)
+        if sum(map(size_of, full)) >= bucket_size:
+            close()
+    loose = sorted(loose + [index for queue in queues.values() for index in queue])
+    budget = max(total // WHOLE_PADDING, CHEAP_PADDING)
+    last = sorted([index for row in full for index in row] + loose)
+    for members in (last, loose) if loose and full else (last,) if loose else ():
+        if size_of(members) <= limit and _least_padding(items, members, num_shards) <= budget:
+            packed = _packed(items, costs, members, num_shards)
+            if packed.layout.padding <= budget:
+                buckets.append(packed)
+                if members is last:
+                    full.clear()
+                loose = []
+                break
+    close()
+    for part in _in_order([items[index] for index in loose], bucket_size):
+        buckets.append(_cut_anywhere(items, [loose[index] for index in part], num_shards))
+    return sorted(buckets, key=lambda bucket: bucket.complete_at)
+
+
+# ------------------------------------------------------------------------------ rows
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Matrices that may stand in one row, each in ``parts`` parts."""
+
+    numel: int
+    cost: int
+    shape: tuple[int, ...]  # () where they are whole: then sizes and costs alone matter
+    parts: int
+
+
+def _kinds(
+    items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int, limit: int
+) -> list[_Kind | None]:
+    """For every matrix the row it stands in; None where it fits in none."""
+    sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
+    found: list[_Kind | None] = [None] * len(items)
+    for (numel, cost), members in _grouped(sizes).items():
+        if num_shards <= len(members) and (num_shards == 1 or num_shards * numel <= limit):
+            for index in members:
+                found[index] = _Kind(numel, cost, (), 1)
+            continue
+        for shape, alike in _grouped([items[index].shape for index in members]).items():
+            parts = _fewest_parts(items[members[alike[0]]], len(alike), num_shards, limit)
+            copies = num_shards // max(parts, 1)
+            if parts and 2 * copies * numel >= bucket_size:
+                for position in alike:
+                    found[members[position]] = _Kind(numel, cost, shape, parts)
+    return found
+
+
+def _grouped(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
+    """Positions by key, in order of first appearance."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position, key in enumerate(keys):
+        found.setdefault(key, []).append(position)
+    return found
+
+
+def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
+    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards, or 0."""
+    for parts in range(2, num_shards + 1):
+        copies = num_shards // parts
+        if num_shards % parts or copies > count or (copies > 1 and copies * item.numel > limit):
+            continue
+        part = tensor_fraction(parts).size(item.shape)
+        if part % ALIGNMENT == 0 and (part * parts - item.numel) * CUT_PADDING <= item.numel:
+            return parts
+    return 0
+
+
+def _whole_rows(items: Sequence[Item], rows: Sequence[Sequence[int]], num_shards: int) -> Bucket:
+    """Member j of every row lies on shard j, the rows one behind the other."""
+    size = sum(_aligned(items[row[0]].numel) for row in rows)
+    starts: dict[int, int] = {}
+    offset = 0
+    for row in rows:
+        for shard, index in enumerate(row):
+            starts[index] = shard * size + offset
+        offset += _aligned(items[row[0]].numel)
+    members = tuple(sorted(starts))
+    addresses = tuple(starts[index] for index in members)
+    return Bucket(members, Layout(tuple(items[i] for i in members), num_shards, size, addresses))
+
+
+def _cut_row(items: Sequence[Item], members: Sequence[int], parts: int, num_shards: int) -> Bucket:
+    """Every matrix fills ``parts`` shards."""
+    grain = tensor_fraction(parts)
+    cut = tuple(Item(items[index].name, items[index].shape, grain) for index in members)
+    size = grain.size(cut[0].shape)
+    starts = tuple(place * parts * size for place in range(len(cut)))
+    return Bucket(tuple(members), Layout(cut, num_shards, size, starts))
+
+
+# ------------------------------------------------------------------------------ the rest
+
+
+def _in_order(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
+    """Runs of neighbours, each as soon as it is large enough."""
+    runs: list[list[int]] = []
+    size = bucket_size
+    for index, item in enumerate(items):
+        if size >= bucket_size:
+            runs.append([])
+            size = 0
+        runs[-1].append(index)
+        size += item.numel
+    return runs
+
+
+def _planned(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
+    return Bucket(tuple(members), plan([items[index] for index in members], num_shards))
+
+
+def _least_padding(items: Sequence[Item], members: Sequence[int], num_shards: int) -> int:
+    """What whole matrices pad at least: cheap to know, and it spares most attempts."""
+    largest = max(items[index].grain_size for index in members)
+    return num_shards * largest - sum(items[index].numel for index in members)
+
+
+def _packed(
+    items: Sequence[Item], costs: Sequence[int], members: Sequence[int], num_shards: int
+) -> Bucket:
+    """Whole matrices, as balanced in cost as shards of that size allow."""
+    bucket = _planned(items, members, num_shards)
+    size, starts = bucket.layout.shard_size, {}
+    if any(items[index].grain_size < items[index].numel for index in members) or size % ALIGNMENT:
+        return bucket  # stacks lie over several shards: their matrices are as balanced as bytes
+    loads, used = [0] * num_shards, [0] * num_shards
+    for index in sorted(members, key=lambda i: (-costs[i], -items[i].numel, i)):
+        numel = items[index].numel
+        fitting = [shard for shard in range(num_shards) if used[shard] + numel <= size]
+        if not fitting:
+            return bucket
+        shard = min(fitting, key=lambda shard: (loads[shard], used[shard], shard))
+        starts[index] = shard * size + used[shard]
+        used[shard] += _aligned(numel)
+        loads[shard] += costs[index]
+    layout = Layout(
+        bucket.layout.items, num_shards, size, tuple(starts[index] for index in bucket.members)
+    )
+    return Bucket(bucket.members, layout)
+
+
+def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
+    """By rows, or between the matrices of a stack; where that pads too much, by elements."""
+    by_rows = [
+        Item(item.name, item.shape, ROW if len(item.shape) < 3 else item.grain)
+        for item in (items[index] for index in members)
+    ]
+    layout = plan(by_rows, num_shards)
+    if layout.padding * CUT_PADDING > layout.payload:
+        anywhere = [Item(item.name, item.shape, ELEMENT) for item in by_rows]
+        layout = plan(anywhere, num_shards)
+    return Bucket(tuple(members), layout)
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

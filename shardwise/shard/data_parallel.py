@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``data_parallel``: a whole model in buckets, its optimizer's work spread over the ranks.
+
+model --> parameters in backprop order --> matrices | the rest, by dtype, trainability and mesh
+      --> buckets, each one flat buffer --> the same groups and phases as under ``fully_shard``
+
+    rank 0   main |q0 k0|         gradients reduce-scattered bucket by bucket while backward runs
+    rank 1   main       |q1 k1|   the step updates what a rank owns, whole matrices
+    any rank      |q0 k0|q1 k1|   then one all-gather per bucket; parameters are views of it
+
+Where each matrix lies follows from its shape and its place in the model alone; the optimizer reads
+the owner off the same layout, and finds every matrix whole there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.buffer import Ranks
+from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
+from shardwise.mesh import data_mesh, default_mesh
+from shardwise.optim.muon import MuonSettings, muon
+from shardwise.optim.newton_schulz import cost
+from shardwise.optim.routing import Route, route_problems, routes_of
+from shardwise.optim.split import parcels_of
+from shardwise.placements import SHARD, Placements, zero
+from shardwise.precision import Precision
+from shardwise.shard.bucketed import BucketedUnit, stages_of
+from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
+from shardwise.shard.checks import (
+    check_types,
+    mesh_problems,
+    module_problems,
+    option_problems,
+    raise_together,
+)
+from shardwise.shard.find import Found, find_parameters
+from shardwise.shard.group import Group
+from shardwise.shard.install import device_of, install, same_values
+from shardwise.shard.module import unit_of, units_of
+
+M = TypeVar("M", bound=nn.Module)
+MeshChoice: TypeAlias = (
+    "Mapping[str, DeviceMesh] | Callable[[str, nn.Parameter], DeviceMesh | None]"
+)
+_VERB = "data_parallel"
+
+
+def data_parallel(
+    model: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    bucket_mb: float = 256,
+    meshes: MeshChoice | None = None,
+    matrix: MuonSettings | None = None,
+    overlap_gather: bool = False,
+    precision: Precision | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    unused_parameters: str = "error",
+    memory: str = "caching",
+    unify_streams: bool = False,
+) -> M:
+    """Replicate a model over a mesh and spread its gradients and optimizer state, in place.
+
+    Args:
+        mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
+        placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
+            ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
+        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent.
+            It may grow up to eight times as large where that keeps matrices whole.
+        meshes: other meshes for some parameters, by name pattern (``{"*.experts.*": expert_mesh}``)
+            or as a function; a pattern also stands for everything below the module it names. Their
+            gradients are summed over that mesh and divided by the ranks of ``mesh``: an expert sees
+            the tokens of several of them.
+        matrix: ``sw.muon(...)`` of the optimizer to come: how matrices are weighed against each
+            other.
+        overlap_gather: wait for a bucket when the first module that reads it runs, not before the
+            model's forward. Modules must read the weights of those they call through calls.
+        precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
+        ignored_params: left alone: not sharded, not moved, not reduced.
+        unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
+        memory, unify_streams: as in ``fully_shard``.
+
+    Which parameters are matrices is the answer of :func:`sw.route`; call that before.
+    """
+    check_types([model], mesh, placements, precision, mp_policy, verb=_VERB)
+    mesh = default_mesh() if mesh is None else data_mesh(mesh)
+    placements = placements or zero(1)
+    precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
+    settings = matrix if isinstance(matrix, MuonSettings) else muon()
+    ranks = Ranks(mesh)
+    found = find_parameters([model], ignored_params or set())
+    routes = {id(one.parameter): one.route for one in routes_of(model)}
+    homes, problems = _homes(found, meshes, mesh)
+    problems += _own_problems(model, placements, bucket_mb, matrix)
+    problems += module_problems([model], found) + mesh_problems(mesh, placements)
+    problems += option_problems(unused_parameters, memory, None)
+    for other in dict.fromkeys(home for home in homes if home != mesh):
+        problems += mesh_problems(other, placements)
+    for f in found:
+        problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
+    description = [
+        f"{placements} {precision} unused={unused_parameters} memory={memory} bucket={bucket_mb} "
+        f"overlap={overlap_gather} {settings.preset} {settings.form}"
+    ] + [
+        f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
+        f"over {home.mesh_dim_names} {tuple(home.shape)} "
+        f"{'trainable' if f.parameter.requires_grad else 'frozen'}"
+        for f, home in zip(found, homes, strict=True)
+    ]
+    raise_together(description, problems, ranks, verb=_VERB)
+
+    device = device_of(mesh)
+    places_of: dict[int, tuple[int, int]] = {}
+    groups: list[Group] = []
+    values: dict[int, Tensor] = {}
+    spread = {home: Ranks(home) for home in dict.fromkeys(homes)}
+    for home, over in spread.items():
+        chosen = [position for position, other in enumerate(homes) if other == home]
+        same = same_values([found[position] for position in chosen], over, device)
+        values.update(zip(chosen, same, strict=True))
+    for home, members, bucket in _plan(
+        found, routes, homes, spread, placements, settings, bucket_mb
+    ):
+        for index, position in enumerate(members):
+            places_of[position] = (len(groups), index)
+        tensors = [values[position] for position in members]
+        layout = bucket.layout
+        group = Group(
+            layout.items, tensors, spread[home], placements, precision, device, layout=layout
+        )
+        if home != mesh:
+            group.gradients.divisor = float(mesh.size())
+        groups.append(group)
+    del values
+    places = [
+        (parameters, name, *places_of[position])
+        for position, f in enumerate(found)
+        for parameters, name in f.places
+    ]
+    unit = BucketedUnit(
+        type(model).__name__,
+        [model],
+        groups,
+        places,
+        precision=precision,
+        release_after_forward=None,
+        kept_axis=None,
+        unused=unused_parameters,
+        options={"memory": memory, "unify": unify_streams},
+        stages=_stages(model, places) if overlap_gather else None,
+    )
+    install([model], unit, device, found)
+    return model
+
+
+# ------------------------------------------------------------------------------ planning
+
+
+def _plan(
+    found: Sequence[Found],
+    routes: Mapping[int, Route],
+    homes: Sequence[DeviceMesh],
+    spread: Mapping[DeviceMesh, Ranks],
+    placements: Placements,
+    settings: MuonSettings,
+    bucket_mb: float,
+) -> list[tuple[DeviceMesh, tuple[int, ...], Bucket]]:
+    """(mesh, positions of its parameters, bucket), in the order in which backward fills them.
+
+    Backward is taken to meet parameters in the reverse order of their registration.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for position in reversed(range(len(found))):
+        parameter = found[position].parameter
+        # A frozen matrix has no optimizer that could need it whole.
+        whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
+        key = (homes[position], parameter.dtype, parameter.requires_grad, whole)
+        alike.setdefault(key, []).append(position)
+    planned = []
+    for (home, dtype, _, whole), positions in alike.items():
+        num_shards = spread[home].num_shards(placements.main)
+        bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
+        parameters = [found[position].parameter for position in positions]
+        items = [
+            Item(found[position].name, tuple(parameter.shape), _grain(parameter, whole))
+            for position, parameter in zip(positions, parameters, strict=True)
+        ]
+        if whole:
+            costs = [matrix_cost(p.shape, routes[id(p)], settings) for p in parameters]
+            buckets = plan_matrices(items, costs, num_shards, bucket_size)
+        else:
+            buckets = plan_elements(items, num_shards, bucket_size)
+        planned += [
+            (home, tuple(positions[member] for member in bucket.members), bucket)
+            for bucket in buckets
+        ]
+    return sorted(planned, key=lambda entry: -min(entry[1]))
+
+
+def _grain(parameter: Tensor, whole: bool) -> Any:
+    if not whole:
+        return ELEMENT
+    return TENSOR if parameter.ndim < 3 else tensor_fraction(parameter.shape[0])
+
+
+def matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings) -> int:
+    """What Newton-Schulz spends on all matrices of one parameter."""
+    one = partial(cost, preset=settings.polynomials, form=settings.form)
+    parcels = parcels_of(tuple(shape), route.split)
+    return sum(one(rows, cols) for parcel in parcels for rows, cols in parcel.shapes)
+
+
+def _stages(
+    model: nn.Module, places: Sequence[tuple[dict[str, Any], str, int, int]]
+) -> dict[nn.Module, list[int]]:
+    """For each module that waits: the buckets that it reads."""
+    held: dict[int, set[int]] = {}
+    for parameters, _, number, _ in places:
+        held.setdefault(id(parameters), set()).add(number)
+    found: dict[nn.Module, list[int]] = {}
+    for stage, inside in stages_of(model):
+        numbers = {number for inner in inside for number in held.get(id(inner._parameters), ())}
+        # The root's own wait is its unit's; it comes before this one, and shows nothing.
+        if numbers:
+            found[stage] = sorted(numbers, reverse=True)
+    return found
+
+
+# ------------------------------------------------------------------------------ meshes, problems
+
+
+def _homes(
+    found: Sequence[Found], meshes: MeshChoice | None, mesh: DeviceMesh
+) -> tuple[list[DeviceMesh], list[str]]:
+    """The mesh of every parameter, and what is wrong with the choice."""
+    problems: list[str] = []
+    homes: list[DeviceMesh] = []
+    used: set[str] = set()
+    patterns = meshes if isinstance(meshes, Mapping) else {}
+    choose = meshes if callable(meshes) else None
+    if meshes is not None and choose is None and not isinstance(meshes, Mapping):
+        problems.append(f"meshes={meshes!r}: a mapping from name patterns to meshes, or a function")
+    for f in found:
+        wanted: Any = choose(f.name, f.parameter) if choose is not None else None
+        for pattern, other in patterns.items():
+            if _matches(f.name, pattern):
+                used.add(pattern)
+                if wanted is not None and wanted != other:
+                    problems.append(f"'{f.name}' matches two patterns of meshes; narrow one")
+                wanted = other
+        if wanted is not None and not isinstance(wanted, DeviceMesh):
+            problems.append(f"meshes gives '{f.name}' {wanted!r}, which is no DeviceMesh")
+            wanted = None
+        elif wanted is not None and wanted.get_coordinate() is None:
+            problems.append(f"this rank is not part of the mesh {wanted} of '{f.name}'")
+            wanted = None
+        homes.append(wanted if wanted is not None else mesh)
+    problems += [
+        f"meshes: {pattern!r} matches no parameter" for pattern in patterns if pattern not in used
+    ]
+    return homes, problems
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A pattern for names of parameters, or the name of a module above them."""
+    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}"
+
+
+def _own_problems(
+    model: nn.Module, placements: Placements, bucket_mb: Any, matrix: Any
+) -> list[str]:
+    problems = []
+    if SHARD in placements.compute:
+        problems.append(
+            f"{placements} shards the compute weights; data_parallel keeps them whole: use "
+            f"zero(0), zero(1), zero(2) or Placements with compute=[Replicate(), ...], or "
+            f"fully_shard for this one"
+        )
+    if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
+        problems.append(f"bucket_mb={bucket_mb!r}: a number of megabytes above 0")
+    if matrix is not None and not isinstance(matrix, MuonSettings):
+        problems.append(f"matrix={matrix!r}: use sw.muon(...)")
+    inner = [unit.name for unit in units_of(model)] if unit_of(model) is None else []
+    if inner:
+        problems.append(
+            f"{', '.join(inner[:4])} inside the model is wrapped already: data_parallel takes the "
+            f"whole model, and meshes= for parameters on another mesh"
+        )
+    return problems
