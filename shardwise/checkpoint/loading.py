@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -86,7 +86,7 @@ class Checkpoint:
             raise DamagedError(f"{path / STATE} is not what shardwise writes")
         return Checkpoint(path, manifest, index, values)
 
-    def read(self, chunks: Sequence[metadata.Chunk]) -> Iterator[tuple[metadata.Chunk, Tensor]]:
+    def read(self, chunks: Iterable[metadata.Chunk]) -> Iterator[tuple[metadata.Chunk, Tensor]]:
         """The tensors of some chunks, file by file, front to back. One is in memory at a time."""
         by_file: dict[str, list[metadata.Chunk]] = {}
         for chunk in chunks:
@@ -96,6 +96,12 @@ class Checkpoint:
             with open_listed(self.path, file) as stream:
                 for chunk in sorted(wanted, key=lambda chunk: chunk.begin):
                     yield chunk, _read_tensor(stream, self.path / name, chunk)
+
+    def inspect(self, chunks: Iterable[metadata.Chunk]) -> None:
+        """That each of them is a tensor of the right shape; its numbers are not read."""
+        with torch.serialization.skip_data():
+            for _ in self.read(chunks):
+                pass
 
 
 def _read_tensor(stream: Any, where: Path, chunk: metadata.Chunk) -> Tensor:
@@ -110,10 +116,15 @@ def _read_tensor(stream: Any, where: Path, chunk: metadata.Chunk) -> Tensor:
         ) from error
     except Exception as error:  # torch's reader of broken bytes may raise anything
         raise DamagedError(f"{where}: no tensor at byte {chunk.begin}: {error!r:.200}") from error
-    if type(value) is not Tensor or tuple(value.shape) != chunk.sizes:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise DamagedError(f"{where}: {found} at byte {chunk.begin}, expected {list(chunk.sizes)}")
-    return value
+    found = type(value).__name__
+    if type(value) is Tensor:
+        if value.dtype == chunk.dtype and tuple(value.shape) == chunk.sizes:
+            return value
+        found = f"{value.dtype} {list(value.shape)}"
+    raise DamagedError(
+        f"{where}: {found} at byte {chunk.begin}, where the index promises {chunk.dtype} "
+        f"{list(chunk.sizes)}"
+    )
 
 
 class _Job:
@@ -121,6 +132,7 @@ class _Job:
 
     checkpoint: Checkpoint
     state: State
+    copies: Copies
     extra: dict[str, Any]
 
     def __init__(
@@ -131,7 +143,7 @@ class _Job:
     # ------------------------------------------------------------------ before anything is changed
 
     def check(self) -> None:
-        """All that doesn't fit, at once; then the bytes."""
+        """All that doesn't fit, at once; then the bytes; then what they say they are."""
         self.checkpoint = Checkpoint.open(self.path)
         self.state = state.of_model(self.model)
         problems = list(self.state.problems)
@@ -145,6 +157,8 @@ class _Job:
         sizes = [file.size for file in files]
         for file in share(files, sizes, self.world.rank, self.world.size):
             check_bytes(self.path, file)
+        self.copies = Copies(self.checkpoint, self.state.tensors, self.checkpoint.values["tied"])
+        self.checkpoint.inspect(self.copies.chunks)
 
     def _model_problems(self) -> list[str]:
         saved = {
@@ -237,7 +251,7 @@ class _Job:
     # ------------------------------------------------------------------ reading
 
     def read(self, restore_random: bool) -> None:
-        read_tensors(self.checkpoint, self.state.tensors, self.checkpoint.values["tied"])
+        self.copies.run()
         values = self.checkpoint.values
         state.set_extra_states(self.model, values["extra_states"])
         if self.optimizer is not None:
@@ -293,34 +307,38 @@ def _explain(path: Path, manifest: Manifest, problems: list[str]) -> str:
 # ------------------------------------------------------------------------------ tensors
 
 
-@torch.no_grad()
-def read_tensors(checkpoint: Checkpoint, targets: dict[str, Tensor], tied: dict[str, str]) -> None:
-    """Fill this rank's pieces of tensors from whichever saved pieces meet them."""
-    uses: dict[metadata.Chunk, list[tuple[Tensor, Any]]] = {}
-    for key, tensor in targets.items():
-        name = key.removeprefix("model.")
-        source = model_key(tied[name]) if key.startswith("model.") and name in tied else key
-        entry = checkpoint.index[source]
-        by_offset = {chunk.offsets: chunk for chunk in entry.chunks}
-        for item in _overlaps(entry, _boxes(tensor)):
-            chunk = by_offset[tuple(item.storage_index.offset)]
-            uses.setdefault(chunk, []).append((tensor, item))
-    for chunk, value in checkpoint.read(list(uses)):
-        for tensor, item in uses[chunk]:
-            if value.dtype != tensor.dtype:
-                where = checkpoint.path / chunk.file
-                raise DamagedError(f"{where}: {value.dtype} at byte {chunk.begin}, not as indexed")
-            target = _box_of(tensor, item.dest_index)
-            _narrow(target, item.dest_offsets, item.lengths).copy_(
-                _narrow(value, item.storage_offsets, item.lengths)
-            )
+class Copies:
+    """What fills this rank's pieces of tensors: for every saved piece, where its parts go."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, targets: dict[str, Tensor], tied: dict[str, str]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.chunks: dict[metadata.Chunk, list[tuple[Tensor, Any]]] = {}
+        for key, tensor in targets.items():
+            name = key.removeprefix("model.")
+            source = model_key(tied[name]) if key.startswith("model.") and name in tied else key
+            entry = checkpoint.index[source]
+            by_offset = {chunk.offsets: chunk for chunk in entry.chunks}
+            for item in _overlaps(entry, _boxes(tensor)):
+                chunk = by_offset[tuple(item.storage_index.offset)]
+                self.chunks.setdefault(chunk, []).append((tensor, item))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for chunk, value in self._checkpoint.read(self.chunks):
+            for tensor, item in self.chunks[chunk]:
+                target = _box_of(tensor, item.dest_index)
+                _narrow(target, item.dest_offsets, item.lengths).copy_(
+                    _narrow(value, item.storage_offsets, item.lengths)
+                )
 
 
 def read_whole(checkpoint: Checkpoint, key: str) -> Tensor:
     """One tensor, whole, in host memory."""
     entry = checkpoint.index[key]
     whole = torch.empty(entry.shape, dtype=entry.dtype)
-    read_tensors(checkpoint, {key: whole}, {})
+    Copies(checkpoint, {key: whole}, {}).run()
     return whole
 
 

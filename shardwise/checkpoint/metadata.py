@@ -47,6 +47,7 @@ class Chunk:
 
     offsets: Shape
     sizes: Shape
+    dtype: torch.dtype
     file: str
     begin: int
     length: int
@@ -107,7 +108,7 @@ class _Record:
 
     def __init__(self, *args: Any) -> None:
         if args:
-            raise UnsafeError("an object of the metadata is made in an unknown way")
+            raise TypeError(f"a {type(self).__name__} is made in an unknown way")
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -204,7 +205,7 @@ def _index(metadata: Any, where: str, sizes: Mapping[str, int]) -> Index:
             if (key, offsets) not in places:
                 raise DamagedError(f"{where}: no file holds '{key}' from {list(offsets)} on")
             name, begin, length = places.pop((key, offsets))
-            chunks.append(Chunk(offsets, sides, name, begin, length))
+            chunks.append(Chunk(offsets, sides, dtype, name, begin, length))
         index[key] = Entry(_shape(tensor.get("size")), dtype, tuple(chunks))
     if places:
         raise DamagedError(f"{where} places pieces of unknown tensors: {sorted(places)[:3]}")

@@ -255,10 +255,9 @@ def join(parts: list[dict[str, Any]], keys: Iterable[str]) -> metadata.Index:
     for part in parts:
         name = part["files"][0][0]
         for key, dtype, shape, offsets, sizes, begin, length in part["items"]:
-            chunk = metadata.Chunk(tuple(offsets), tuple(sizes), name, begin, length)
-            entry = index.get(key)
-            if entry is None:
-                entry = metadata.Entry(tuple(shape), dtype_of(dtype, key), ())
+            kind = dtype_of(dtype, key)
+            chunk = metadata.Chunk(tuple(offsets), tuple(sizes), kind, name, begin, length)
+            entry = index.get(key) or metadata.Entry(tuple(shape), kind, ())
             if chunk.offsets in seen.setdefault(key, set()):
                 continue  # ranks outside each other's mesh hold the same: the first one counts
             seen[key].add(chunk.offsets)
