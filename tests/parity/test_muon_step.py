@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around the step: one norm, one decision, one refresh; and states that travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.optim.clip import NonFiniteGradient
+from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
+from tests.parity.helpers import STRATEGIES
+from tests.ranks import run_ranks
+
+
+LIMIT = 0.02  # of a norm
+
+
+def ranks_for(strategy: str) -> int:
+    return 4 if strategy in ("hsdp", "hfsdp") else 2
+
+
+def build(strategy: str | None, world_size: int, **options: Any) -> tuple[Model, Any]:
+    model = make_model(depth=2)
+    if strategy is not None:
+        placements = STRATEGIES[strategy]
+        shard_model(model, placements, mesh_for(placements, world_size), **options)
+    return model, sw.optimizer(model, matrix=sw.muon(lr=0.05), elementwise=sw.adamw(lr=1e-2))
+
+
+def full(value: Tensor) -> Tensor:
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.clone()  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------ clipping
+
+
+def clip(rank: int, world_size: int, strategy: str, kind: float) -> tuple[float, list[str]]:
+    model, optimizer = build(strategy, world_size)
+    plain, reference = build(None, 1)
+    for each in (model, plain):
+        loss_of(each, tokens(0)).backward()  # the same on every rank
+    with comm.record() as calls:
+        ours = optimizer.clip_grad_norm(LIMIT, norm_type=kind)
+    theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), LIMIT, norm_type=kind)
+    assert theirs > 2 * LIMIT, "there is something to clip"
+    torch.testing.assert_close(ours, theirs)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), its.grad)
+    assert float(optimizer.clip_grad_norm(1e9, norm_type=kind)) == pytest.approx(LIMIT, rel=1e-3)
+    # One process, the same arithmetic: the same float32.
+    for parameter in plain.parameters():
+        parameter.grad = None
+    loss_of(plain, tokens(0)).backward()
+    alone = reference.clip_grad_norm(LIMIT, norm_type=kind)
+    assert torch.equal(alone, ours)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(mine.grad), its.grad)
+    return ours.item(), [call.axis for call in calls]
+
+
+@pytest.mark.parametrize("kind", [2.0, 1.0, float("inf")], ids=str)
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
+def test_one_norm_over_shard_axes_only(strategy: str, kind: float) -> None:
+    found = run_ranks(clip, ranks_for(strategy), strategy, kind)
+    assert len({norm for norm, _ in found}) == 1, "the same on every rank"
+    axes = {"zero0": [], "zero3": ["dp"], "hsdp": ["dp"], "hfsdp": ["dp_outer", "dp"]}[strategy]
+    assert all(seen == axes for _, seen in found), found
+
+
+def overflow(rank: int, world_size: int, strategy: str, value: float) -> list[str]:
+    """A bad element in one rank's piece alone is seen, and raised, by all."""
+    model, optimizer = build(strategy, world_size)
+    loss_of(model, tokens(0)).backward()
+    last = [p for p in model.parameters() if p.grad.to_local().numel()][-1]
+    if rank == world_size - 1:
+        last.grad.to_local().view(-1)[0] = value
+    raised = []
+    try:
+        optimizer.clip_grad_norm(1.0, error_if_nonfinite=True)
+    except NonFiniteGradient as error:
+        raised.append(str(error))
+    assert not torch.isfinite(optimizer.clip_grad_norm(1.0))
+    return raised
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
+def test_an_overflow_on_one_rank_is_known_to_all(strategy: str, value: float) -> None:
+    found = run_ranks(overflow, ranks_for(strategy), strategy, value)
+    assert all(len(one) == 1 and "gradient norm" in one[0] for one in found)
+
+
+def test_bad_norms_are_refused() -> None:
+    _, optimizer = build(None, 1)
+    with pytest.raises(ValueError, match=r"clip_grad_norm\(0\)"):
+        optimizer.clip_grad_norm(0)
+    with pytest.raises(ValueError, match="norm_type=-1"):
+        optimizer.clip_grad_norm(1, norm_type=-1)
+    assert optimizer.clip_grad_norm(1.0) == 0.0, "no gradients yet"
+
+
+def scaled(rank: int, world_size: int, strategy: str) -> list[bool]:
+    model, optimizer = build(strategy, world_size)
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    moved = []
+    for step in range(3):
+        before = full(model.layers[0].up.weight)
+        loss = loss_of(model, tokens(step))
+        if step == 1 and rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(before, full(model.layers[0].up.weight)))
+    return moved
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+def test_a_loss_scaler_skips_the_step_everywhere(strategy: str) -> None:
+    world_size = ranks_for(strategy)
+    assert run_ranks(scaled, world_size, strategy) == [[True, False, True]] * world_size
+
+
+# ------------------------------------------------------------------------------ one refresh
+
+
+def versions(rank: int, world_size: int, strategy: str) -> tuple[list[int], int]:
+    model, optimizer = build(strategy, world_size)
+    loss_of(model, tokens(0)).backward()
+    watched = {id(p.version): p.version for p in model.parameters()}
+    before = [version.count for version in watched.values()]
+    optimizer.step()
+    after = [version.count for version in watched.values()]
+    optimizer.zero_grad()
+    with comm.record() as calls:
+        model(tokens(1))
+        model(tokens(1))
+    gathered = sum(call.operation == "all_gather" for call in calls)
+    return [new - old for new, old in zip(after, before, strict=True)], gathered
+
+
+def test_every_buffer_is_marked_once_and_refreshed_once() -> None:
+    found = run_ranks(versions, 2, "zero1")
+    for marks, gathered in found:
+        assert marks == [1] * len(marks) and len(marks) >= 3
+        assert gathered == len(marks), "two forwards, one refresh of each buffer"
+
+
+# ------------------------------------------------------------------------------ states that travel
+
+
+def advance(model: Model, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        loss_of(model, tokens(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: Model, optimizer: Any) -> dict[str, Tensor]:
+    found = {name: full(p) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        found |= {f"{name}.{key}": full(value) for key, value in state.items()}
+    assert len(found) == 15 + 4 + 11 * 3
+    return found
+
+
+def save(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tensor]:
+    model, optimizer = build(strategy, world_size)
+    advance(model, optimizer, range(2))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    saved = values(model, optimizer)
+    advance(model, optimizer, range(2, 4))
+    return saved | {"later " + name: value for name, value in values(model, optimizer).items()}
+
+
+def load(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tensor]:
+    model, optimizer = build(strategy, world_size)
+    # States exist before the first step, with the same keys on every rank.
+    keys = [sorted(optimizer.state[p]) for p in model.parameters()]
+    assert all(theirs == keys for theirs in comm.agree(keys, torch.distributed.group.WORLD))
+    advance(model, optimizer, range(7, 8))  # nothing of it may survive
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    loaded = values(model, optimizer)
+    advance(model, optimizer, range(2, 4))
+    return loaded | {"later " + name: value for name, value in values(model, optimizer).items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("zero3", 2), ("zero3", 2)),
+        (("zero3", 2), ("hsdp", 4)),
+        (("hfsdp", 4), ("zero1", 2)),
+        (("zero2", 4), ("zero0", 1)),
+    ],
+    ids=lambda value: f"{value[0]} on {value[1]}",
+)
+def test_a_checkpoint_goes_on_in_another_world_bit_for_bit(
+    before: tuple[str, int], after: tuple[str, int], tmp_path: Path
+) -> None:
+    saved = run_ranks(save, before[1], before[0], str(tmp_path))[0]
+    for loaded in run_ranks(load, after[1], after[0], str(tmp_path)):
+        assert loaded.keys() == saved.keys() and len(saved) == 2 * 52
+        wrong = [name for name, value in loaded.items() if not torch.equal(value, saved[name])]
+        assert not wrong
