@@ -60,9 +60,18 @@ class Corpus:
         tokens = self.train if split == "train" else self.held_out
         return None if count is None else count / len(tokens)
 
-    def bits_per_byte(self, loss: float, split: Split = "held_out") -> float:
-        """From a loss in nats per token; per token where the bytes are unknown (see `unit`)."""
-        return loss / math.log(2) / (self.bytes_per_token(split) or 1.0)
+    def bits_per_byte(
+        self, loss: float, split: Split = "held_out", scored: Tokens | None = None
+    ) -> float:
+        """From a loss in nats per token; per token where the bytes are unknown (see `unit`).
+
+        A part's tokens are of its mean length only on the whole: where some of them were scored,
+        ``scored`` (:attr:`HeldOut.scored`) gives the exact figure.
+        """
+        length = self.bytes_per_token(split) or 1.0
+        if scored is not None and self.codec is not None:
+            length = num_bytes(self.codec, scored) / len(scored)
+        return loss / math.log(2) / length
 
     @property
     def unit(self) -> str:
@@ -83,6 +92,11 @@ class Corpus:
         parts = np.split(symbols, np.flatnonzero(symbols == END))
         texts = [part[part != END].astype(np.uint8).tobytes() for part in parts]
         return b"\n\n".join(texts).decode("utf-8", "replace")
+
+
+def num_bytes(codec: Codec, tokens: Tokens) -> int:
+    """Every symbol is a byte, but for one end per document."""
+    return len(codec.symbols(tokens)) - int(np.count_nonzero(tokens == codec.end))
 
 
 def digest_of(documents: Sequence[Document]) -> str:

@@ -116,7 +116,8 @@ def dataset_documents(spec: str) -> Iterator[Document]:
             f"{spec!r} could not be loaded ({str(error).splitlines()[0]}): check the name, the "
             f"configuration, the split and the network"
         ) from error
-    strings = [key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"]
+    kinds = {key: getattr(kind, "dtype", "") for key, kind in rows.features.items()}
+    strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
     column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
     if column is None:
         raise DataError(f"{spec!r} has no column 'text' (columns of strings: {strings})")

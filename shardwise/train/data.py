@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.train.corpus import Corpus, digest_of, hold_out
+from shardwise.train.corpus import Corpus, digest_of, hold_out, num_bytes
 from shardwise.train.corpus_errors import DataError, DataNotFoundError
 from shardwise.train.corpus_sources import Document, read_documents
 from shardwise.train.tokens import (
@@ -74,7 +74,7 @@ def _text_corpus(
 
 
 def _corpus_of(name: str, sha256: str, train: Tokens, held_out: Tokens, codec: Codec) -> Corpus:
-    sizes = [_num_bytes(codec, tokens) for tokens in (train, held_out)]
+    sizes = [num_bytes(codec, tokens) for tokens in (train, held_out)]
     return Corpus(
         name=name,
         train=train,
@@ -85,11 +85,6 @@ def _corpus_of(name: str, sha256: str, train: Tokens, held_out: Tokens, codec: C
         train_bytes=sizes[0],
         held_out_bytes=sizes[1],
     )
-
-
-def _num_bytes(codec: Codec, tokens: Tokens) -> int:
-    """Every symbol is a byte, but for one end per document."""
-    return len(codec.symbols(tokens)) - int(np.count_nonzero(tokens == codec.end))
 
 
 # ----------------------------------------------------------------------------------- learned pieces

@@ -204,6 +204,12 @@ class HeldOut:
             first = (index * self.world_size + self.rank) * self.batch_size
             yield self._batch(self.windows[first : first + self.batch_size])
 
+    @property
+    def scored(self) -> Tokens:
+        """The tokens that are guessed, on all ranks together."""
+        begins = self.windows * self.context + 1
+        return np.concatenate([self.tokens[at : at + self.context] for at in begins.tolist()])
+
     def _batch(self, windows: NDArray[np.int64]) -> tuple[Tensor, Tensor, int]:
         tokens = torch.zeros(self.batch_size, self.context, dtype=torch.int64)
         targets = torch.full_like(tokens, IGNORED)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.train import corpus_sources, data
@@ -53,6 +53,7 @@ def texts(folder: Path, count: int = 30) -> Path:
 # -------------------------------------------------------------------------------------- holding out
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(2, 400), min_size=1, max_size=60), st.sampled_from([0.05, 0.2, 0.5]))
 def test_every_byte_is_in_one_part(sizes: list[int], fraction: float) -> None:
     documents = [
@@ -255,6 +256,13 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
     assert corpus.decode(corpus.train) == plain.decode(plain.train)
     assert references_of(corpus) == references_of(plain)
     assert corpus.decode(corpus.encode("the fox")) == "the fox"
+    # Of two tokens of 1 and 3 bytes, one nat each is 2/4 nats a byte, whatever the mean length is.
+    scored = np.array([*corpus.encode("~"), *corpus.encode("the")])
+    assert len(scored) == 2
+    assert corpus.bits_per_byte(math.log(2), scored=scored) == pytest.approx(0.5)
+    assert corpus.bits_per_byte(math.log(2), scored=corpus.held_out) == pytest.approx(
+        corpus.bits_per_byte(math.log(2))
+    )
 
     made = [one.name for one in cache.iterdir()]
     assert len(made) == 1 and made[0].startswith("bpe-290-")

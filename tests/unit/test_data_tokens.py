@@ -166,6 +166,7 @@ def text_of(symbols: np.ndarray) -> list[bytes]:
     return [part[:-1].astype(np.uint8).tobytes() for part in parts[:-1]]
 
 
+@settings(deadline=None)
 @given(documents)
 def test_bytes_come_back(texts: list[bytes]) -> None:
     codec = Bytes()
