@@ -239,7 +239,7 @@ def _messages(
     """Send ``outgoing[peer]`` and receive ``incoming[peer]``, skipping this rank and empty ones."""
     tag = axis.next_tag(operation)
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
-    works = []
+    works: list[Any] = []
     # Start with the next rank, so that not everybody talks to rank 0 first.
     for step in range(1, axis.size):
         target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size

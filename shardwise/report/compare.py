@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes down about itself when it begins: its plan, and what others would have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from shardwise.placements import Placements
+from shardwise.report.plan import STRATEGIES, as_placements, plan, strategy_name
+from shardwise.report.plan_pictures import bars_of
+
+
+def plan_event(
+    model: nn.Module,
+    mesh_shape: Mapping[str, int],
+    placements: Placements | str,
+    **options: Any,
+) -> dict[str, Any]:
+    """The plan of a run and the bars of every strategy on the same ranks, for the events file.
+
+    ``model`` is built under ``torch.device("meta")`` and not wrapped; ``options`` are those of
+    :func:`~shardwise.report.plan.plan`. Write it as ``{"kind": "plan", **plan_event(...)}``.
+    """
+    chosen = plan(model, mesh_shape, placements, **options)
+    flat = {"dp": prod(mesh_shape.values())}
+    bars = {}
+    for name, strategy in STRATEGIES.items():
+        if strategy.num_axes == len(mesh_shape):
+            bars[name] = bars_of(plan(model, mesh_shape, strategy, **options))
+        elif strategy.num_axes == 1:
+            bars[name] = bars_of(plan(model, flat, strategy, **options))
+    bars[strategy_name(as_placements(placements))] = bars_of(chosen)
+    return {"plan": chosen.as_dict(), "strategies": bars}

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``report.html``: a run on one page, from its ``events.jsonl`` alone.
+
+    events.jsonl  -->  loss.svg      for a README or a message
+                  -->  report.html   everything, self-contained: offline, prints, dark and light
+                  -->  trace.json    the recorded step for Perfetto
+
+What an events file does not hold is left out. A last line that was cut off is left out too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardwise.report.loss import Event, loss_canvas, number
+from shardwise.report.page import SCRIPT, STYLE
+from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
+from shardwise.report.sizes import count_text, size_text
+from shardwise.report.step_pictures import lanes_canvas, memory_canvas
+from shardwise.report.svg import HATCHES, Canvas
+from shardwise.report.trace import chrome_trace
+
+EVENTS = "events.jsonl"
+
+
+def write_report(run_directory: str | Path) -> Path:
+    """Write ``report.html``, ``loss.svg`` and ``trace.json`` into a run's directory.
+
+    Returns the path of the page. The second and third are written where there is a loss, and a
+    recorded step.
+    """
+    folder = Path(run_directory)
+    path = folder / EVENTS
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no {EVENTS}: name the directory of a run, the one that was printed "
+            f"when it began"
+        )
+    events = read_events(path)
+    if not events:
+        raise ValueError(f"{path} holds no events yet: let the run begin first")
+    if (picture := loss_svg(events)) is not None:
+        _write(folder / "loss.svg", picture)
+    profile = _last(events, "profile")
+    if profile is not None and profile.get("spans"):
+        _write(folder / "trace.json", json.dumps(chrome_trace(profile)))
+    return _write(folder / "report.html", report_html(events))
+
+
+def read_events(path: Path) -> list[Event]:
+    """Every whole line of an events file."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a line that was being written when somebody pulled the plug
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
+            found.append(event)
+    return found
+
+
+def loss_svg(events: Sequence[Event]) -> str | None:
+    """The loss picture as a file of its own; None where no step has a loss."""
+    canvas = loss_canvas(events)
+    return None if canvas is None else canvas.render()
+
+
+def report_html(events: Sequence[Event]) -> str:
+    """The whole page."""
+    run = _last(events, "run") or {}
+    plan = _last(events, "plan") or {}
+    planned = plan.get("plan") or {}
+    profile = _last(events, "profile") or {}
+    pictures: list[Canvas | None] = [loss_canvas(events)]
+    if profile:
+        pictures += [lanes_canvas(profile), memory_canvas(profile)]
+    if planned.get("shard_map"):
+        pictures.append(map_canvas(planned["shard_map"]))
+    if plan.get("strategies"):
+        pictures.append(
+            bars_canvas(plan["strategies"], planned.get("strategy", ""), planned.get("memory"))
+        )
+    figures = "".join(
+        f"<figure>{canvas.render(standalone=False)}</figure>" for canvas in pictures if canvas
+    )
+    name = str(run.get("name") or _dig(run, "config", "name") or "shardwise run")
+    about = plan_text_line(planned) if planned else ""
+    sample = _last(events, "sample")
+    parts = [
+        f'<header><div><h1>{escape(name)}</h1><p class="about">{escape(about)}</p></div>'
+        f'<button id="theme" type="button">Dark</button></header>',
+        _figures(events, profile),
+        figures,
+    ]
+    if sample is not None:
+        parts.append(f"<h2>A sample</h2><pre>{escape(str(sample.get('text', '')))}</pre>")
+    parts += [
+        _collectives(profile or planned),
+        _table("Configuration", run.get("config") or {}),
+        _table("Corpus", run.get("corpus") or {}),
+        _table("Versions", run.get("versions") or {}),
+        _table(
+            "Run",
+            {
+                key: value
+                for key, value in run.items()
+                if key not in ("kind", "config", "corpus", "versions")
+            },
+        ),
+        _happenings(events),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>"
+        # not display:none, which would take the patterns away from the pictures
+        f'<svg width="0" height="0" class="defs" aria-hidden="true">{HATCHES}</svg><main>'
+        f'{"".join(part for part in parts if part)}</main><div id="tip" role="tooltip"></div>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+# ------------------------------------------------------------------------------ parts of the page
+
+
+def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
+    """The few numbers that people ask for first."""
+    steps = [event for event in events if event.get("kind") == "step"]
+    last = steps[-1] if steps else {}
+    held_out = _last(events, "eval") or {}
+    found: list[tuple[str, str]] = []
+
+    def show(words: str, value: float | None, text: str) -> None:
+        if value is not None:
+            found.append((text, words))
+
+    value = number(held_out.get("bits_per_byte"))
+    show("bits per byte, held out", value, f"{value or 0:.3f}")
+    value = number(last.get("bits_per_byte"))
+    show("bits per byte, last step", value, f"{value or 0:.3f}")
+    value = number(last.get("step"))
+    show("steps", value, f"{value or 0:,.0f}")
+    value = number(last.get("tokens"))
+    show("tokens", value, count_text(value or 0))
+    speeds = sorted(s for e in steps if (s := number(e.get("tokens_per_second"))) is not None)
+    show("tokens per second, median", _median(speeds), count_text(_median(speeds) or 0))
+    mfu = sorted(s for e in steps if (s := number(e.get("mfu"))) is not None)
+    show("MFU, median", _median(mfu), f"{100 * (_median(mfu) or 0):.1f} %")
+    memory = max((m for e in steps if (m := number(e.get("memory"))) is not None), default=None)
+    show("memory of a rank, most", memory, size_text(memory or 0))
+    value = number(profile.get("exposed"))
+    show("communication exposed", value, f"{100 * (value or 0):.1f} %")
+    cells = (f"<div><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in found)
+    return f'<div class="figures">{"".join(cells)}</div>' if found else ""
+
+
+def _collectives(source: Mapping[str, Any]) -> str:
+    """Of the recorded step where there is one, else of the plan."""
+    totals: dict[tuple[str, str, Any], list[int]] = {}
+    for call in source.get("collectives") or ():
+        key = (str(call["operation"]), str(call["axis"]), call["size"])
+        total = totals.setdefault(key, [0, 0])
+        total[0] += call["count"]
+        # a plan's rows are sums already, a record's are one call that came so often
+        total[1] += call["nbytes"] * (1 if "wire_bytes" in call else call["count"])
+    rows = {
+        f"{operation} over {axis} ({size} ranks)": f"{count:,} of {size_text(nbytes)} together"
+        for (operation, axis, size), (count, nbytes) in sorted(totals.items(), key=str)
+    }
+    return _table("Collectives of one step", rows)
+
+
+def _happenings(events: Iterable[Event]) -> str:
+    rows = [
+        (event["kind"], {k: v for k, v in event.items() if k not in ("kind", "time")})
+        for event in events
+        if event["kind"] in ("resume", "save", "skip", "end")
+    ]
+    cells = "".join(
+        f"<tr><th>{escape(kind)}</th><td>{escape(_words(rest))}</td></tr>"
+        for kind, rest in rows[-40:]
+    )
+    return f"<h2>What happened</h2><table>{cells}</table>" if cells else ""
+
+
+def _table(title: str, values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{escape(str(name))}</th><td>{escape(_words(value))}</td></tr>"
+        for name, value in _flat(values)
+    )
+    return f"<h2>{escape(title)}</h2><table>{rows}</table>" if rows else ""
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(map(_words, value)) if isinstance(value, list) else str(value)
+
+
+def _last(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event.get("kind") == kind), None)
+
+
+def _dig(value: Any, *names: str) -> Any:
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return values[len(values) // 2] if values else None
+
+
+def _write(path: Path, text: str) -> Path:
+    """Whole or not at all: a reader never finds half a page."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path

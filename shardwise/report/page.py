@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's style and script: light and dark, tips under the pointer, paper when printed."""
+
+from __future__ import annotations
+
+from shardwise.report.svg import FONT, theme_css
+
+_LIGHT = (
+    "--paper:#ffffff;--ink:#1c2128;--faint:#5c636d;--line:#dfe3e8;--back:#f4f5f7;--accent:#0072B2"
+)
+_DARK = (
+    "--paper:#14171c;--ink:#e8eaed;--faint:#a3aab4;--line:#2b3038;--back:#0c0e12;--accent:#56B4E9"
+)
+
+STYLE = f"""
+:root{{{_LIGHT};color-scheme:light}}
+:root[data-theme=dark]{{{_DARK};color-scheme:dark}}
+@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{{_DARK};color-scheme:dark}}}}
+{theme_css("svg", False)}
+{theme_css(":root[data-theme=dark] svg", True)}
+@media screen and (prefers-color-scheme:dark){{
+{theme_css(":root:not([data-theme=light]) svg", True)}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 {FONT}}}
+main{{max-width:940px;margin:0 auto;padding:28px 20px 60px}}
+header{{display:flex;justify-content:space-between;align-items:flex-start;gap:16px}}
+h1{{font-size:24px;margin:0 0 4px}}
+h2{{font-size:17px;margin:34px 0 10px}}
+p.about{{margin:0;color:var(--faint)}}
+button{{font:inherit;color:var(--ink);background:var(--paper);border:1px solid var(--line);
+border-radius:8px;padding:5px 12px;cursor:pointer;white-space:nowrap}}
+.figures{{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px;
+margin:22px 0}}
+.figures div{{background:var(--paper);border:1px solid var(--line);border-radius:10px;
+padding:10px 14px}}
+.figures b{{display:block;font-size:19px;font-variant-numeric:tabular-nums}}
+.figures span{{color:var(--faint);font-size:12.5px}}
+figure{{margin:16px 0;background:var(--paper);border:1px solid var(--line);border-radius:10px;
+padding:8px;overflow-x:auto}}
+svg{{display:block;width:100%;height:auto;min-width:640px}}
+svg.defs{{position:absolute;width:0;height:0;min-width:0}}
+svg text{{font-family:{FONT}}}
+[data-tip]{{cursor:default}}
+[data-tip]:hover{{filter:brightness(1.12)}}
+table{{border-collapse:collapse;width:100%;background:var(--paper);font-size:13.5px}}
+td,th{{border:1px solid var(--line);padding:4px 10px;text-align:left;vertical-align:top;
+overflow-wrap:anywhere}}
+th{{width:34%;font-weight:500;color:var(--faint)}}
+pre{{background:var(--paper);border:1px solid var(--line);border-radius:10px;padding:14px;
+white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;line-height:1.45;margin:0}}
+#tip{{position:fixed;pointer-events:none;background:var(--ink);color:var(--paper);padding:4px 9px;
+border-radius:6px;font-size:12.5px;max-width:440px;opacity:0;z-index:9}}
+@media print{{body{{background:#fff;color:#000}}button,#tip{{display:none}}main{{max-width:none;
+padding:0}}figure,table,pre,.figures div{{break-inside:avoid;border-color:#ccc}}
+svg{{min-width:0}}}}
+"""
+
+SCRIPT = """
+const root = document.documentElement, tip = document.getElementById('tip');
+const dark = () => root.dataset.theme ? root.dataset.theme === 'dark'
+  : matchMedia('(prefers-color-scheme: dark)').matches;
+const button = document.getElementById('theme');
+const name = () => { button.textContent = dark() ? 'Light' : 'Dark'; };
+button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; name(); });
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', name);
+name();
+
+// One tip for the whole page, beside the pointer and inside the window.
+function show(target, x, y) {
+  tip.textContent = target.getAttribute('data-tip');
+  tip.style.opacity = 1;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - box.width - 8)) + 'px';
+  tip.style.top = Math.max(4, y + 18 + box.height > innerHeight ? y - box.height - 8 : y + 18)
+    + 'px';
+}
+document.addEventListener('pointermove', event => {
+  const target = event.target.closest && event.target.closest('[data-tip]');
+  if (target) show(target, event.clientX, event.clientY); else tip.style.opacity = 0;
+});
+document.addEventListener('pointerleave', () => { tip.style.opacity = 0; });
+document.addEventListener('scroll', () => { tip.style.opacity = 0; }, {passive: true});
+
+// Print on paper as on a light screen.
+let before;
+addEventListener('beforeprint', () => {
+  before = root.dataset.theme; root.dataset.theme = 'light';
+});
+addEventListener('afterprint', () => {
+  if (before) root.dataset.theme = before; else delete root.dataset.theme;
+});
+"""

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two pictures of one recorded step: bytes by kind, and who was busy while others waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.report.axes import (
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Key,
+    draw_axes,
+    draw_title,
+    draw_x_axis,
+    title_height,
+)
+from shardwise.report.sizes import seconds_text, size_text, tick_text
+from shardwise.report.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    KIND_COLOURS,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Canvas,
+    Scale,
+    text_width,
+)
+from shardwise.report.table import KINDS
+from shardwise.report.trace import LANES
+
+Profile = dict[str, Any]
+LANE_HEIGHT, LANE_GAP = 30, 12
+EXPOSED = (
+    "Exposed communication: the time in which the compute lane could only wait for a collective "
+    "(hatched), as a share of the step.",
+    "On the host that is time inside wait(), for messages and for adding them up; on a device, "
+    "time its compute stream stood still for another stream.",
+)
+
+
+def memory_canvas(profile: Profile) -> Canvas | None:
+    """Stacked areas: each kind on top of the last, over the time of the step."""
+    changes = profile.get("memory", {}).get("changes", [])
+    start = profile.get("memory", {}).get("start", {})
+    if not changes:
+        return None
+    seconds = float(profile["seconds"])
+    kinds = [kind for kind in KINDS if kind in start or any(c[1] == kind for c in changes)]
+    kinds += sorted({c[1] for c in changes} | set(start) - set(kinds))
+    kinds = list(dict.fromkeys(kinds))
+    moments = _moments(start, changes, seconds)
+    peak_at, peak = max(((at, sum(held.values())) for at, held in moments), key=lambda m: m[1])
+    keys = [Key(KINDS.get(kind, kind), KIND_COLOURS.get(kind, GREY)) for kind in kinds]
+    about = f"peak {size_text(peak)} at {seconds_text(peak_at)} of {seconds_text(seconds)}"
+    about += "; the library's own buffers on this rank, activations are not among them"
+    height = title_height(about, keys, WIDTH) + 300
+    canvas = Canvas(WIDTH, height, f"memory by kind over one step, {about}")
+    top = draw_title(canvas, "Memory over one step", about, keys)
+    unit, name = _time_unit(seconds)
+    frame = draw_axes(
+        canvas,
+        top=top,
+        height=height - top - 52,
+        x_range=(0, seconds / unit),
+        y_range=(0, peak * 1.06 or 1),
+        x_label=f"time in the step ({name})",
+        y_label="bytes on this rank",
+        x_text=lambda value: f"{value:g}",
+        y_text=lambda value: tick_text(size_text(value)),
+        y_base=2,
+    )
+    floor = [0] * len(moments)
+    for kind in kinds:
+        ceiling = [low + held.get(kind, 0) for low, (_, held) in zip(floor, moments, strict=True)]
+        if ceiling != floor:
+            outline = _steps(moments, ceiling, seconds)
+            under = _steps(moments, floor, seconds)
+            most = max(held.get(kind, 0) for _, held in moments)
+            canvas.area(
+                [(frame.x(a / unit), frame.y(b)) for a, b in [*outline, *reversed(under)]],
+                tip=f"{KINDS.get(kind, kind)}: {size_text(most)} at most",
+                fill=KIND_COLOURS.get(kind, GREY),
+            )
+        floor = ceiling
+    x = frame.x(peak_at / unit)
+    canvas.line(x, frame.y(peak), x, frame.bottom, class_="axis", stroke_dasharray="2 3")
+    canvas.circle(x, frame.y(peak), 3.5, class_="ink", tip=about)
+    return canvas
+
+
+def _moments(
+    start: dict[str, int], changes: Sequence[Sequence[Any]], seconds: float
+) -> list[tuple[float, dict[str, int]]]:
+    """What was held from when on. Of changes too close to be told apart in the picture, the
+    fullest moment and the last are kept: no peak is lost, and no hairlines are drawn."""
+    held, found = dict(start), [(0.0, dict(start))]
+    apart = seconds / 1500
+    for at, kind, nbytes in changes:
+        held[kind] = held.get(kind, 0) + nbytes
+        now = (min(float(at), seconds), dict(held))
+        close = len(found) > 2 and now[0] - found[-2][0] < apart
+        if close and sum(found[-1][1].values()) <= sum(found[-2][1].values()):
+            found[-1] = now
+        elif close and sum(found[-2][1].values()) <= sum(found[-1][1].values()):
+            found[-2:] = [found[-1], now]
+        else:
+            found.append(now)
+    return found
+
+
+def _steps(
+    moments: Sequence[tuple[float, Any]], heights: Sequence[float], end: float
+) -> list[tuple[float, float]]:
+    """A staircase: a height holds until the next moment."""
+    points: list[tuple[float, float]] = []
+    for position, ((at, _), height) in enumerate(zip(moments, heights, strict=True)):
+        if position:
+            points.append((at, heights[position - 1]))
+        points.append((at, height))
+    return [*points, (end, heights[-1])]
+
+
+def lanes_canvas(profile: Profile) -> Canvas | None:
+    """Compute, gathers, reductions and the optimizer side by side, and one number on top."""
+    spans = profile.get("spans", [])
+    if not spans:
+        return None
+    seconds, exposed = float(profile["seconds"]), float(profile.get("exposed", 0))
+    lanes = [lane for lane in LANES if any(span["lane"] == lane for span in spans)]
+    keys = [
+        Key(name, colour, name == "waiting")
+        for name, colour in _COLOURS.items()
+        if name == "waiting" or any(_sort(span) == name for span in spans)
+    ]
+    title = f"Exposed communication: {100 * exposed:.1f} % of the step"
+    about = f"one step of {seconds_text(seconds)} on this rank, times of the "
+    about += str(profile.get("clock", "host"))
+    top_height = title_height(about, keys, WIDTH)
+    height = top_height + len(lanes) * (LANE_HEIGHT + LANE_GAP) + 52 + 16 * len(EXPOSED) + 10
+    canvas = Canvas(WIDTH, height, title)
+    top = draw_title(canvas, title, about, keys)
+    bottom = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
+    unit, name = _time_unit(seconds)
+    x = Scale(0, seconds / unit, LEFT, WIDTH - RIGHT)
+    draw_x_axis(
+        canvas,
+        x,
+        top,
+        bottom,
+        (0, seconds / unit),
+        f"time in the step ({name})",
+        lambda value: f"{value:g}",
+    )
+    rows = {lane: top + 4 + index * (LANE_HEIGHT + LANE_GAP) for index, lane in enumerate(lanes)}
+    for lane, y in rows.items():
+        canvas.text(LEFT - 8, y + LANE_HEIGHT / 2 + 4, lane, size=12, anchor="end")
+        canvas.rect(LEFT, y, WIDTH - RIGHT - LEFT, LANE_HEIGHT, class_="pad", opacity=0.55)
+    for span in spans:
+        begin, end = x(span["begin"] / unit), x(span["end"] / unit)
+        tip = f"{span['name']}: {seconds_text(span['end'] - span['begin'])}"
+        if "nbytes" in span:
+            tip += f", {size_text(span['nbytes'])} received"
+        y, width = rows[span["lane"]], max(end - begin, 0.6)
+        style = {"class_": "edge", "stroke_width": 0.5} if width > 3 else {}
+        canvas.rect(begin, y, width, LANE_HEIGHT, fill=_COLOURS[_sort(span)], tip=tip, **style)
+        label = span["name"].rsplit(" ", 1)[-1]
+        if (
+            span["lane"] == "compute"
+            and not span.get("library")
+            and width > 6 + text_width(label, 10)
+        ):
+            canvas.text(
+                begin + width / 2,
+                y + LANE_HEIGHT / 2 + 4,
+                label,
+                size=10,
+                anchor="middle",
+                class_="",
+                fill="#ffffff",
+                pointer_events="none",
+            )
+    y = rows.get("compute", top)
+    for begin, end, reason in profile.get("stalls", []):
+        tip = f"waiting for {reason}: {seconds_text(end - begin)}"
+        left = x(begin / unit)
+        width = max(x(end / unit) - left, 0.6)
+        canvas.rect(left, y, width, LANE_HEIGHT, fill="url(#waiting)", tip=tip)
+    for position, line in enumerate(EXPOSED):
+        canvas.text(16, bottom + 58 + 16 * position, line, size=11, class_="faint")
+    return canvas
+
+
+_COLOURS = {
+    "forward": BLUE,
+    "backward": "#00466E",
+    "library": GREY,
+    "waiting": RED,
+    "all-gather": SKY,
+    "reduction": ORANGE,
+    "outer reduction": YELLOW,
+    "exchange": PINK,
+    "optimizer": GREEN,
+}
+_SORTS = {
+    "gather": "all-gather",
+    "reduce": "reduction",
+    "outer": "outer reduction",
+    "exchange": "exchange",
+    "optimizer": "optimizer",
+}
+
+
+def _sort(span: Profile) -> str:
+    if span["lane"] != "compute":
+        return _SORTS[span["lane"]]
+    if span.get("library"):
+        return "library"
+    return "backward" if span["name"].startswith(("backward", "recompute")) else "forward"
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 2 else (1e-3, "ms") if seconds >= 2e-3 else (1e-6, "µs")

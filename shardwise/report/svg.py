@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SVG by hand: a canvas, a scale, ticks, colours. No drawing library, no fonts, no network.
+
+A canvas knows two themes. As a file of its own it follows the reader's light or dark setting; on
+the page of ``html.py`` the page's button decides. Tips are ``<title>`` in a file (browsers show
+them) and ``data-tip`` on the page (its script shows them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+# Okabe and Ito's colours: told apart by people who see red and green alike, on both papers.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#D9C400", "#8A8F98"
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
+KIND_COLOURS = {
+    "main": BLUE,
+    "compute": SKY,
+    "grad": ORANGE,
+    "grad_accumulator": YELLOW,
+    "grad_transient": RED,
+    "receive": PINK,
+    "pool_idle": GREY,
+    "optimizer": GREEN,
+    "other": GREY,
+}
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+# class: (property, light, dark)
+THEME = {
+    "paper": ("fill", "#ffffff", "#14171c"),
+    "ink": ("fill", "#1c2128", "#e8eaed"),
+    "faint": ("fill", "#5c636d", "#a3aab4"),
+    "axis": ("stroke", "#5c636d", "#a3aab4"),
+    "grid": ("stroke", "#e3e6ea", "#2b3038"),
+    "edge": ("stroke", "#ffffff", "#14171c"),
+    "pad": ("fill", "#eceef1", "#23272e"),
+    "train": ("stroke", BLUE, SKY),
+    "hatch": ("stroke", "#a7adb6", "#5a616b"),
+}
+
+
+def theme_css(scope: str, dark: bool) -> str:
+    """Rules for the classes above, within a selector."""
+    return "".join(
+        f"{scope} .{name}{{{prop}:{night if dark else day}}}"
+        for name, (prop, day, night) in THEME.items()
+    )
+
+
+def text_width(text: str, size: float = 12) -> float:
+    """About how wide text is; a little more than it is in most fonts, so that nothing is cut."""
+    narrow = sum(letter in "iljtf.,:;|!'()[] " for letter in text)
+    wide = sum(letter in "mwMW%@" or letter.isupper() for letter in text)
+    return size * (0.6 * len(text) - 0.24 * narrow + 0.2 * wide)
+
+
+@dataclass
+class Canvas:
+    """Shapes in the order in which they are drawn."""
+
+    width: float
+    height: float
+    title: str
+    shapes: list[str] = field(default_factory=list)
+
+    def rect(
+        self, x: float, y: float, width: float, height: float, *, tip: str = "", **style: Any
+    ) -> None:
+        box = {"x": x, "y": y, "width": max(width, 0), "height": max(height, 0)}
+        self._add("rect", box | style, tip)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, **style: Any) -> None:
+        self._add("line", {"x1": x1, "y1": y1, "x2": x2, "y2": y2} | style)
+
+    def path(self, points: Sequence[tuple[float, float]], *, tip: str = "", **style: Any) -> None:
+        moves = " ".join(
+            f"{'L' if position else 'M'}{_number(x)} {_number(y)}"
+            for position, (x, y) in enumerate(points)
+        )
+        self._add("path", {"d": moves, "fill": "none"} | style, tip)
+
+    def area(self, points: Sequence[tuple[float, float]], *, tip: str = "", **style: Any) -> None:
+        self._add("polygon", {"points": _points(points)} | style, tip)
+
+    def circle(self, x: float, y: float, r: float, *, tip: str = "", **style: Any) -> None:
+        self._add("circle", {"cx": x, "cy": y, "r": r} | style, tip)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        size: float = 12,
+        anchor: str = "start",
+        **style: Any,
+    ) -> None:
+        style = {"class_": "ink"} | style
+        attributes = {"x": x, "y": y, "font-size": size, "text-anchor": anchor} | style
+        self.shapes.append(f"<text{_attributes(attributes)}>{escape(text)}</text>")
+
+    def render(self, *, standalone: bool = True) -> str:
+        """The SVG; a file of its own, or a part of the page."""
+        style = f"<style>text{{font-family:{escape(FONT, quote=False)}}}"
+        style += theme_css("svg", False)
+        style += f"@media(prefers-color-scheme:dark){{{theme_css('svg', True)}}}</style>"
+        body = "\n".join(map(_with_titles, self.shapes) if standalone else self.shapes)
+        size = f'viewBox="0 0 {_number(self.width)} {_number(self.height)}"'
+        if standalone:
+            size += f' width="{_number(self.width)}" height="{_number(self.height)}"'
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+            f'aria-label="{escape(self.title)}">'
+            f"{f'<title>{escape(self.title)}</title>' if standalone else ''}"
+            f"{style + HATCHES if standalone else ''}\n"
+            f'<rect class="paper" width="100%" height="100%"/>\n{body}\n</svg>'
+        )
+
+    def _add(self, name: str, attributes: dict[str, Any], tip: str = "") -> None:
+        if tip:
+            attributes = attributes | {"data-tip": tip}
+        self.shapes.append(f"<{name}{_attributes(attributes)}/>")
+
+
+# Padding and waits are hatched: told apart without any colour at all. Once a file, once a page.
+HATCHES = (
+    '<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="pad" width="6" height="6"/>'
+    '<line class="hatch" x1="0" y1="0" x2="0" y2="6" stroke-width="2"/></pattern>'
+    '<pattern id="waiting" width="5" height="5" patternUnits="userSpaceOnUse" '
+    f'patternTransform="rotate(-45)"><rect width="5" height="5" fill="{RED}"/>'
+    '<line x1="0" y1="0" x2="0" y2="5" stroke="#ffffff" stroke-opacity="0.55" stroke-width="2"/>'
+    "</pattern></defs>"
+)
+
+
+def _with_titles(shape: str) -> str:
+    """``<rect data-tip="x"/>`` as ``<rect><title>x</title></rect>``."""
+    before, found, after = shape.partition(' data-tip="')
+    if not found:
+        return shape
+    tip, _, rest = after.partition('"')
+    name = shape[1:].split(" ", 1)[0]
+    return f"{before}{rest.removesuffix('/>')}><title>{tip}</title></{name}>"
+
+
+def _attributes(values: dict[str, Any]) -> str:
+    return "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(_number(value))}"'
+        for name, value in values.items()
+    )
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}".rstrip("0").rstrip(".") if math.isfinite(value) else "0"
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is read more easily on a colour."""
+    red, green, blue = (int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "#ffffff"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to positions, in a straight line."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return self.begin + share * (self.end - self.begin)
+
+
+def ticks(low: float, high: float, count: int = 5, *, base: int = 10) -> list[float]:
+    """Round numbers from low to high: 1, 2 or 5 times a power; powers of two for bytes.
+
+    >>> ticks(0, 10), ticks(0, 100 * 1024, base=2)[-1] / 1024
+    ([0, 2, 4, 6, 8, 10], 96.0)
+    """
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(count, 1)
+    if base == 2:
+        step = 2.0 ** math.ceil(math.log2(rough))
+    else:
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    found = [number * step for number in range(first, last + 1)]
+    return [int(value) if float(value).is_integer() else value for value in found]
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions near the wanted ones that keep a gap: labels that do not overlap."""
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    placed = [0.0] * len(wanted)
+    at = low
+    for index in order:
+        at = max(wanted[index], at)
+        placed[index] = at
+        at += gap
+    limit = high
+    for index in reversed(order):
+        placed[index] = min(placed[index], limit)
+        limit = placed[index] - gap
+    return placed
