@@ -148,3 +148,58 @@ def count_outer(rank: int, world_size: int) -> tuple[list[int], int]:
 def test_hfsdp_exchanges_over_both_axes_at_once() -> None:
     for sent, total in run_ranks(count_outer, 4):
         assert sent == [3 * total // 16] * 2
+
+
+class Wide(nn.Module):
+    """As many equal matrices as ranks, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = nn.ParameterList(torch.randn(SIDE, SIDE) for _ in range(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for weight in self.matrices:
+            hidden = torch.tanh(hidden @ weight)
+        return hidden
+
+
+def count_between_replicas(rank: int, world_size: int, strategy: str) -> dict[str, int]:
+    """Bytes that leave this rank by axis, in one whole step after the first."""
+    model = Wide()
+    whole = strategy == "hfsdp"
+    sw.fully_shard(
+        model,
+        mesh=mesh_of(2, 2),
+        placements=sw.hfsdp() if whole else sw.hsdp(),
+        grain=(lambda name, p: sw.TENSOR) if whole else None,
+    )
+    if strategy == "adamw":
+        optimizer = sw.optimizer(model, matrix=None, elementwise=sw.adamw())
+    else:
+        optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    sent: dict[str, int] = {}
+    for _ in range(2):
+        sent = {}
+        with comm.record() as calls:
+            model(torch.randn(4, SIDE)).square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        for call in calls:
+            sent[call.axis] = sent.get(call.axis, 0) + call.wire_bytes
+    return sent
+
+
+def test_matrix_aligned_replicas_send_no_more_than_an_all_reduce() -> None:
+    """Gradients reduce-scattered to whole matrices, orthogonalised, weights all-gathered: between
+    replicas that is what HSDP's all-reduce costs under AdamW, (R-1)/R P/N (b_g + b_p)."""
+    total, shards, copies = 8 * SIDE * SIDE * 4, 2, 2
+    formula = 2 * (copies - 1) * total // (copies * shards)
+    for sent in run_ranks(count_between_replicas, 4, "adamw"):
+        assert sent["dp_outer"] == formula
+    for sent in run_ranks(count_between_replicas, 4, "hfsdp"):
+        assert set(sent) == {"dp", "dp_outer"}, "no exchange over both"
+        assert sent["dp_outer"] == formula
+    for sent in run_ranks(count_between_replicas, 4, "hsdp"):
+        # Rows cut, main weights on every replica: the updates come on top.
+        assert sent["dp_outer"] == formula + formula // 2

@@ -20,7 +20,6 @@ from tests.models import Model, loss_of, make_model, mesh_for, shard_model, toke
 from tests.parity.helpers import STRATEGIES
 from tests.ranks import run_ranks
 
-
 LIMIT = 0.02  # of a norm
 
 
