@@ -91,15 +91,18 @@ def plan_matrices(
     queues: dict[_Kind, list[int]] = {}
     buckets: list[Bucket] = []
     full: list[list[int]] = []  # rows of whole matrices that wait for their bucket to be full
+    filled = 0  # their elements
     loose: list[int] = []
 
     def size_of(members: Sequence[int]) -> int:
         return sum(items[index].numel for index in members)
 
     def close() -> None:
+        nonlocal filled
         if full:
             buckets.append(_whole_rows(items, full, num_shards))
             full.clear()
+            filled = 0
 
     for index, kind in enumerate(kinds):
         if kind is None:
@@ -113,10 +116,11 @@ def plan_matrices(
         if kind.parts > 1:
             buckets.append(_cut_row(items, queue, kind.parts, num_shards))
             continue
-        if sum(map(size_of, full)) + size_of(queue) > limit:
+        if filled + num_shards * kind.numel > limit:
             close()
         full.append(queue)
-        if sum(map(size_of, full)) >= bucket_size:
+        filled += num_shards * kind.numel
+        if filled >= bucket_size:
             close()
     loose = sorted(loose + [index for queue in queues.values() for index in queue])
     budget = max(total // WHOLE_PADDING, CHEAP_PADDING)

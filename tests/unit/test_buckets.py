@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buckets: arithmetic alone, fuzzed, and the bars for published shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.padding import buckets_of, deepseek_v3, llama_3_8b, price, qwen3_30b_a3b
+from shardwise.layout import ALIGNMENT, ELEMENT, TENSOR, Item, tensor_fraction
+from shardwise.shard.buckets import (
+    FEWEST_BUCKETS,
+    LARGEST_BUCKET,
+    Bucket,
+    plan_elements,
+    plan_matrices,
+)
+
+BUCKET = 1 << 27  # elements: 256 MiB of bf16
+
+
+def layers(count: int, shapes: Sequence[tuple[int, ...]]) -> list[Item]:
+    """In backprop order, whole, or whole experts for stacks."""
+    return [
+        Item(
+            f"{layer}.{number}",
+            shape,
+            TENSOR if len(shape) == 2 else tensor_fraction(shape[0]),
+        )
+        for layer in reversed(range(count))
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def plan(items: Sequence[Item], num_shards: int, bucket_size: int) -> list[Bucket]:
+    return plan_matrices(items, [price(item.shape) for item in items], num_shards, bucket_size)
+
+
+def padding(buckets: Sequence[Bucket]) -> float:
+    payload = sum(bucket.layout.payload for bucket in buckets)
+    assert payload > 0, "nothing was planned"
+    return sum(bucket.layout.padding for bucket in buckets) / payload
+
+
+def loads(buckets: Sequence[Bucket], num_shards: int) -> list[int]:
+    """Newton-Schulz of every shard, where all matrices are whole."""
+    found = [0] * num_shards
+    for bucket in buckets:
+        for index, item in enumerate(bucket.layout.items):
+            (holder,) = bucket.layout.holders(index)
+            found[holder] += price(item.shape)
+    return found
+
+
+def holders(buckets: Sequence[Bucket]) -> Counter[int]:
+    """How many matrices lie on one shard, on two, ..."""
+    return Counter(
+        len(bucket.layout.holders(index))
+        for bucket in buckets
+        for index in range(len(bucket.layout.items))
+    )
+
+
+# ------------------------------------------------------------------------------ published shapes
+
+
+def test_llama_pads_little_for_every_number_of_ranks() -> None:
+    """The issue's bar is 10 % for dp 2 to 1024, its goal 3 %; and buckets do not collapse."""
+    weights = llama_3_8b()
+    total = sum(prod(weight.shape) for weight in weights if weight.matrix)
+    assert 6.9e9 < total < 7.0e9, "the matrices of Llama-3-8B"
+    largest = max(BUCKET, min(total // FEWEST_BUCKETS, LARGEST_BUCKET * BUCKET))
+    for dp in range(2, 1025):
+        matrices, rest = buckets_of(weights, dp)
+        assert sum(len(bucket.members) for bucket in matrices) == 7 * 32
+        assert padding(matrices) <= 0.03, dp
+        assert padding(rest) <= 0.001, dp
+        assert len(matrices) >= FEWEST_BUCKETS, dp
+        assert max(bucket.layout.payload for bucket in matrices) <= largest, dp
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+def test_llama_pads_nothing_for_powers_of_two(dp: int) -> None:
+    matrices, _ = buckets_of(llama_3_8b(), dp)
+    assert padding(matrices) == 0
+    if dp <= 8:
+        assert holders(matrices) == {1: 224}, "every matrix is whole"
+        assert len(set(loads(matrices, dp))) == 1, "every rank computes as much"
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8, 13, 64, 100, 256, 1009, 1024])
+@pytest.mark.parametrize("weights", [qwen3_30b_a3b(), deepseek_v3()], ids=["qwen3", "deepseek"])
+def test_mixtures_of_experts_pad_little(weights: list, dp: int) -> None:  # type: ignore[type-arg]
+    matrices, rest = buckets_of(weights, dp)
+    assert padding(matrices) <= 0.03
+    assert padding(rest) <= 0.001
+    assert len(matrices) >= FEWEST_BUCKETS
+
+
+def test_a_tied_embedding_costs_no_padding() -> None:
+    items = [Item("norm", (4096,)), Item("embedding", (128256, 4096))]
+    for dp in (2, 64, 1024):
+        (bucket,) = plan_elements(items, dp, BUCKET)
+        assert bucket.layout.padding <= ALIGNMENT * (dp + 2)
+        assert len(bucket.layout.holders(1)) == dp, "every rank has a part of it"
+
+
+# ------------------------------------------------------------------------------ repeated layers
+
+SHAPES = [(256, 64), (64, 256), (64, 64), (64, 64), (16, 64)]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6])
+def test_repeated_layers_are_whole_balanced_and_unpadded(num_shards: int) -> None:
+    buckets = plan(layers(24, SHAPES), num_shards, 1 << 14)
+    assert padding(buckets) == 0
+    assert holders(buckets) == {1: 120}
+    assert len(set(loads(buckets, num_shards))) == 1
+    assert len(buckets) >= FEWEST_BUCKETS, "and there is something to overlap"
+
+
+def test_more_ranks_than_matrices_share_them_in_equal_parts() -> None:
+    """4 matrices of 64 rows over 16 shards: 4 parts each, and a bucket for each two of them."""
+    buckets = plan(layers(4, [(64, 64)]), 16, 1 << 12)
+    assert padding(buckets) == 0
+    for bucket in buckets:
+        for index, item in enumerate(bucket.layout.items):
+            parts = 16 // len(bucket.layout.items)
+            assert item.grain == tensor_fraction(parts)
+            pieces = [bucket.layout.piece(index, shard) for shard in bucket.layout.holders(index)]
+            assert [hi - lo for lo, hi in pieces] == [item.numel // parts] * parts
+
+
+def test_stacks_of_experts_are_cut_between_matrices() -> None:
+    items = layers(4, [(8, 64, 32), (8, 32, 64)])
+    for num_shards in (2, 4, 8, 16):
+        for bucket in plan(items, num_shards, 1 << 15):
+            for index, item in enumerate(bucket.layout.items):
+                assert item.grain.kind == "tensor"
+                for shard in bucket.layout.holders(index):
+                    lo, hi = bucket.layout.piece(index, shard)
+                    assert lo % (64 * 32) == hi % (64 * 32) == 0
+
+
+def test_costs_balance_what_sizes_cannot_tell_apart() -> None:
+    """Leftovers of one size and three costs: 3 shards get one of each."""
+    items = [Item(f"{cost}.{copy}", (64, 64), TENSOR) for cost in (9, 5, 1) for copy in range(3)]
+    costs = [int(item.name.split(".")[0]) for item in items]
+    items.insert(4, Item("odd", (48, 64), TENSOR))
+    costs.insert(4, 3)
+    (bucket,) = plan_matrices(items, costs, 3, 1 << 20)
+    found = [0] * 3
+    for index, item in enumerate(bucket.layout.items):
+        (holder,) = bucket.layout.holders(index)
+        found[holder] += costs[items.index(item)]
+    assert sorted(found) == [15, 15, 18]
+
+
+def test_leftovers_are_cut_where_whole_ones_would_pad() -> None:
+    """9 equal matrices over 8 ranks: a row, and one that is cut rather than padded sevenfold."""
+    items = layers(9, [(4096, 4096)])
+    buckets = plan(items, 8, BUCKET)
+    assert holders(buckets)[1] == 8
+    assert padding(buckets) < 0.01
+
+
+def test_small_leftovers_stay_whole() -> None:
+    """What they pad is less than a message more would cost."""
+    buckets = plan(layers(5, [(64, 64), (32, 64)]), 4, 1 << 24)
+    assert len(buckets) == 1
+    assert holders(buckets) == {1: 10}
+
+
+def test_buckets_come_in_the_order_of_backward() -> None:
+    items = layers(12, SHAPES)
+    buckets = plan(items, 4, 1 << 14)
+    complete = [bucket.complete_at for bucket in buckets]
+    assert complete == sorted(complete)
+    # The first bucket is complete when the first layers of backward are through, not at the end.
+    assert complete[0] <= 4 * len(SHAPES)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 matrices with 1 costs over 4 shards"):
+        plan_matrices(layers(2, [(8, 8)]), [1], 4, 100)
+    with pytest.raises(ValueError, match="0 shards"):
+        plan_matrices(layers(2, [(8, 8)]), [1, 1], 0, 100)
+
+
+# ------------------------------------------------------------------------------ anything at all
+
+shapes = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(
+    st.integers(1, 6), st.integers(1, 12), st.integers(1, 12)
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(shapes, min_size=1, max_size=5),
+    st.integers(1, 7),
+    st.integers(1, 12),
+    st.integers(1, 4000),
+)
+def test_any_matrices(
+    kinds: list[tuple[int, ...]], count: int, num_shards: int, bucket_size: int
+) -> None:
+    items = layers(count, kinds)
+    buckets = plan(items, num_shards, bucket_size)
+    members = [member for bucket in buckets for member in bucket.members]
+    assert sorted(members) == list(range(len(items))), "every matrix once"
+    for bucket in buckets:
+        assert bucket.layout.num_shards == num_shards
+        assert [item.name for item in bucket.layout.items] == [
+            items[member].name for member in bucket.members
+        ]
+        assert [item.shape for item in bucket.layout.items] == [
+            items[member].shape for member in bucket.members
+        ]
+        for index, item in enumerate(bucket.layout.items):  # Layout itself checks the grains
+            if item.grain == TENSOR:
+                assert len(bucket.layout.holders(index)) == 1
+    renamed = [Item(f"other {item.name}", item.shape, item.grain) for item in items]
+    for ours, theirs in zip(buckets, plan(renamed, num_shards, bucket_size), strict=True):
+        assert ours.members == theirs.members, "a function of shapes and places alone"
+        assert ours.layout.starts == theirs.layout.starts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 1 << 16),
+)
+def test_any_repeated_layers_are_unpadded(
+    widths: list[int], num_shards: int, times: int, bucket_size: int
+) -> None:
+    """Aligned shapes, a multiple of the ranks of each: whatever is whole is exactly in rows."""
+    items = layers(num_shards * times, [(64, 64 * width) for width in widths])
+    buckets = plan(items, num_shards, bucket_size)
+    whole = [
+        bucket for bucket in buckets if all(item.grain == TENSOR for item in bucket.layout.items)
+    ]
+    assert all(bucket.layout.padding == 0 for bucket in whole)
+    payload = sum(bucket.layout.payload for bucket in buckets)
+    aligned = ALIGNMENT * num_shards * len(buckets)
+    assert sum(bucket.layout.padding for bucket in buckets) <= payload // 64 + aligned
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9)), min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.integers(1, 3000),
+)
+def test_any_elements(shapes: list[tuple[int, int]], num_shards: int, bucket_size: int) -> None:
+    items = [Item(str(index), shape) for index, shape in enumerate(shapes)]
+    buckets = plan_elements(items, num_shards, bucket_size)
+    assert [member for bucket in buckets for member in bucket.members] == list(range(len(items)))
+    for bucket in buckets:
+        assert all(item.grain == ELEMENT for item in bucket.layout.items)
+        assert bucket.layout.padding <= ALIGNMENT * (num_shards + len(bucket.members))
+        assert sum(item.numel for item in bucket.layout.items[:-1]) < bucket_size
