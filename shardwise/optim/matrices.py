@@ -59,11 +59,11 @@ def freight(matrices: Sequence[Matrix]) -> list[Freight]:
 
 
 def kept_whole(parameter: Tensor) -> bool:
-    """Whether the layout keeps the parameter on one rank on purpose."""
+    """Whether the layout keeps every matrix on one rank on purpose; a stack is cut between them."""
     if not isinstance(parameter, ShardedTensor):
         return False
     grain = parameter.cut.layout.items[parameter.cut.index].grain
-    return grain.kind == "tensor" and grain.count == 1
+    return grain.kind == "tensor" and (grain.count == 1 or parameter.ndim == 3)
 
 
 class Fleet:
