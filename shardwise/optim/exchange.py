@@ -151,6 +151,7 @@ class Exchange:
                 if rank == self.rank:
                     self.begins.setdefault(one.position, one.parcel.start + lo)
         self.slots = [self._slot(members) for members in self.plan.rounds]
+        self.skipped: frozenset[int] = frozenset()  # parcels that the caller computes itself
         self.lanes = Lanes(device)
         self._agree()
 
@@ -190,6 +191,11 @@ class Exchange:
                     f"exchanges for {len(self.freight)} matrices: give every rank the same "
                     f"parameters, in the same order, with the same settings"
                 )
+
+    def stays(self, index: int) -> bool:
+        """Whether a parcel is computed here, from pieces that are here, for nobody else."""
+        mine = self.plan.owners[index][1] == self.rank and self.replicas is None
+        return mine and not self.plan.sends(index)
 
     # ------------------------------------------------------------------ running it
 
@@ -240,6 +246,8 @@ class Exchange:
     def _assemble(self, slot: _Slot, workspaces: Sequence[Tensor], flight: _Flight | None) -> None:
         """Put this rank's parcels together; one that it holds whole is computed where it lies."""
         for index in slot.owned:
+            if index in self.skipped:
+                continue
             numel = self.freight[index].parcel.numel
             mine = [piece for piece in self.freight[index].pieces if piece[0] == self.rank]
             if [(lo, hi) for _, lo, hi in mine] == [(0, numel)]:
@@ -257,7 +265,7 @@ class Exchange:
     def _compute(self, slot: _Slot, orthogonalize: Orthogonalize) -> None:
         """Matrices of one shape at a time, in one batch."""
         shapes: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
-        for index in slot.owned:
+        for index in slot.whole:
             parcel = self.freight[index].parcel
             matrices = parcel.take(slot.whole[index].view(parcel.rows, parcel.cols))
             for number, matrix in enumerate(matrices):

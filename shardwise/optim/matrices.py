@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.optim import muon
+from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import cost, newton_schulz, preset_of
-from shardwise.optim.split import Split, parcels_of
+from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import Home, block_shape, home_of, like, local_of, pieces_of
 from shardwise.optim.tensor_parallel import Blocks
 from shardwise.tensor import ShardedTensor
@@ -86,6 +86,27 @@ class Fleet:
         self.blocks = None if cut is None else Blocks(cut, home.tensor_dim, mode)
         between = (self.exchange.shards, self.exchange.replicas, self.blocks)
         self.communicates = any(one is not None for one in between)
+        # With kernels: the parcels of parameters that never travel, by position.
+        self.resident: dict[int, list[Parcel]] = {}
+        self.fused = resident.kernels_serve([local_of(matrix.parameter) for matrix in matrices])
+        if self.fused and self.blocks is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Find the parameters of which everything here stays here."""
+        here: dict[int, list[int]] = {}
+        exchange = self.exchange
+        for index, one in enumerate(exchange.freight):
+            if any(rank == exchange.rank for rank, _, _ in one.pieces):
+                here.setdefault(one.position, []).append(index)
+        skipped: list[int] = []
+        for position, indices in here.items():
+            parcels = [exchange.freight[index].parcel for index in indices]
+            plain = not any(parcel.sizes for parcel in parcels)
+            if plain and all(exchange.stays(index) for index in indices):
+                self.resident[position] = parcels
+                skipped += indices
+        exchange.skipped = frozenset(skipped)
 
     def step(self, state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
         """One step; the parameters that were written.
@@ -100,19 +121,20 @@ class Fleet:
         ]
         if not taking:
             return []
-        workspaces = {
-            id(matrix): torch.zeros_like(local_of(matrix.parameter))
-            for matrix in self.matrices
-            if not local_of(matrix.parameter).numel() or matrix not in taking
-        }
+        ids = {id(self.matrices[position]) for position in self.resident}
         held = [matrix for matrix in taking if local_of(matrix.parameter).numel()]
-        for members in _by_group(held):
+        moving = [matrix for matrix in held if id(matrix) not in ids]
+        self._step_resident([matrix for matrix in held if id(matrix) in ids], state)
+        workspaces: dict[int, Tensor] = {}
+        for members in _by_group(moving):
             self._momentum(members, state, workspaces)
-        flat = [workspaces[id(matrix)].view(-1) for matrix in self.matrices]
+        nothing = local_of(self.matrices[0].parameter).new_empty(0)
+        flat = [self._flat(matrix, workspaces, ids, nothing) for matrix in self.matrices]
         self.exchange.run(flat, self._orthogonalize)
-        for members in _by_group(held):
+        for members in _by_group(moving):
             group = members[0].group
-            muon.apply_update(
+            apply = resident.apply_update if self.fused else muon.apply_update
+            apply(
                 [local_of(matrix.parameter) for matrix in members],
                 [workspaces[id(matrix)] for matrix in members],
                 lr=float(group["lr"]),
@@ -120,6 +142,42 @@ class Fleet:
                 decay=group["decay"],
             )
         return [matrix.parameter for matrix in taking]
+
+    def _flat(
+        self, matrix: Matrix, workspaces: dict[int, Tensor], ids: set[int], nothing: Tensor
+    ) -> Tensor:
+        """The workspace of a parameter, flat; zeros where it has none and somebody computes it."""
+        if id(matrix) in workspaces:
+            return workspaces[id(matrix)].view(-1)
+        local = local_of(matrix.parameter)
+        if id(matrix) in ids or not local.numel():
+            return nothing
+        return torch.zeros_like(local).view(-1)
+
+    def _step_resident(
+        self, members: Sequence[Matrix], state: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        """Whole matrices that never travel, shape by shape, without a workspace."""
+        position_of = {id(matrix): position for position, matrix in enumerate(self.matrices)}
+        batches: dict[Any, tuple[Matrix, list[resident.Piece]]] = {}
+        for matrix in members:
+            weight = local_of(matrix.parameter).view(-1)
+            grad = matrix.parameter.grad
+            given = torch.zeros_like(weight) if grad is None else local_of(grad).reshape(-1)
+            momentum = local_of(state[matrix.parameter]["momentum_buffer"]).view(-1)
+            position = position_of[id(matrix)]
+            begin = self.exchange.begins[position]
+            for parcel in self.resident[position]:
+                low = parcel.start - begin
+                views = [
+                    flat[low : low + parcel.numel].view(parcel.rows, parcel.cols)
+                    for flat in (given, momentum, weight)
+                ]
+                key = (id(matrix.group), given.dtype, parcel.rows, parcel.cols)
+                batches.setdefault(key, (matrix, []))[1].append(resident.Piece(*views))
+        for (_, _, rows, cols), (matrix, pieces) in batches.items():
+            scale = muon.scale_of(self.scale, rows, cols)
+            resident.step(pieces, matrix.group, self.preset, scale)
 
     def _momentum(
         self,
@@ -137,7 +195,8 @@ class Fleet:
             else:
                 grads.append(local_of(grad))
             buffers.append(local_of(state[matrix.parameter]["momentum_buffer"]))
-        updates = muon.update_momentum(
+        advance = resident.accumulate if self.fused else muon.update_momentum
+        updates = advance(
             buffers,
             grads,
             momentum=group["momentum"],

@@ -174,7 +174,7 @@ def newton_schulz(
         return batch.float()
     if batch.device.type == "cpu":
         return torch.stack([_orthogonalize(matrix, preset, form, dtype) for matrix in batch])
-    if chosen == "auto" and by_default and _kernels(batch):
+    if chosen == "auto" and by_default and has_kernels(batch.device):
         from shardwise.kernels.newton_schulz import orthogonalise
 
         return orthogonalise(
@@ -187,13 +187,13 @@ def newton_schulz(
     return _orthogonalize(batch, preset, form, dtype)
 
 
-def _kernels(batch: Tensor) -> bool:
-    """Whether there are kernels for this batch; they choose a form by what was measured."""
-    if batch.device.type != "cuda":
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for a device; they choose a form by what was measured."""
+    if device.type != "cuda":
         return False
     from shardwise.kernels.newton_schulz import uses_kernels
 
-    return uses_kernels(batch.device)
+    return uses_kernels(device)
 
 
 def _orthogonalize(matrix: Tensor, preset: Preset, form: Form, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 KEEP_BALANCE = 1.05  # the load, over the mean, up to which a holder keeps what it holds
-SLOT_BYTES = 128 << 20  # of one owner's parcels in one round; two rounds are in flight
+SLOT_BYTES = 256 << 20  # of one owner's parcels in one round; two rounds are in flight
 
 
 @dataclass(frozen=True)
