@@ -17,7 +17,8 @@ class RMSNorm(nn.RMSNorm):
     """``hidden / sqrt(mean(hidden^2) + eps) * weight`` over the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.is_grad_enabled():
+        plain = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+        if not plain or not torch.is_grad_enabled():
             return super().forward(x)
         return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
 
