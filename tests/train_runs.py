@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.models.config import GPTConfig
 from shardwise.tensor import ShardedTensor
@@ -94,7 +93,7 @@ def environment() -> dict[str, str]:
     return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def shardwise(*words: str, cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+def shardwise(*words: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run(
         command(*words),
@@ -120,7 +119,7 @@ def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 90) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, str, str]:
     """Its exit code and what it said; nothing of it is left behind, whatever happens."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -151,7 +150,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def wait_until(
-    ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 60
+    ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150
 ) -> Any:
     """What ``ready`` gives once it gives something; looks 50 times a second."""
     limit = time.monotonic() + seconds
@@ -166,7 +165,3 @@ def steps_done(folder: Path) -> int:
     if not (folder / "events.jsonl").exists():
         return 0
     return max((event["step"] for event in events_of(folder, "step")), default=0)
-
-
-def barrier() -> None:
-    dist.barrier()

@@ -70,6 +70,9 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
     options += ["--rdzv-id", uuid.uuid4().hex]
     # SIGTERM and SIGINT are ours: torch would end the ranks without letting them save.
     options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]
+    # A rank that is stopped or stuck is not waited for long once another has failed.
+    if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
+        options += ["--shutdown-timeout", "5"]
     parsed = run.parse_args([*options, "-m", MODULE, *arguments])
     config, command, rest = run.config_from_args(parsed)
     try:
@@ -83,12 +86,12 @@ def _explain(error: object) -> int:
     """One line for a rank that could not speak for itself; the exit code of the first to fail."""
     failures = getattr(error, "failures", {})
     code = 1
-    for failure in sorted(failures.values(), key=lambda failure: failure.timestamp)[:1]:
+    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)[:1]:
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             sys.stderr.write(
-                f"error: rank {failure.rank} (pid {failure.pid}) was killed by {name}{hint}. "
+                f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
                 f"Go on from the newest checkpoint with --resume\n"
             )
             code = 128 - failure.exitcode

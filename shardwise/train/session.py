@@ -139,5 +139,7 @@ def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
     except OSError:
         more = ""
     text = " ".join(str(error).split()) or type(error).__name__
+    if "over axis" in text:  # a collective
+        text += f" -- another rank is stopped, slow (timeout: {trainer.config.timeout:g} s) or gone"
     sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
     return 1

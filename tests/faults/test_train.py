@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a run when ranks are killed, stopped or slowed, and when numbers break."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint import SaveError, verify
+from shardwise.train.guard import BrokenGradientError
+from tests.ranks import run_ranks
+from tests.train_runs import (
+    TINY,
+    events_of,
+    finish,
+    make_trainer,
+    ranks_of,
+    shardwise,
+    start,
+    steps_done,
+    values_of,
+    wait_until,
+    write_text,
+)
+
+# Machines are sometimes busy, and three processes import torch for each run.
+pytestmark = pytest.mark.timeout(400)
+
+RECIPE = """
+import dataclasses
+from tests.train_runs import TINY
+
+def tiny():
+    return dataclasses.replace(TINY, data={data!r}, {changes})
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def] # noqa: ANN201
+    """Writes a recipe with the given changes; returns what to type for it."""
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+
+    def write(changes: str = "") -> str:
+        file = tmp_path / "recipe.py"
+        file.write_text(RECIPE.format(data=write_text(tmp_path), changes=changes))
+        return f"{file}:tiny"
+
+    return write
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events_of(folder, "step")}
+
+
+# ------------------------------------------------------------------------------ ranks that go
+
+
+def test_a_killed_rank_ends_the_run_and_the_next_goes_on(recipe, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = recipe("steps=100000, save_every=3, eval_every=0")
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    wait_until(
+        lambda: (
+            len(events_of(tmp_path / "run", "save")) >= 1
+            if (tmp_path / "run" / "events.jsonl").exists()
+            else False
+        ),
+        process,
+    )
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGKILL, err
+    assert "rank 1" in err and "SIGKILL" in err and "--resume" in err
+    assert "Traceback" not in err
+    reported = events_of(tmp_path / "run", "save")
+    assert all(verify(tmp_path / event["path"]).ok for event in reported[-1:]), (
+        "what was reported saved is there"
+    )
+    last = reported[-1]["step"]
+    done = shardwise(
+        "train", name, "--out", "run", "--resume", "--steps", str(last + 60), cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert events_of(tmp_path / "run", "resume")[0]["step"] >= last
+    assert events_of(tmp_path / "run", "end")[-1]["step"] == last + 60
+
+
+def test_restarted_ranks_go_on_by_themselves_as_if_nothing_had_happened(  # type: ignore[no-untyped-def]
+    recipe, tmp_path: Path
+) -> None:
+    name = recipe("steps=60, save_every=5, eval_every=0")
+    process = start("train", name, "--out", "run", "--max-restarts", "2", cwd=tmp_path)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 12, process)
+    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    went_on = events_of(tmp_path / "run", "resume")
+    assert went_on and went_on[0]["step"] >= 5
+    undisturbed = shardwise("train", name, "--out", "other", cwd=tmp_path)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 61))
+
+
+@pytest.mark.parametrize("to", ["launcher", "one rank"])
+def test_sigterm_saves_at_the_next_step_and_exits_with_0(recipe, to: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = recipe("steps=100000, save_every=100000, eval_every=0")
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
+    before = steps_done(tmp_path / "run")
+    os.kill(process.pid if to == "launcher" else ranks_of(process)[1], signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 0, err
+    (saved,) = events_of(tmp_path / "run", "save")
+    assert before <= saved["step"] == steps_done(tmp_path / "run")
+    assert verify(tmp_path / saved["path"]).ok
+    assert f"stopped after step {saved['step']}" in out and "--resume" in out
+    assert events_of(tmp_path / "run", "end")[-1]["reason"] != "finished"
+
+
+def test_a_stopped_rank_is_named_by_collective_and_step(recipe, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = recipe("steps=100000, save_every=100000, eval_every=0, timeout=4.0")
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
+    stopped = ranks_of(process)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    code, _, err = finish(process)
+    assert code != 0
+    (line,) = [line for line in err.splitlines() if line.startswith("error: rank 0")]
+    assert f"step {steps_done(tmp_path / 'run') + 1}:" in line, line
+    assert any(name in line for name in ("all_gather", "reduce_scatter", "all_reduce")), line
+    assert "another rank" in line, line
+    assert (tmp_path / "run" / "error-rank0.txt").exists()
+
+
+def test_a_slow_rank_changes_nothing(recipe, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    name = recipe("steps=40, eval_every=0, save_every=40")
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    for target in (4, 12, 20):
+        wait_until(lambda target=target: steps_done(tmp_path / "run") >= target, process)
+        slow = ranks_of(process)[target // 4 % 2]
+        os.kill(slow, signal.SIGSTOP)
+        wait_until(lambda: True, process)
+        os.kill(slow, signal.SIGCONT)
+    code, _, err = finish(process)
+    assert code == 0, err
+    quick = shardwise("train", name, "--out", "other", cwd=tmp_path)
+    assert quick.returncode == 0, quick.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "other") != {}
+
+
+# ------------------------------------------------------------------------------ numbers that break
+
+
+def broken_gradient(
+    rank: int, world_size: int, folder: str, data: str, steps: list[int], limit: int
+) -> tuple[list[int], bool, str]:
+    """NaN enters on the last rank alone, in the given steps."""
+    trainer = make_trainer(rank, world_size, folder, data=data, steps=6, max_skipped=limit)
+    forward = trainer.parts.model.forward
+
+    def poisoned(*args: object) -> torch.Tensor:
+        loss = forward(*args)
+        broken = (
+            trainer.step + 1 in steps and rank == world_size - 1 and trainer.parts.model.training
+        )
+        return loss * float("nan") if broken else loss
+
+    trainer.parts.model.forward = poisoned
+    before: dict[int, dict[str, torch.Tensor]] = {}
+    real = trainer._train_step
+
+    def watched(guard: object) -> str | None:
+        before[trainer.step] = values_of(trainer)
+        return real(guard)  # type: ignore[arg-type]
+
+    trainer._train_step = watched  # type: ignore[method-assign, assignment]
+    try:
+        trainer.run()
+    except BrokenGradientError as error:
+        return sorted(before), False, str(error)
+    kept = all(
+        torch.equal(value, before[step][name])
+        for step in steps
+        for name, value in before[step - 1].items()
+    )
+    return sorted(before), kept, f"{trainer.skips.total} dropped"
+
+
+@pytest.mark.parametrize("strategy", ["zero3"])
+def test_a_nan_on_one_rank_drops_the_step_on_all(strategy: str, tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    results = run_ranks(broken_gradient, 2, str(tmp_path / "run"), data, [2, 4, 5], 2)
+    assert all(result == ([0, 1, 2, 3, 4, 5], True, "3 dropped") for result in results), results
+    skipped = events_of(tmp_path / "run", "skip")
+    assert [event["step"] for event in skipped] == [2, 4, 5]
+    assert "NaN" in skipped[0]["where"][0] and "weight" in skipped[0]["where"][0]
+    final = events_of(tmp_path / "run", "step")[-1]
+    assert final["loss"] == final["loss"], "the run is sound again"
+
+
+def test_too_many_in_a_row_end_the_run_on_every_rank(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    results = run_ranks(broken_gradient, 2, str(tmp_path / "run"), data, [3, 4, 5], 1)
+    for steps, _, text in results:
+        assert steps == [0, 1, 2, 3]
+        assert "step 4" in text and "2 steps in a row" in text and "max_skipped" in text
+
+
+# ------------------------------------------------------------------------------ saves that fail
+
+
+def failing_saves(rank: int, world_size: int, folder: str, data: str, fail: list[int]) -> str:
+    trainer = make_trainer(rank, world_size, folder, data=data, save_every=2)
+    real, error = trainer.store._write, OSError(28, "No space left on device")
+
+    def write(attempt, snapshot, step):  # type: ignore[no-untyped-def] # noqa: ANN202
+        if step in fail:
+            attempt.fail(error)
+            raise error
+        return real(attempt, snapshot, step)
+
+    trainer.store._write = write  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except SaveError as failed:
+        return str(failed)
+    return "saved"
+
+
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    assert run_ranks(failing_saves, 2, str(tmp_path / "run"), data, [4]) == ["saved"] * 2
+    assert [event["step"] for event in events_of(tmp_path / "run", "save")] == [2, 6, 8]
+    (warning,) = events_of(tmp_path / "run", "warning")
+    assert "No space left" in warning["text"]
+
+
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    said = run_ranks(failing_saves, 2, str(tmp_path / "run"), data, [TINY.steps])
+    assert all("No space left" in text for text in said), said
