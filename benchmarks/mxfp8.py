@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks.mxfp8``: the MXFP8 kernels against copy bandwidth, on one GPU.
+
+Every rate is bytes that must move (each input read once, each output written once) over time; the
+copy that it is compared with is measured in the same command, on memory many times the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
+from shardwise.precision.mxfp8_linear import Emulated, Workspace, mxfp8_linear
+from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
+
+SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
+TOKENS = 16384
+BAR, GOAL = 0.70, 0.85
+
+
+def milliseconds(work: Callable[[], object], repeat: int) -> float:
+    """Median over ``repeat`` ms of runs, the cache emptied before each."""
+    from triton.testing import do_bench
+
+    return float(do_bench(work, warmup=25, rep=repeat, return_mode="median"))
+
+
+def copy_rate(repeat: int) -> float:
+    source = torch.empty(2**30, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source), repeat) * 1e-9  # TB/s
+
+
+class Case:
+    """One shape's tensors, and the work done on them."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self.x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+        self.wide = self.x.float()
+        self.out = torch.empty_like(self.x)
+
+    def encode(self, x: Tensor, blocks: tuple[Block, ...]) -> tuple[Callable[[], object], int]:
+        planes = empty_planes(self.shape, blocks, "cuda")
+        nbytes = x.nbytes + sum(plane.nbytes for plane in planes)
+        return lambda: encode(x, blocks, out=planes), nbytes
+
+    def decode(self, block: Block) -> tuple[Callable[[], object], int]:
+        (plane,) = encode(self.x, (block,))
+        return lambda: decode(plane, out=self.out), plane.nbytes + self.out.nbytes
+
+    def works(self) -> dict[str, tuple[Callable[[], object], int]]:
+        return {
+            "copy of this size": (lambda: self.out.copy_(self.x), 2 * self.x.nbytes),
+            "encode row + column": self.encode(self.x, (ROW, COLUMN)),
+            "encode row": self.encode(self.x, (ROW,)),
+            "encode column": self.encode(self.x, (COLUMN,)),
+            "encode 32x32": self.encode(self.x, (SQUARE,)),
+            "encode row + column, from fp32": self.encode(self.wide, (ROW, COLUMN)),
+            "decode row": self.decode(ROW),
+            "decode column": self.decode(COLUMN),
+            "decode 32x32": self.decode(SQUARE),
+        }
+
+
+def bandwidth(copy: float, repeat: int, shapes: Sequence[tuple[int, int]]) -> report.Table:
+    rows: list[report.Row] = []
+    for shape in shapes:
+        for name, (work, nbytes) in Case(shape).works().items():
+            time = milliseconds(work, repeat)
+            rate = nbytes / time * 1e-9
+            rows.append({
+                "work": name, "shape": "{}x{}".format(*shape), "us": 1e3 * time, "rate": rate,
+                "share": 100 * rate / copy,
+            })  # fmt: skip
+    return report.Table(
+        title="Encode and decode against copy bandwidth",
+        note=f"Copy of 2 GiB: {copy:.2f} TB/s, read and written. Bar: {BAR:.0%} of it for large "
+        f"shapes, goal {GOAL:.0%}. Small shapes are mostly launch.",
+        columns={
+            "work": ("work", ""),
+            "shape": ("shape", ""),
+            "us": ("µs", ".1f"),
+            "rate": ("TB/s", ".2f"),
+            "share": ("% of copy", ".1f"),
+        },
+        rows=rows,
+    )
+
+
+def linear_step(shape: tuple[int, int], format: str, tokens: int) -> Callable[[], object]:
+    """Forward and backward of one linear; an MXFP8 weight's gradient is fp32."""
+    weight = torch.empty(shape, device="cuda").normal_(std=0.02)
+    x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, shape[0], device="cuda", dtype=torch.bfloat16)
+    if format == "bf16":
+        plain = torch.nn.Parameter(weight.bfloat16())
+
+        def step() -> None:
+            x.grad = plain.grad = None
+            torch.nn.functional.linear(x, plain).backward(grad)
+
+        return step
+    parameter = torch.nn.Parameter(weight)
+    stored = MXFP8Tensor.encode(weight, format)  # type: ignore[arg-type]
+    products = Emulated(workspace=Workspace())
+
+    def mxfp8_step() -> None:
+        x.grad = parameter.grad = None
+        mxfp8_linear(x, stored, parameter=parameter, matmul=products).backward(grad)
+
+    return mxfp8_step
+
+
+def linears(repeat: int, shapes: Sequence[tuple[int, int]], tokens: int) -> report.Table:
+    rows: list[report.Row] = []
+    for shape in shapes:
+        base = 0.0
+        for format in ("bf16", *FORMATS):
+            time = milliseconds(linear_step(shape, format, tokens), repeat)
+            base = base or time
+            rows.append({
+                "format": format, "shape": "{}x{}".format(*shape), "ms": time,
+                "ratio": time / base, "tflops": 6 * tokens * shape[0] * shape[1] / time * 1e-9,
+            })  # fmt: skip
+    return report.Table(
+        title=f"One linear, forward and backward, {tokens} tokens",
+        note="bf16: F.linear with bf16 gradients. MXFP8: decoded to bf16 for each product; the "
+        "weight gradient is fp32.",
+        columns={
+            "format": ("weight", ""),
+            "shape": ("shape", ""),
+            "ms": ("ms", ".3f"),
+            "ratio": ("x bf16", ".3f"),
+            "tflops": ("TFLOP/s", ".0f"),
+        },
+        rows=rows,
+    )
+
+
+def sweep(copy: float, repeat: int, shape: tuple[int, int]) -> report.Table:
+    """How much a program takes, for each kernel; the best are in ``kernels/mxfp8.py``."""
+    from shardwise.kernels import mxfp8 as kernels
+
+    case = Case(shape)
+    rows: list[report.Row] = []
+    tiles = [
+        kernels.Tile(strips=strips, warps=warps, registers=registers)
+        for strips, warps, registers in (
+            (2, 2, None), (4, 2, None), (4, 4, None), (4, 4, 64), (8, 4, None), (8, 4, 96),
+            (8, 8, None), (8, 8, 64), (16, 8, None), (16, 8, 96), (16, 16, None), (32, 16, None),
+        )
+    ]  # fmt: skip
+    for blocks in ((ROW, COLUMN), (SQUARE,)):
+        planes = empty_planes(shape, blocks, "cuda")
+        by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
+        nbytes = case.x.nbytes + sum(plane.nbytes for plane in planes)
+        for tile in tiles:
+            time = milliseconds(lambda: kernels.encode(case.x, by_block, tile=tile), repeat)  # noqa: B023
+            rows.append(_swept(f"encode {blocks}", tile, time, nbytes, copy))
+    for block in (ROW, COLUMN, SQUARE):
+        (plane,) = encode(case.x, (block,))
+        parts = plane.codes, plane.scales, block
+        nbytes = plane.nbytes + case.out.nbytes
+        for tile in (tile for tile in tiles if tile.registers is None):
+            time = milliseconds(lambda: kernels.decode(*parts, case.out, tile=tile), repeat)  # noqa: B023
+            rows.append(_swept(f"decode {block}", tile, time, nbytes, copy))
+    return report.Table(
+        title="Tiles",
+        note=f"Shape {shape[0]}x{shape[1]}.",
+        columns={
+            "kernel": ("kernel", ""),
+            "strips": ("strips", ""),
+            "warps": ("warps", ""),
+            "registers": ("registers", ""),
+            "us": ("µs", ".1f"),
+            "share": ("% of copy", ".1f"),
+        },
+        rows=rows,
+    )
+
+
+def _swept(name: str, tile: object, time: float, nbytes: int, copy: float) -> report.Row:
+    share = 100 * nbytes / time * 1e-9 / copy
+    return {"kernel": name, **vars(tile), "us": 1e3 * time, "share": share}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mxfp8", description=__doc__)
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
+    parser.add_argument("--sweep", action="store_true", help="also try other tiles")
+    parser.add_argument("--repeat", type=int, default=60, help="milliseconds of runs each")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("no GPU: these are rates of a GPU's memory")
+    facts = report.circumstances(arguments)
+    facts["command"] = "python -m benchmarks.mxfp8 " + shlex.join(arguments)
+    copy = copy_rate(options.repeat)
+    tables = [sweep(copy, options.repeat, SHAPES[0])] if options.sweep else []
+    tables.append(bandwidth(copy, options.repeat, SHAPES))
+    tables.append(linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS))
+    name = "-".join(["mxfp8", *torch.cuda.get_device_name().lower().split()])
+    paths = report.write(tables, facts, name, options.results)
+    print(paths[0].read_text())
+    print("written:", *paths)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encode to MXFP8 and decode: one pass over memory, bit for bit what ``precision/mxfp8.py`` says.
+
+::
+
+    x [rows, columns]                       one program: 32 rows, `strips` strips of 32 columns
+      32 rows | strip | strip | strip |     tile [strips, 32, 32], loaded once
+                                            largest magnitude over the last axis: row scales
+                                            over the middle one: column scales; over both: squares
+
+The strips stand first because Triton gives neighbouring threads the last axis, then the first: a
+warp walks along a row, and the 32 rows of a column are for the most part in one thread.
+
+Magnitudes are compared as integers (a bf16 without its sign), so a NaN is larger than every number.
+Values are scaled in fp32 by powers of two, exactly. The cast to e4m3 is the hardware's where there
+is one (``native``), else integer arithmetic, which is also what Triton's interpreter can run.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN202
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Planes = Mapping[tuple[int, int], tuple[Tensor, Tensor]]  # by block: codes, scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How much one program takes: 32 rows of ``strips`` strips of 32 columns."""
+
+    strips: int
+    warps: int
+    registers: int | None = None  # at most, for each thread; None: as many as the compiler likes
+
+
+# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`.
+TILES = {"both": Tile(strips=8, warps=8), "one": Tile(strips=8, warps=8)}
+DECODE_TILE = Tile(strips=8, warps=8)
+
+
+@triton.jit
+def _bf16_bits(raw, wide: tl.constexpr):
+    """The bits of values rounded to bf16, as the upper half of int32; ``wide``: from fp32's."""
+    if wide:
+        magnitude = raw & 0x7FFFFFFF
+        nearest = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & 0x7FFF0000
+        # Infinities and NaN have no nearest; any of them marks its block, so one stands for all.
+        bits = tl.where(magnitude >= 0x7F800000, 0x7F800000, nearest) | (raw & -0x80000000)
+    else:
+        bits = raw.to(tl.int32) << 16
+    return bits
+
+
+@triton.jit
+def _scale_and_inverse(largest, rceil: tl.constexpr):
+    """Scale bytes, and 2^(127 - scale) in fp32, of blocks whose largest magnitude has these bits.
+
+    Rounding up is one addition: 0x1FFFFF carries into the exponent where 1.m is above 1.75.
+    """
+    undefined = largest >= 0x7F800000
+    exponent = tl.minimum(largest, 0x7F800000)
+    if rceil:
+        exponent += 0x1FFFFF
+    exponent = tl.maximum(exponent >> 23, 8)
+    inverse = tl.where(undefined, 0x7FC00000, (262 - exponent) << 23)
+    scale = tl.where(undefined, 255, exponent - 8)
+    return scale.to(tl.uint8), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
+    """e4m3 of ``values · inverse``, to nearest even; 0x7F for NaN."""
+    scaled = values * inverse
+    if not rceil:  # rceil leaves nothing above 448
+        scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    if native:
+        codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = scaled.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        exponent = magnitude >> 23
+        significand = (magnitude & 0x7FFFFF) | 0x800000
+        # 4 of 24 bits stay; below 2^-6 (exponent 121) one less for each power, none after five.
+        shift = 20 + tl.minimum(tl.maximum(121 - exponent, 0), 5)
+        even = (significand >> shift) & 1
+        nearest = (significand + ((1 << (shift - 1)) - 1) + even) >> shift
+        nearest += tl.maximum(exponent - 121, 0) * 8  # a carry moves into the exponent by itself
+        nearest |= (bits >> 24) & 0x80
+        codes = tl.where(magnitude > 0x7F800000, 0x7F, nearest).to(tl.uint8)
+    return codes
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_codes_ptr", "column_codes_ptr"])
+def _encode_kernel(
+    x_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, columns,
+    wide: tl.constexpr, row: tl.constexpr, column: tl.constexpr, square: tl.constexpr,
+    rceil: tl.constexpr, native: tl.constexpr, even: tl.constexpr, vector: tl.constexpr,
+    strips: tl.constexpr,
+):  # fmt: skip
+    width = columns // 32
+    tiles = tl.cdiv(width, strips)
+    band = (tl.program_id(0) // tiles).to(tl.int64)  # of 32 rows
+    first = (tl.program_id(0) % tiles) * strips
+    line = tl.arange(0, 32)[None, :, None]
+    strip = first + tl.arange(0, strips)[:, None, None]
+    lane = tl.arange(0, 32)[None, None, :]
+    # 64 bits where the band begins, 32 inside it: half the registers for addresses.
+    start = band * 32 * columns
+    place = line * columns + strip * 32 + lane  # [strips, 32, 32]
+    if even:
+        raw = tl.load(x_ptr + start + place)
+    else:
+        raw = tl.load(x_ptr + start + place, mask=strip < width, other=0)
+    bits = _bf16_bits(raw, wide)
+    values = bits.to(tl.float32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF
+    inside = strip < width
+
+    if row or square:
+        largest = tl.max(magnitudes, axis=2, keep_dims=True)  # [strips, 32, 1]
+        if square:
+            largest = tl.max(largest, axis=1, keep_dims=True)  # [strips, 1, 1]
+        scale, inverse = _scale_and_inverse(largest, rceil)
+        codes = _codes(values, inverse, rceil, native)
+        if square:
+            scale_target = row_scales_ptr + band * width + strip
+        else:
+            scale_target = row_scales_ptr + band * 32 * width + (line * width + strip)
+        target = tl.multiple_of(row_codes_ptr + start + place, [1, 1, vector])
+        if even:
+            tl.store(target, codes)
+            tl.store(scale_target, scale)
+        else:
+            tl.store(target, codes, mask=inside)
+            tl.store(scale_target, scale, mask=inside)
+    if column:
+        largest = tl.max(magnitudes, axis=1, keep_dims=True)  # [strips, 1, 32]
+        scale, inverse = _scale_and_inverse(largest, rceil)
+        codes = _codes(values, inverse, rceil, native)
+        scale_target = column_scales_ptr + band * columns + (strip * 32 + lane)
+        target = tl.multiple_of(column_codes_ptr + start + place, [1, 1, vector])
+        if even:
+            tl.store(target, codes)
+            tl.store(scale_target, scale)
+        else:
+            tl.store(target, codes, mask=inside)
+            tl.store(scale_target, scale, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["codes_ptr"])
+def _decode_kernel(
+    codes_ptr, scales_ptr, out_ptr, columns,
+    high: tl.constexpr, wide: tl.constexpr, native: tl.constexpr, even: tl.constexpr,
+    vector: tl.constexpr, strips: tl.constexpr,
+):  # fmt: skip
+    width = columns // 32
+    tiles = tl.cdiv(width, strips)
+    band = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) % tiles) * strips
+    line = tl.arange(0, 32)[None, :, None]
+    strip = first + tl.arange(0, strips)[:, None, None]
+    lane = tl.arange(0, 32)[None, None, :]
+    start = band * 32 * columns
+    place = line * columns + strip * 32 + lane  # [strips, 32, 32]
+    # One scale for each row (or 32 of them) and each strip (or each of its columns).
+    if high == 1:
+        scale_source = scales_ptr + band * 32 * width + (line * width + strip)
+    elif wide == 1:
+        scale_source = scales_ptr + band * columns + (strip * 32 + lane)
+    else:
+        scale_source = scales_ptr + band * width + strip
+    source = tl.multiple_of(codes_ptr + start + place, [1, 1, vector])
+    if even:
+        code = tl.load(source)
+        scale = tl.load(scale_source).to(tl.int32)
+    else:
+        code = tl.load(source, mask=strip < width, other=0)
+        scale = tl.load(scale_source, mask=strip < width, other=0).to(tl.int32)
+    factor = tl.where(scale == 255, 0x7FC00000, scale << 23)
+    factor = tl.where(scale == 0, 0x00400000, factor).to(tl.float32, bitcast=True)
+    if native:
+        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        # The fields of e4m3 in fp32's places say the value times 2^(7-127), subnormals too.
+        small = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)  # 2^120
+    result = (value * factor).to(out_ptr.dtype.element_ty)
+    if even:
+        tl.store(out_ptr + start + place, result)
+    else:
+        tl.store(out_ptr + start + place, result, mask=strip < width)
+
+
+@functools.cache
+def casts_natively(device: torch.device) -> bool:
+    """Whether the device casts to e4m3 itself: NVIDIA, compute capability 8.9 and later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _vector(*codes: Tensor) -> int:
+    """Codes that a thread loads or stores at once.
+
+    8, not the 16 that would fit: then a thread has 8 neighbours in the 16-bit tensor as well, and
+    no tile goes through shared memory between load and store.
+    """
+    return 8 if all(each.data_ptr() % 8 == 0 for each in codes) else 1
+
+
+def encode(
+    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32
+    planes: Planes,
+    *,
+    rceil: bool = True,
+    native: bool | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Fill ``planes``; a row and a column plane in one pass, a square one in another."""
+    rows, columns = x.shape
+    wide = x.dtype == torch.float32
+    raw = x.view(torch.int32 if wide else torch.int16)
+    native = casts_natively(x.device) if native is None else native
+    passes = [
+        {"row": (1, 32) in planes, "column": (32, 1) in planes, "square": False},
+        {"row": False, "column": False, "square": (32, 32) in planes},
+    ]
+    for wanted in passes:
+        if not any(wanted.values()):
+            continue
+        chosen = tile or TILES["both" if wanted["row"] and wanted["column"] else "one"]
+        first = planes.get((32, 32) if wanted["square"] else (1, 32), (raw, raw))
+        second = planes.get((32, 1), (raw, raw))
+        strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
+        grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
+        _encode_kernel[grid](
+            raw, *first, *second, columns, wide=wide, **wanted, rceil=rceil, native=native,
+            even=columns // 32 % strips == 0, vector=_vector(first[0], second[0]), strips=strips,
+            num_warps=chosen.warps, maxnreg=chosen.registers,
+        )  # fmt: skip
+
+
+def decode(
+    codes: Tensor,  # [rows, columns]
+    scales: Tensor,
+    block: tuple[int, int],
+    out: Tensor,  # [rows, columns], contiguous, bf16 or fp32
+    *,
+    native: bool | None = None,
+    tile: Tile | None = None,
+) -> None:
+    rows, columns = codes.shape
+    chosen = tile or DECODE_TILE
+    strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
+    grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
+    _decode_kernel[grid](
+        codes, scales, out, columns, high=block[0], wide=block[1],
+        native=casts_natively(codes.device) if native is None else native,
+        even=columns // 32 % strips == 0, vector=_vector(codes), strips=strips,
+        num_warps=chosen.warps, maxnreg=chosen.registers,
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights are stored in MXFP8, and why the others are not: names and shapes, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """What is asked of a weight before it is stored so."""
+
+    shape: tuple[int, ...]
+    owners: tuple[type[nn.Module], ...] = (nn.Linear,)  # every module class that reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """``chosen`` in the order given; ``kept`` says of each other weight why it stays as it is."""
+
+    chosen: tuple[str, ...]
+    kept: Mapping[str, str]
+
+
+def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
+    """Shell patterns of whole parameter names; a lone string would be read letter by letter."""
+    patterns = tuple(value)
+    if isinstance(value, str) or not all(isinstance(each, str) and each for each in patterns):
+        raise MXFP8Error(
+            f"{field}={value!r}: give a sequence of patterns, such as ('*.mlp.*', '*.wo.weight')"
+        )
+    return patterns
+
+
+def ineligible(
+    name: str,
+    shape: Sequence[int],
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    owners: Sequence[type[nn.Module]] = (nn.Linear,),
+) -> str | None:
+    """Why this weight is not stored in MXFP8; None if it is. ``exclude`` wins over ``include``."""
+    for pattern in patterns_of(exclude, "exclude"):
+        if fnmatchcase(name, pattern):
+            return f"excluded by {pattern!r}"
+    wanted = patterns_of(include, "include")
+    if not any(fnmatchcase(name, pattern) for pattern in wanted):
+        return f"not in include={wanted}"
+    # An embedding reads rows and a norm scales: neither multiplies by a decoded matrix.
+    strangers = sorted({owner.__name__ for owner in owners if not issubclass(owner, nn.Linear)})
+    if strangers:
+        return f"read by {', '.join(strangers)}, not by linears alone"
+    return "; ".join(shape_problems(shape)) or None
+
+
+def choose(
+    weights: Mapping[str, Weight],
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+) -> Choice:
+    """Decide for all; a pattern that matches no name is refused: it was meant to do something."""
+    problems = [
+        f"{field}: {pattern!r} matches none of {len(weights)} parameters ({_few(weights)})"
+        for field, patterns in (("include", include), ("exclude", exclude))
+        for pattern in patterns_of(patterns, field)
+        if not any(fnmatchcase(name, pattern) for name in weights)
+    ]
+    if problems:
+        raise MXFP8Error("; ".join(problems))
+    reasons = {
+        name: ineligible(name, weight.shape, include=include, exclude=exclude, owners=weight.owners)
+        for name, weight in weights.items()
+    }
+    return Choice(
+        chosen=tuple(name for name, reason in reasons.items() if reason is None),
+        kept={name: reason for name, reason in reasons.items() if reason is not None},
+    )
+
+
+def _few(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8Tensor: a matrix and the planes that hold it, to print, save, load and decode.
+
+It is no ``torch.Tensor``: nothing can mistake its codes for numbers or compute with them unseen.
+Ask ``isinstance(value, MXFP8Tensor)``; every tensor has a ``dequantize``, so an attribute proves
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.precision.mxfp8 import (
+    COLUMN,
+    ROW,
+    SQUARE,
+    Block,
+    MXFP8Error,
+    Plane,
+    Rounding,
+    decode,
+    encode,
+)
+
+Format = Literal["mxfp8", "mxfp8_2d"]
+Phase = Literal["forward", "backward"]
+
+FORMATS: dict[Format, tuple[Block, ...]] = {"mxfp8": (ROW, COLUMN), "mxfp8_2d": (SQUARE,)}
+# What each phase reads: forward sums over columns, backward over rows.
+READS: dict[Format, dict[Phase, Block]] = {
+    "mxfp8": {"forward": ROW, "backward": COLUMN},
+    "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
+}
+NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square"}
+
+
+class MXFP8Tensor:
+    """[rows, columns] of bf16 values as MXFP8 planes: row and column, or one of squares.
+
+    ``planes`` may hold only what a phase needs (a row plane in forward). They are never copied
+    here: where they are views of gathered memory, they say what that memory says now.
+    """
+
+    __slots__ = ("planes",)
+
+    planes: dict[Block, Plane]
+
+    def __init__(self, *planes: Plane) -> None:
+        found = {plane.block: plane for plane in planes}
+        formats = {_format_of(block) for block in found}
+        shapes = {tuple(plane.codes.shape) for plane in planes}
+        devices = {str(plane.codes.device) for plane in planes}
+        problems = []
+        if not planes:
+            problems.append("no planes: give at least one")
+        if len(found) != len(planes):
+            problems.append(f"two planes in the same blocks: {[p.block for p in planes]}")
+        if len(formats) > 1:
+            problems.append("planes of mxfp8 and of mxfp8_2d: a matrix is stored in one of them")
+        for what, values in (("shapes", shapes), ("devices", devices)):
+            if len(values) > 1:
+                problems.append(f"planes of {what} {sorted(values)}: they hold one matrix")
+        if problems:
+            raise MXFP8Error("; ".join(problems))
+        self.planes = found
+
+    @classmethod
+    def encode(
+        cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding = "rceil"
+    ) -> MXFP8Tensor:
+        """All planes of ``x`` [rows, columns], rounded to bf16 first."""
+        if format not in FORMATS:
+            raise MXFP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
+        return cls(*encode(x, FORMATS[format], rounding=rounding))
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def _any(self) -> Plane:
+        return next(iter(self.planes.values()))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._any.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self._any.codes.device
+
+    @property
+    def format(self) -> Format:
+        return _format_of(self._any.block)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes.values())
+
+    def plane(self, phase: Phase) -> Plane:
+        """What ``phase`` reads."""
+        block = READS[self.format][phase]
+        if block not in self.planes:
+            raise MXFP8Error(
+                f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
+                f"plane, but only {', '.join(NAMES[b] for b in self.planes)} is here: gather that "
+                f"plane first, it can't be made from another"
+            )
+        return self.planes[block]
+
+    # ------------------------------------------------------------------ what it says
+
+    def dequantise(
+        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """The values that ``phase`` computes with."""
+        return decode(self.plane(phase), dtype=dtype)
+
+    def equal(self, other: MXFP8Tensor) -> bool:
+        """Whether both hold the same planes with the same bytes."""
+        return self.planes.keys() == other.planes.keys() and all(
+            torch.equal(mine, theirs)
+            for block, plane in self.planes.items()
+            for mine, theirs in (
+                (plane.codes, other.planes[block].codes),
+                (plane.scales, other.planes[block].scales),
+            )
+        )
+
+    def to(self, device: torch.device | str) -> MXFP8Tensor:
+        return MXFP8Tensor(
+            *(
+                Plane(
+                    codes=plane.codes.to(device), scales=plane.scales.to(device), block=plane.block
+                )
+                for plane in self.planes.values()
+            )
+        )
+
+    def __repr__(self) -> str:
+        names = "+".join(NAMES[block] for block in self.planes)
+        rows, columns = self.shape
+        each = self.nbytes / max(1, rows * columns)
+        head = (
+            f"MXFP8Tensor({rows}x{columns}, {self.format}, {names}, {each:.3f} bytes an element, "
+            f"device='{self.device}'"
+        )
+        plane = self._any
+        if plane.codes.is_meta or plane.codes.untyped_storage().nbytes() < plane.codes.nbytes:
+            return f"{head}, no values in memory)"
+        return f"{head},\n{decode(plane)})"
+
+    # ------------------------------------------------------------------ saved and loaded
+
+    def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """uint8 tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
+        return {
+            f"{prefix}{NAMES[block]}.{part}": tensor
+            for block, plane in self.planes.items()
+            for part, tensor in (("codes", plane.codes), ("scales", plane.scales))
+        }
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> MXFP8Tensor:
+        """Of what ``state_dict`` gave; names that don't start with ``prefix`` are left alone."""
+        mine = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        known = {f"{name}.{part}" for name in NAMES.values() for part in ("codes", "scales")}
+        planes, problems = (
+            [],
+            [f"{prefix}{name}: no part of a plane" for name in mine.keys() - known],
+        )
+        for block, name in NAMES.items():
+            codes, scales = mine.get(f"{name}.codes"), mine.get(f"{name}.scales")
+            if codes is not None and scales is not None:
+                planes.append(Plane(codes=codes, scales=scales, block=block))
+            elif codes is not None or scales is not None:
+                missing = "codes" if codes is None else "scales"
+                problems.append(f"{prefix}{name}.{missing} is missing")
+        if problems or not planes:
+            found = _few(sorted(tensors))
+            raise MXFP8Error("; ".join(sorted(problems)) or f"no planes under {prefix!r}: {found}")
+        return cls(*planes)
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    def __setstate__(self, state: Mapping[str, Tensor]) -> None:
+        self.planes = MXFP8Tensor.from_state_dict(state).planes
+
+
+def _format_of(block: Block) -> Format:
+    return "mxfp8_2d" if block == SQUARE else "mxfp8"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing there"
+
+
+# torch.load(weights_only=True) then takes it; what is loaded is checked like anything else.
+torch.serialization.add_safe_globals([MXFP8Tensor])

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8 on an accelerator: ``python -m tests.device_mxfp8`` on a machine with a GPU.
+
+CI has none, so pytest does not collect this. Bit for bit: the CPU's definition on this machine's
+torch against what was recorded from another, and every kernel against the CPU's definition.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.kernels import mxfp8 as kernels
+from shardwise.precision.mxfp8 import (
+    COLUMN,
+    ROW,
+    SQUARE,
+    Block,
+    Plane,
+    Rounding,
+    decode,
+    decode_reference,
+    empty_planes,
+    encode,
+    encode_reference,
+)
+from shardwise.precision.mxfp8_linear import (
+    Emulated,
+    Workspace,
+    add_weight_gradient,
+    mxfp8_linear,
+    through_mxfp8,
+)
+from shardwise.precision.mxfp8_native import native_problem
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from tests.reference import mxfp8 as reference
+
+logger = logging.getLogger("device_mxfp8")
+ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
+
+
+def check_planes(
+    x: Tensor,
+    blocks: tuple[Block, ...],
+    rounding: Rounding = "rceil",
+    native: bool | None = None,
+    offset: int = 0,
+) -> None:
+    """Kernel against definition; ``offset`` puts the codes at an unaligned address."""
+    planes = []
+    for block, plane in zip(blocks, empty_planes(x.shape, blocks, "cuda"), strict=True):
+        memory = torch.full((x.numel() + offset,), 0xAB, dtype=torch.uint8, device="cuda")
+        plane.scales.fill_(0xAB)
+        planes.append(Plane(codes=memory[offset:].view(x.shape), scales=plane.scales, block=block))
+    by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
+    kernels.encode(x.cuda(), by_block, rceil=rounding == "rceil", native=native)
+    for plane in planes:
+        codes, scales = encode_reference(x.cpu(), plane.block, rounding)
+        what = f"{tuple(x.shape)} {x.dtype} {plane.block} of {blocks} {rounding} native={native}"
+        wrong = int((plane.scales.cpu() != scales).sum()), int((plane.codes.cpu() != codes).sum())
+        assert wrong == (0, 0), f"{what}: {wrong[0]} scales and {wrong[1]} codes differ"
+        for dtype in (torch.bfloat16, torch.float32):
+            out = torch.full(x.shape, 7.0, dtype=dtype, device="cuda")
+            kernels.decode(plane.codes, plane.scales, plane.block, out, native=native)
+            same_values(out, decode_reference(codes, scales, plane.block, dtype), what)
+
+
+def same_values(found: Tensor, expected: Tensor, what: str) -> None:
+    found = found.cpu()
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    both_nan = found.isnan() & expected.isnan()
+    same = (found.view(bits) == expected.view(bits)) | both_nan
+    assert same.all(), f"{what}: {int((~same).sum())} of {same.numel()} decoded values differ"
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def definition_on_this_torch() -> None:
+    recorded = {"rceil": reference.ROW_DIGEST, "floor": reference.FLOOR_DIGEST}
+    for rounding in ROUNDINGS:
+        for device in ("cpu", "cuda"):
+            found = reference.digest(
+                part
+                for _, x in reference.exhaustive()
+                for part in encode_reference(x.to(device), ROW, rounding)
+            )
+            assert found == recorded[rounding], f"{rounding} on {device}: {found}"
+
+
+def every_value_under_every_scale() -> None:
+    x = torch.cat([x for _, x in reference.exhaustive()])  # [blocks, 32]
+    assert x.numel() > 8_000_000
+    wide = x[: len(x) // 8 * 8].view(-1, 256)  # the same blocks, eight to a row
+    wide = wide[: len(wide) // 32 * 32]
+    tall = x.t().contiguous()
+    for rounding in ROUNDINGS:
+        check_planes(wide, (ROW, COLUMN), rounding)
+        check_planes(wide, (SQUARE,), rounding)
+        check_planes(tall, (COLUMN,), rounding)
+    check_planes(wide, (ROW, COLUMN), "rceil", native=False)
+    check_planes(wide.float(), (ROW, COLUMN))
+
+
+def every_value_with_nan_among_them() -> None:
+    order = torch.randperm(65536, generator=torch.Generator().manual_seed(3))
+    x = reference.every_value()[order].view(256, 256)
+    sparse = torch.randn(256, 256).bfloat16()
+    sparse[::37, ::41] = reference.bf16(torch.arange(0x7F70, 0x7F70 + 7 * 7)).view(7, 7)
+    for rounding in ROUNDINGS:
+        for values in (x, sparse):
+            check_planes(values, (ROW, COLUMN), rounding)
+            check_planes(values, (SQUARE,), rounding)
+
+
+def any_fp32() -> None:
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(-(2**31), 2**31, (2048, 1024), generator=generator, dtype=torch.int64)
+    x = bits.to(torch.int32).view(torch.float32)
+    check_planes(x, (ROW, COLUMN))
+    near = torch.randn(1024, 1024, generator=generator) * 0.02
+    check_planes(near, (ROW, COLUMN))
+    check_planes(near, (SQUARE,))
+    halfway = near.bfloat16().float().view(torch.int32) + 0x8000  # ties of the bf16 rounding
+    check_planes(halfway.view(torch.float32), (ROW, COLUMN))
+
+
+def any_shape_and_address() -> None:
+    for rows, columns in ((32, 32), (96, 160), (64, 1056), (32, 8224)):
+        x = torch.randn(rows, columns).bfloat16()
+        check_planes(x, (ROW, COLUMN))
+        check_planes(x, (SQUARE,))
+    x = torch.randn(96, 256).bfloat16()
+    check_planes(x, (ROW,))
+    check_planes(x, (COLUMN,))
+    check_planes(x, (ROW, COLUMN), offset=1)
+    check_planes(x, (SQUARE,), offset=4)
+
+
+def every_code_under_every_scale() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 8).contiguous()
+    turned = codes.t().contiguous(), scales[:, :1].t().expand(8, -1).contiguous()
+    squares = torch.randint(0, 256, (256, 2048)).byte(), torch.arange(512).view(8, 64).byte()
+    for block, (c, s) in ((ROW, (codes, scales)), (COLUMN, turned), (SQUARE, squares)):
+        for dtype in (torch.bfloat16, torch.float32):
+            for native in (True, False):
+                out = torch.full(c.shape, 7.0, dtype=dtype, device="cuda")
+                kernels.decode(c.cuda(), s.cuda(), block, out, native=native)
+                expected = decode_reference(c, s, block, dtype)
+                same_values(out, expected, f"{block} {dtype} native={native}")
+
+
+def more_elements_than_31_bits_count() -> None:
+    rows, columns = 65536, 40960  # 2.7e9
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_()
+    whole = encode(x)
+    for start in (0, 52416, rows - 32):  # 52428.8 is where 2^31 elements end
+        part = encode(x[start : start + 32])
+        for plane, piece in zip(whole, part, strict=True):
+            high = plane.block[0]
+            assert torch.equal(plane.codes[start : start + 32], piece.codes)
+            at = start // high
+            assert torch.equal(plane.scales[at : at + 32 // high], piece.scales)
+    decoded = decode(whole[0], out=x)
+    assert torch.equal(decoded[-32:], decode(encode(decoded[-32:])[0]))
+
+
+def linear() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    weight = torch.randn(1024, 512, device="cuda", generator=generator) / 23
+    x = torch.randn(4, 100, 512, device="cuda", generator=generator).bfloat16()
+    grad = torch.randn(4, 100, 1024, device="cuda", generator=generator).bfloat16()
+    parameter = torch.nn.Parameter(weight)
+    for format in ("mxfp8", "mxfp8_2d"):
+        stored = MXFP8Tensor.encode(weight, format)  # type: ignore[arg-type]
+        on_cpu = MXFP8Tensor.encode(weight.cpu(), format)  # type: ignore[arg-type]
+        assert stored.to("cpu").equal(on_cpu)
+        for workspace in (None, Workspace()):
+            leaf = x.clone().requires_grad_()
+            parameter.grad = None
+            y = mxfp8_linear(
+                leaf, stored, parameter=parameter, matmul=Emulated(workspace=workspace)
+            )
+            y.backward(grad)
+            assert torch.equal(y, F.linear(x, stored.dequantise("forward")))
+            assert leaf.grad is not None and parameter.grad is not None
+            expected = grad.view(-1, 1024) @ stored.dequantise("backward")
+            assert torch.equal(leaf.grad, expected.view_as(x))
+            exact = grad.view(-1, 1024).double().t() @ x.view(-1, 512).double()
+            error = (parameter.grad.double() - exact).norm() / exact.norm()
+            assert parameter.grad.dtype == torch.float32 and error < 1e-6, error
+    # Into memory of either dtype, fresh (NaN must not stay) and added to.
+    flat, flat_grad = x.view(-1, 512), grad.view(-1, 1024)
+    exact = flat_grad.double().t() @ flat.double()
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        into = torch.full((1024, 512), float("nan"), device="cuda", dtype=dtype)
+        add_weight_gradient(into, flat_grad, flat, fresh=True)
+        assert (into.double() - exact).norm() / exact.norm() < bound
+        add_weight_gradient(into, flat_grad, flat, fresh=False)
+        assert (into.double() - 2 * exact).norm() / (2 * exact).norm() < bound
+    rounded = through_mxfp8(flat[:100])
+    codes, scales = encode_reference(F.pad(flat[:100].cpu(), (0, 0, 0, 28)), ROW)
+    assert torch.equal(rounded.cpu(), decode_reference(codes, scales, ROW, flat.dtype)[:100])
+
+
+def native_products_are_refused_below_capability_10() -> None:
+    problem = native_problem(torch.device("cuda"))
+    capability = torch.cuda.get_device_capability()
+    assert (problem is None) == (capability >= (10, 0) and hasattr(F, "scaled_mm")), problem
+    logger.info("native: %s", problem)
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    definition_on_this_torch,
+    every_value_under_every_scale,
+    every_value_with_nan_among_them,
+    any_fp32,
+    any_shape_and_address,
+    every_code_under_every_scale,
+    more_elements_than_31_bits_count,
+    linear,
+    native_products_are_refused_below_capability_10,
+)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logger.info("torch %s, %s", torch.__version__, torch.cuda.get_device_name())
+    failed = 0
+    for check in CHECKS:
+        began = time.perf_counter()
+        try:
+            check()
+            torch.cuda.synchronize()
+            result = "ok"
+        except Exception:
+            failed += 1
+            result = "FAILED\n" + traceback.format_exc()
+        logger.info("%-50s %5.1f s  %s", check.__name__, time.perf_counter() - began, result)
+    logger.info("%d of %d checks passed", len(CHECKS) - failed, len(CHECKS))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The MXFP8 codec against its definition: every bf16 value under every scale, every code."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.precision.mxfp8 import (
+    COLUMN,
+    ROW,
+    SQUARE,
+    Block,
+    MXFP8Error,
+    Plane,
+    Rounding,
+    decode,
+    decode_reference,
+    empty_planes,
+    encode,
+    encode_reference,
+    plane_bytes,
+)
+from tests.reference import mxfp8 as reference
+
+BLOCKS = [ROW, COLUMN, SQUARE]
+ROUNDINGS: list[Rounding] = ["rceil", "floor"]
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def mixed(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Values over many powers of two, as bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-20, 20, (rows, columns), generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * torch.exp2(powers)).bfloat16()
+
+
+def plane_of(x: Tensor, block: Block, rounding: Rounding = "rceil") -> Plane:
+    return encode(x, (block,), rounding=rounding)[0]
+
+
+# ------------------------------------------------------------------------------- exhaustive
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_scale_of_every_largest_magnitude(rounding: Rounding) -> None:
+    largest = torch.arange(0x8000)  # NaN and infinity too
+    x = reference.bf16(largest)[:, None].expand(-1, 32).clone()
+    x[:, 1:] = 0
+    plane = plane_of(x, ROW, rounding)
+    _, scales = reference.encode(x, rounding)
+    assert len(scales.unique()) == (249 if rounding == "rceil" else 248)
+    assert torch.equal(plane.scales[:, 0], scales)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_every_value_under_every_scale(rounding: Rounding) -> None:
+    count, parts = 0, []
+    for scale, x in reference.exhaustive():
+        codes, scales = encode_reference(x, ROW, rounding)
+        assert rounding == "floor" or (scales == scale).all()
+        expected_codes, expected_scales = reference.encode(x, rounding)
+        assert torch.equal(codes, expected_codes), f"scale {scale}"
+        assert torch.equal(scales[:, 0], expected_scales), f"scale {scale}"
+        parts += [codes, scales]
+        count += x.numel()
+    assert count > 8_000_000
+    # What other machines and torch versions are compared with (tests/device_mxfp8.py).
+    recorded = {"rceil": reference.ROW_DIGEST, "floor": reference.FLOOR_DIGEST}
+    assert reference.digest(iter(parts)) == recorded[rounding]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_code_under_every_scale_is_decoded(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)  # [scales, codes]
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 8).contiguous()
+    found = decode(Plane(codes=codes, scales=scales, block=ROW), dtype=dtype)
+    expected = reference.decode(codes.long().numpy(), scales.long().numpy()[:, :1])
+    assert torch.equal(found.isnan(), torch.from_numpy(expected).isnan())
+    assert int(found.isnan().sum()) == 256 + 2 * 255
+    with np.errstate(over="ignore"):
+        rounded = torch.from_numpy(expected.astype(np.float32)).to(dtype)
+    assert torch.equal(found.nan_to_num(nan=0), rounded.nan_to_num(nan=0))
+    exact = torch.from_numpy(expected)[3:247]  # every code of these scales is a bf16 number
+    assert torch.equal(found[3:247].double().nan_to_num(nan=0), exact.nan_to_num(nan=0))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_encoded_is_decoded_exactly(block: Block) -> None:
+    """Of everything that encode makes, bf16 holds the value: nothing is rounded a second time."""
+    for scale, x in reference.exhaustive():
+        if scale % 16 and 4 < scale < 244:
+            continue
+        x = x.t().contiguous() if block == COLUMN else x
+        codes, scales = encode_reference(x, block)
+        wide = decode_reference(codes, scales, block, torch.float64)
+        assert torch.equal(decode_reference(codes, scales, block, torch.bfloat16).double(), wide)
+
+
+# ------------------------------------------------------------------------------- the three blocks
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_column_plane_is_the_row_plane_of_the_transpose(rounding: Rounding) -> None:
+    x = mixed(96, 160)
+    row, column = encode(x, rounding=rounding)
+    turned = plane_of(x.t().contiguous(), ROW, rounding)
+    assert torch.equal(column.codes, turned.codes.t())
+    assert torch.equal(column.scales, turned.scales.t())
+    assert row.scales.shape == (96, 5) and column.scales.shape == (3, 160)
+    assert not torch.equal(row.codes, column.codes)  # two roundings, not one
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_square_has_one_scale_for_both_directions(rounding: Rounding) -> None:
+    x = mixed(96, 160)
+    plane = plane_of(x, SQUARE, rounding)
+    turned = plane_of(x.t().contiguous(), SQUARE, rounding)
+    assert torch.equal(plane.codes, turned.codes.t())
+    assert torch.equal(plane.scales, turned.scales.t())
+    squares = x.view(3, 32, 5, 32).transpose(1, 2).reshape(15, 1024)
+    values = squares.double().numpy()
+    scales = reference.scales(np.abs(values).max(1), rounding)
+    assert torch.equal(plane.scales.flatten().long(), torch.from_numpy(scales))
+    codes = torch.from_numpy(reference.codes(values, scales[:, None])).view(3, 5, 32, 32)
+    assert torch.equal(plane.codes, codes.transpose(1, 2).reshape(96, 160))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_rows_cut_on_32_encode_where_they_lie(block: Block) -> None:
+    x = mixed(128, 96)
+    whole = plane_of(x, block)
+    parts = [plane_of(part, block) for part in (x[:32], x[32:32], x[32:96], x[96:])]
+    assert torch.equal(torch.cat([part.codes for part in parts]), whole.codes)
+    assert torch.equal(torch.cat([part.scales for part in parts]), whole.scales)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_fp32_is_rounded_to_bf16_first(block: Block) -> None:
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * 0.02
+    plane = plane_of(x, block)
+    staged = plane_of(x.bfloat16(), block)
+    assert torch.equal(plane.codes, staged.codes) and torch.equal(plane.scales, staged.scales)
+    if block == ROW:  # and it matters: straight from fp32 one code in thirty is another
+        straight, _ = reference.encode(x.view(-1, 32))
+        assert 0.01 < float((straight.view(256, 256) != plane.codes).float().mean()) < 0.1
+
+
+# ------------------------------------------------------------------------------- special values
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bad", [NAN, -NAN, INFINITY, -INFINITY, 3.4e38])
+def test_a_nan_or_an_infinity_makes_its_block_nan_and_no_other(bad: float, rounding: str) -> None:
+    x = torch.randn(64, 64)
+    x[5, 40] = bad  # 3.4e38 is finite in fp32 and infinite in bf16
+    for plane, rows, columns in zip(
+        encode(x, BLOCKS, rounding=rounding),  # type: ignore[arg-type]
+        (slice(5, 6), slice(0, 32), slice(0, 32)),
+        (slice(32, 64), slice(40, 41), slice(32, 64)),
+        strict=True,
+    ):
+        lost = torch.zeros(64, 64, dtype=torch.bool)
+        lost[rows, columns] = True
+        assert torch.equal(decode(plane).isnan(), lost)
+        assert (plane.codes[lost] == 0x7F).all()
+        assert int((plane.scales == 255).sum()) == 1
+
+
+def test_zeros_keep_their_signs_and_take_the_smallest_scale() -> None:
+    x = torch.zeros(32, 64)
+    x[:, ::2] = -0.0
+    for plane in encode(x, BLOCKS):
+        assert (plane.scales == 0).all()
+        assert (plane.codes[:, ::2] == 0x80).all() and (plane.codes[:, 1::2] == 0).all()
+        assert torch.equal(decode(plane).signbit(), x.signbit())
+
+
+def test_subnormals_survive() -> None:
+    bits = torch.arange(1, 129).clamp(max=127).view(4, 32)  # every subnormal bf16
+    x = torch.cat([reference.bf16(bits), -reference.bf16(bits)]).repeat(4, 1)
+    plane = plane_of(x, ROW)
+    assert (plane.scales == 0).all()
+    error = (decode(plane).double() - x.double()).abs() / x.double().abs()
+    assert 0 < float(error.max()) <= 2.0**-4  # 4 significant bits of 7, and none flushed
+
+
+def test_what_rounds_to_two_to_the_128_comes_back_infinite() -> None:
+    x = reference.bf16(torch.tensor([0x7F77, 0x7F78, 0x7F7F, 0xFF7F]))[:, None].repeat(8, 32)
+    found = decode(plane_of(x, ROW))[:4, 0]
+    assert found.tolist() == [1.875 * 2.0**127, INFINITY, INFINITY, -INFINITY]
+
+
+def test_rceil_never_saturates_and_floor_does() -> None:
+    x = mixed(512, 512)
+    errors = {}
+    for rounding in ROUNDINGS:
+        plane = plane_of(x, ROW, rounding)
+        largest = x.double().abs().view(512, 16, 32).amax(2)
+        reach = 448 * torch.exp2(plane.scales.double() - 127)
+        assert bool((largest > reach).any()) == (rounding == "floor")
+        gaussian = torch.randn(512, 512).bfloat16()
+        error = decode(plane_of(gaussian, ROW, rounding)).double() - gaussian.double()
+        errors[rounding] = float(error.norm() / gaussian.double().norm())
+    assert 0.026 < errors["rceil"] < 0.027 < errors["floor"]
+
+
+def test_decoded_values_encode_to_themselves_though_their_codes_may_not() -> None:
+    """Why codes are always made from the main weights: bytes made from decoded values differ."""
+    x = mixed(512, 512)
+    once = plane_of(x, ROW)
+    again = plane_of(decode(once), ROW)
+    assert torch.equal(decode(once), decode(again))
+    assert not torch.equal(once.scales, again.scales)
+
+
+# ------------------------------------------------------------------------------- the verbs
+
+
+def test_planes_are_written_into_the_memory_given() -> None:
+    x = mixed(64, 96)
+    flat = torch.full((2 * 64 * 96 + 64 * 3 + 2 * 96 + 1,), 0xAB, dtype=torch.uint8)
+    pieces = flat[1:].split([64 * 96, 64 * 96, 64 * 3, 2 * 96])
+    out = (
+        Plane(codes=pieces[0].view(64, 96), scales=pieces[2].view(64, 3), block=ROW),
+        Plane(codes=pieces[1].view(64, 96), scales=pieces[3].view(2, 96), block=COLUMN),
+    )
+    found = encode(x, out=out)
+    assert all(mine is theirs for mine, theirs in zip(found, out, strict=True))
+    for plane, fresh in zip(out, encode(x), strict=True):
+        assert torch.equal(plane.codes, fresh.codes) and torch.equal(plane.scales, fresh.scales)
+    target = torch.full((64, 96), NAN, dtype=torch.bfloat16)
+    assert decode(out[0], out=target) is target
+    assert torch.equal(target, decode(encode(x)[0]))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_no_rows_are_no_trouble(block: Block) -> None:
+    plane = plane_of(torch.empty(0, 64), block)
+    assert plane.codes.shape == (0, 64)
+    assert decode(plane).shape == (0, 64)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_bytes_are_what_the_closed_form_says(block: Block) -> None:
+    (plane,) = empty_planes((64, 96), (block,), "cpu")
+    assert plane.nbytes == plane_bytes((64, 96), block)
+    scales = {ROW: 64 * 3, COLUMN: 2 * 96, SQUARE: 2 * 3}
+    assert plane.nbytes == 64 * 96 + scales[block]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_other_floats_are_rounded_to_bf16_too(dtype: torch.dtype) -> None:
+    x = torch.randn(32, 32).to(dtype)
+    assert torch.equal(plane_of(x, ROW).codes, plane_of(x.bfloat16(), ROW).codes)
+
+
+def test_gradients_do_not_flow_through_encode() -> None:
+    x = torch.randn(32, 32, requires_grad=True)
+    assert not plane_of(x, ROW).codes.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: encode(torch.zeros(2, 32, 32)), ["(2, 32, 32)", "2-D", "reshape"]),
+        (lambda: encode(torch.zeros(33, 63)), ["33 rows", "63 columns", "blocks of 32"]),
+        (lambda: encode(torch.zeros(32, 32, dtype=torch.uint8)), ["torch.uint8", "floating-point"]),
+        (lambda: encode(torch.zeros(32, 32), rounding="nearest"), ["'nearest'", "rceil", "floor"]),
+        (lambda: encode(torch.zeros(32, 32), ((1, 16),)), ["(1, 16)", "(1, 32)"]),
+        (lambda: encode(torch.zeros(32, 32), (ROW, ROW)), ["at most once"]),
+        (
+            lambda: encode(torch.zeros(64, 32), out=empty_planes((32, 64), (ROW, COLUMN), "cpu")),
+            ["out[0]", "out[1]", "(32, 64)", "(64, 32)"],
+        ),
+        (lambda: encode(torch.zeros(32, 32), out=()), ["0 planes", "2 blocks"]),
+        (lambda: empty_planes((32, 40), (ROW,), "cpu"), ["40 columns"]),
+        (
+            lambda: decode(plane_of(torch.zeros(32, 32), ROW), dtype=torch.float8_e4m3fn),
+            ["float8_e4m3fn", "16 bits"],
+        ),
+        (
+            lambda: decode(plane_of(torch.zeros(32, 32), ROW), out=torch.zeros(32, 64)),
+            ["(32, 64)", "(32, 32)"],
+        ),
+        (
+            lambda: Plane(codes=torch.zeros(32, 64), scales=torch.zeros(64, 1).byte(), block=ROW),
+            ["codes are torch.float32", "uint8"],
+        ),
+        (
+            lambda: Plane(
+                codes=torch.zeros(32, 64).byte(), scales=torch.zeros(64, 1).byte(), block=ROW
+            ),
+            ["scales of shape (64, 1)", "expected (32, 2)"],
+        ),
+        (
+            lambda: Plane(
+                codes=torch.zeros(64, 32).byte().t(), scales=torch.zeros(32, 2).byte(), block=ROW
+            ),
+            ["not contiguous"],
+        ),
+    ],
+)
+def test_what_can_not_hold_is_refused_by_name(call: object, words: list[str]) -> None:
+    assert callable(call)
+    with pytest.raises(MXFP8Error) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_the_reference_knows_its_own_numbers() -> None:
+    """Negative control of the oracle: well-known codes, and a tie that goes to the even one."""
+    assert reference.E4M3[1] == 2.0**-9 and reference.E4M3[0x38] == 1 and reference.E4M3[126] == 448
+    assert math.isclose(float(reference.MIDDLES[0x38]), 1.0625)
+    x = torch.tensor([[448.0, 1.0625, 1.1875, 1.1, -1.0] + [0.0] * 27])
+    codes, scales = reference.encode(x)
+    assert scales.tolist() == [127]
+    assert codes[0, :5].tolist() == [0x7E, 0x38, 0x3A, 0x39, 0xB8]
