@@ -3,6 +3,7 @@
 
 mode            where      what
 newton_schulz   one GPU    Newton-Schulz over 1.007B parameters, beside batched cuBLAS NS5 in bf16
+step            one GPU    whole step of a 0.96B GPT, Muon and AdamW, beside torch's
 tiles           one GPU    the sweep behind the tables in shardwise/kernels/forms.py
 """
 
@@ -18,9 +19,11 @@ import torch
 
 from benchmarks import report
 from benchmarks.muon_kernels import run_newton_schulz, run_tiles
+from benchmarks.muon_steps import run_step
 
 MODES: dict[str, Callable[[bool], list[report.Table]]] = {
     "newton_schulz": run_newton_schulz,
+    "step": run_step,
     "tiles": run_tiles,
 }
 
