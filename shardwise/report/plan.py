@@ -19,10 +19,11 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm import Call
+from shardwise.optim.routing import Routed, routes_of
 from shardwise.placements import Placements, hfsdp, hsdp, shard_range, zero
 from shardwise.precision import Precision
+from shardwise.report.exchange import Orthogonalisation, orthogonalisation
 from shardwise.report.footprint import Mesh
-from shardwise.report.matrices import Orthogonalisation, matrix_parameters
 from shardwise.report.shard_map import shard_map
 from shardwise.report.simulate import Step, simulate
 from shardwise.report.suggest import suggest
@@ -33,8 +34,8 @@ from shardwise.report.units import (
     folded,
     lay_out,
     optimizer_bytes,
-    orthogonalisation,
     owners,
+    places,
     simulated,
 )
 from shardwise.shard.find import GrainChoice
@@ -162,8 +163,10 @@ class Plan:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
+        """Of forward and backward, and of the matrix optimizer (of the rank that sends most)."""
+        calls = self.calls + (self.matrices.calls if self.matrices else Counter())
         kinds: dict[tuple[str, str, int], list[tuple[Call, int]]] = {}
-        for call, count in self.calls.items():
+        for call, count in calls.items():
             kinds.setdefault((call.axis, call.operation, call.size), []).append((call, count))
         return tuple(
             Collective(
@@ -211,9 +214,7 @@ class Plan:
             "total": self.total,
             "padding": {"elements": self.padding, "of": self.num_elements},
             "collectives": [vars(collective) for collective in self.collectives],
-            "newton_schulz": None
-            if matrices is None
-            else vars(matrices) | {"balance": matrices.balance},
+            "newton_schulz": None if matrices is None else matrices.as_dict(),
             "memory": options.memory,
             "fits": self.fits,
             "suggestions": list(self.suggestions),
@@ -267,20 +268,27 @@ def plan(
         other_bytes=other_bytes,
     )
     root = owners(model, wrap, set(ignored_params))
-    matrices = matrix_parameters(model)
+    routes = routes_of(model)
     label = name or type(model).__name__
-    made = _plan(root, matrices, options, grain, label)
+    made = _plan(root, routes, options, grain, label)
     if made.fits is not False:
         return made
 
     def again(**changes: Any) -> Plan:
-        return _plan(root, matrices, replace(options, **changes), grain, label)
+        changed = replace(options, **changes)
+        return _plan(root, routes, changed, grain, label, with_exchange=False)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
 
 
 def _plan(
-    root: Owner, matrices: set[int], options: Options, grain: GrainChoice | None, label: str
+    root: Owner,
+    routes: Sequence[Routed],
+    options: Options,
+    grain: GrainChoice | None,
+    label: str,
+    *,
+    with_exchange: bool = True,
 ) -> Plan:
     mesh, placements = options.mesh, options.placements
     release, kept = options.after_forward
@@ -291,7 +299,7 @@ def _plan(
         options.precision,
         grain=grain,
         kept_ranks=kept,
-        matrices=matrices,
+        matrices={id(one.parameter) for one in routes if one.route.kind == "matrix"},
     )
     step = Step(asynchronous=options.device == "cuda")
     result = simulate(simulated(root, groups, step, release), options.microbatches)
@@ -309,8 +317,8 @@ def _plan(
         optimizer_bytes=optimizer_bytes(units, OPTIMIZERS[options.optimizer]),
         calls=result.calls,
         timeline=result.timeline,
-        matrices=orthogonalisation(root, matrices, mesh.num_ranks)
-        if options.optimizer == "muon"
+        matrices=orthogonalisation(routes, places(root, groups), mesh, placements.main)
+        if options.optimizer == "muon" and with_exchange
         else None,
     )
 

@@ -11,7 +11,6 @@ The grouping and the layouts are made by the same functions that ``fully_shard``
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,6 @@ from shardwise.layout import plan as plan_layout
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.report.footprint import Footprint, Mesh, footprint
-from shardwise.report.matrices import Orthogonalisation, matrices_of, share_out
 from shardwise.report.simulate import SimulatedUnit, Step
 from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
 from shardwise.shard.fully_shard import _groups as group_parameters
@@ -249,12 +247,17 @@ def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> in
     return max(totals, default=0)
 
 
-def orthogonalisation(root: Owner, matrices: set[int], num_ranks: int) -> Orthogonalisation:
-    """Newton-Schulz over all ranks: replicas share the matrices too."""
-    shapes: Counter[tuple[int, ...]] = Counter(
-        tuple(f.parameter.shape)
-        for owner in root.tree()
-        for f in owner.found
-        if id(f.parameter) in matrices and f.parameter.requires_grad
-    )
-    return share_out(matrices_of(shapes), num_ranks)
+def places(
+    root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]
+) -> dict[int, tuple[PlannedGroup, int]]:
+    """The group of every parameter and its place in it, by id."""
+    found = {}
+    for owner in root.tree():
+        by_name = {
+            item.name: (group, index)
+            for group in groups[owner]
+            for index, item in enumerate(group.layout.items)
+        }
+        for one in owner.found:
+            found[id(one.parameter)] = by_name[one.name]
+    return found

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import comm
+from shardwise.optim.routing import routes_of
+from shardwise.placements import REPLICATE, SHARD
+from shardwise.report.exchange import exchange_calls, owners_of
 from shardwise.report.plan import STRATEGIES, Plan, plan
+from shardwise.report.units import lay_out, owners, places
 from shardwise.shard.find import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
@@ -215,3 +219,59 @@ def test_plan_is_exact_for_parts_kept() -> None:
 def test_one_rank_alone() -> None:
     assert_planned(1, "plain", "zero3", CASES)
     assert_planned(1, "plain", "zero0", CASES)
+
+
+# ------------------------------------------------------------------------------ Muon's exchange
+
+
+def check_muon(
+    rank: int, world_size: int, strategy: str
+) -> tuple[tuple[int, ...], Counter[comm.Call], int]:
+    """(coordinate on the mesh, the collectives of one optimizer step, bytes of its state)."""
+    torch.manual_seed(0)
+    model = uneven()
+    placements = STRATEGIES[strategy]
+    mesh = mesh_for(placements, world_size)
+    for module in wrap_units(model):
+        sw.fully_shard(module, mesh=mesh, placements=placements)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    loss_of(model, tokens(0, 0, rank, world_size)).backward()
+    with comm.record() as calls:
+        optimizer.step()
+    state = sum(
+        value.to_local().nbytes
+        for entry in optimizer.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return tuple(coordinate), Counter(calls), state
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("zero0", 2), ("zero1", 3), ("zero3", 3), ("hsdp", 4), ("hfsdp", 4)],
+)
+def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_size: int) -> None:
+    with torch.device("meta"):
+        model = uneven()
+    shape = mesh_shape(strategy, world_size)
+    made = plan(model, shape, strategy, optimizer="muon", device="cpu")
+    root = owners(model, None, set())
+    main = made.options.placements.main
+    groups = lay_out(root, made.mesh, made.options.placements, made.options.precision)
+    owned = owners_of(routes_of(model), places(root, groups), made.mesh, main)
+    everyone = run_ranks(check_muon, world_size, strategy)
+    sent = {}
+    for coordinate, calls, _ in everyone:
+        # the joint axes count the inner one fastest, as the mesh does
+        joint = {SHARD: 0, REPLICATE: 0}
+        for position, size, placement in zip(coordinate, made.mesh.sizes, main, strict=True):
+            joint[placement] = joint[placement] * size + position
+        predicted = exchange_calls(owned, made.mesh, main, joint[REPLICATE], joint[SHARD])
+        assert calls == Counter(predicted) and calls, coordinate
+        sent[coordinate] = calls
+    assert made.matrices is not None and made.matrices.calls in sent.values()
+    assert made.optimizer_bytes == max(state for _, _, state in everyone)
+    assert sum(owned.loads.values()) == made.matrices.total > 0

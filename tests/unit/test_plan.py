@@ -13,10 +13,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import layout
+from shardwise.optim.newton_schulz import cost
 from shardwise.report import simulate, units
 from shardwise.report.dry_run import dry_run
 from shardwise.report.footprint import Mesh
-from shardwise.report.matrices import matrix_parameters, newton_schulz_flops, share_out
 from shardwise.report.plan import Plan, plan, strategy_name
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, parse_size, size_text
@@ -138,37 +138,32 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     assert plan(model, {"dp": 4}, "zero3", precision=BF16).optimizer_bytes == 8 * whole // 4
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
-    assert work.busiest == work.total == 5 * 6 * 64**3 and work.idlest == 0
+    price = cost(64, 64, sw.muon().polynomials)
+    assert work.busiest == work.total == price > 20 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
+    # one owner gets three quarters and sends them back; that is the most that anybody sends
+    assert work.calls == Counter(
+        {sw.comm.Call("all_to_all", "dp", 4, 0): 1, sw.comm.Call("all_to_all", "dp", 4, 12288): 1}
+    )
+    assert found["zero1"].collectives[1].operation == "all_to_all"
 
 
-def test_newton_schulz_is_counted_per_matrix_whichever_way_it_lies() -> None:
-    assert newton_schulz_flops((3, 7)) == newton_schulz_flops((7, 3)) == 5 * (4 * 9 * 7 + 2 * 27)
-    assert newton_schulz_flops((8, 3, 7)) == 8 * newton_schulz_flops((3, 7))
-    assert newton_schulz_flops((7,)) == 0
-
-
-def test_sharing_out_matrices_equals_dealing_them_one_by_one() -> None:
-    shapes = {(64, 64): 13, (64, 256): 7, (32, 32): 5}
-    for ranks in (1, 2, 3, 8, 40):
-        loads = [0] * ranks
-        for cost in sorted(
-            (newton_schulz_flops(s) for s, n in shapes.items() for _ in range(n)), reverse=True
-        ):
-            loads[loads.index(min(loads))] += cost
-        work = share_out(shapes, ranks)
-        assert (work.busiest, work.idlest, work.total) == (max(loads), min(loads), sum(loads))
-        assert work.num_matrices == 25 and 0 < work.balance <= 1
-
-
-def test_embeddings_heads_and_vectors_are_no_matrices() -> None:
+def test_a_matrix_optimizer_takes_what_routing_says() -> None:
     with torch.device("meta"):
-        model = Llama(16, 8, 32, 1, vocabulary=32)
-    chosen = matrix_parameters(model)
-    names = {name for name, value in model.named_parameters() if id(value) in chosen}
-    assert names == {
-        f"blocks.0.{name}.weight" for name in ("wq", "wk", "wv", "wo", "gate", "up", "down")
-    }
+        model = Llama(16, 8, 32, 2, vocabulary=48)
+    sw.route(model, elementwise="blocks.1.wk.*")
+    made = plan(model, {"dp": 2}, optimizer="muon")
+    assert made.matrices is not None and made.matrices.num_matrices == 13
+    taken = [
+        item.name
+        for unit in made.units
+        for group in unit.groups
+        for item, matrix in zip(group.layout.items, group.matrices, strict=True)
+        if matrix
+    ]
+    assert "embedding.weight" not in taken and "lm_head.weight" not in taken
+    assert taken.count("wk.weight") == 1, "the second block is no longer alike"
+    assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
 # ------------------------------------------------------------------------------ what is wrapped

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a matrix optimizer adds to a step: Newton-Schulz on the owners, and pieces on their way.
+
+    stored   rank 0 | A 0-3 | B 0-1 |    rank 1 | B 2-7 |       owners   A: 0    B: 1
+    there    B 0-1 from 0 to 1, back again, and to the other replicas where there are any
+
+Routes, owners, rounds and costs are those of ``shardwise.optim``: the same functions, given layouts
+instead of tensors. A matrix has one owner, so with fewer matrices than ranks some have nothing to
+do, and the step takes as long as the busiest: that is the balance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from shardwise.comm import Call
+from shardwise.optim.exchange import freight_of
+from shardwise.optim.muon import muon
+from shardwise.optim.newton_schulz import cost
+from shardwise.optim.owners import Cargo, Plan, plan_owners
+from shardwise.optim.routing import Routed
+from shardwise.optim.split import parcels_of
+from shardwise.placements import REPLICATE, SHARD, Placement, shard_range
+from shardwise.report.footprint import Mesh
+from shardwise.report.units import PlannedGroup
+
+ELEMENT = 4  # bytes of an element on the wire, which carries fp32
+Place = tuple[PlannedGroup, int]  # a group and an index in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orthogonalisation:
+    """The work of one optimizer step, over all ranks, and the collectives of the one that sends
+    most."""
+
+    num_matrices: int
+    num_ranks: int
+    total: int  # FLOPs of all ranks together
+    busiest: int
+    idlest: int
+    calls: Counter[Call] = field(repr=False, default_factory=Counter)
+
+    @property
+    def balance(self) -> float:
+        """1.0: every rank computes as long as the busiest one."""
+        return self.total / (self.busiest * self.num_ranks) if self.busiest else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("num_matrices", "num_ranks", "total", "busiest", "idlest", "balance")
+        return {name: getattr(self, name) for name in names}
+
+
+def orthogonalisation(
+    routes: Sequence[Routed],
+    places: Mapping[int, Place],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+) -> Orthogonalisation | None:
+    """None where the model has no matrices. ``places`` are by id of the parameter."""
+    plan = owners_of(routes, places, mesh, placements)
+    if not plan.cargo:
+        return None
+    loads = plan.loads.values()
+    replica, rank = _heaviest(plan)
+    return Orthogonalisation(
+        num_matrices=sum(len(cargo.key) // 2 for cargo in plan.cargo),
+        num_ranks=mesh.num_ranks,
+        total=sum(loads),
+        busiest=max(loads),
+        idlest=min(loads),
+        calls=Counter(exchange_calls(plan, mesh, placements, replica, rank)),
+    )
+
+
+def owners_of(
+    routes: Sequence[Routed],
+    places: Mapping[int, Place],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+) -> Plan:
+    """Who computes which matrix, as ``sw.optimizer(model, matrix=sw.muon(...))`` plans it."""
+    settings = muon()
+    price = partial(cost, preset=settings.polynomials, form=settings.form)
+    shards = mesh.num_shards(placements)
+    rank_of = _ranks_of_shards(mesh, placements)
+    known: dict[Any, list[Cargo]] = {}
+    cargo: list[Cargo] = []
+    for one in routes:
+        if one.route.kind != "matrix" or not one.parameter.requires_grad:
+            continue
+        group, index = places[id(one.parameter)]
+        key = (id(group), index, one.route.split)
+        if key not in known:  # layers that are alike are cut alike
+            layout = group.layout
+            pieces = [
+                (rank_of[shard], *layout.piece(index, shard)) for shard in layout.holders(index)
+            ]
+            grain = layout.items[index].grain
+            known[key] = [
+                Cargo(
+                    freight.name,
+                    freight.parcel.numel,
+                    freight.pieces,
+                    freight.cost,
+                    tuple(side for shape in freight.parcel.shapes for side in shape),
+                    freight.pinned,
+                )
+                for freight in freight_of(
+                    "",
+                    0,
+                    parcels_of(tuple(one.parameter.shape), one.route.split),
+                    pieces,
+                    price,
+                    pinned=grain.kind == "tensor" and grain.count == 1,
+                )
+            ]
+        cargo += [replace(parcel, name=one.name + parcel.name) for parcel in known[key]]
+    return plan_owners(cargo, shards, mesh.num_ranks // shards)
+
+
+def exchange_calls(
+    plan: Plan, mesh: Mesh, placements: Sequence[Placement], replica: int, rank: int
+) -> list[Call]:
+    """The all-to-alls that one rank issues in a step: there and back for every round in which
+    anything of its replica travels, then once to the other replicas."""
+    shards = _joint(mesh, placements, SHARD)
+    replicas = _joint(mesh, placements, REPLICATE)
+    held = _Held()
+    calls = []
+    for members in plan.rounds:
+        here = [index for index in members if plan.owners[index][0] == replica]
+        there = back = share = 0
+        travels = False
+        for index in here:
+            parcel, owner = plan.cargo[index], plan.owners[index][1]
+            mine, remote = held.by(parcel, rank), parcel.numel - held.by(parcel, owner)
+            travels = travels or remote > 0
+            there += 0 if owner == rank else mine
+            back += remote if owner == rank else 0
+            share += mine
+        if plan.num_shards > 1 and travels:
+            calls += [Call("all_to_all", *shards, ELEMENT * sent) for sent in (there, back)]
+        if plan.num_replicas > 1:
+            shared = ELEMENT * share * (plan.num_replicas - 1)
+            calls.append(Call("all_to_all", *replicas, shared))
+    return calls
+
+
+def _heaviest(plan: Plan) -> tuple[int, int]:
+    """(replica, rank) of the one that sends most between shards."""
+    held = _Held()
+    sent: Counter[tuple[int, int]] = Counter()
+    alike: Counter[tuple[int, int]] = Counter()  # parcels of one replica that are cut alike
+    for parcel, (replica, owner) in zip(plan.cargo, plan.owners, strict=True):
+        own = held.by(parcel, owner)
+        alike[replica, id(parcel.pieces)] += 1
+        sent[replica, owner] += parcel.numel - 2 * own  # what it sends back, less what it keeps
+    for (replica, cut), count in alike.items():
+        for holder, numel in held.cuts[cut].items():
+            sent[replica, holder] += count * numel
+    return max(sorted(sent), key=lambda one: sent[one])
+
+
+class _Held:
+    """How much of a parcel each rank stores; looked up once for parcels that are cut alike."""
+
+    def __init__(self) -> None:
+        self.cuts: dict[int, dict[int, int]] = {}
+
+    def by(self, parcel: Cargo, rank: int) -> int:
+        known = self.cuts.get(id(parcel.pieces))
+        if known is None:
+            known = self.cuts[id(parcel.pieces)] = Counter()
+            for holder, low, high in parcel.pieces:
+                known[holder] += high - low
+        return known.get(rank, 0)
+
+
+def _joint(mesh: Mesh, placements: Sequence[Placement], wanted: Placement) -> tuple[str, int]:
+    """The axes of one placement as one: its name and size, as ``Ranks.joint`` makes it."""
+    chosen = [axis for axis, placement in enumerate(placements) if placement == wanted]
+    size = 1
+    for axis in chosen:
+        size *= mesh.sizes[axis]
+    return "+".join(mesh.names[axis] for axis in chosen), size
+
+
+def _ranks_of_shards(mesh: Mesh, placements: Sequence[Placement]) -> dict[int, int]:
+    """The rank on the joint shard axis that holds each shard: ranks count the inner axis fastest,
+    shards the outer one."""
+    sizes = [size for size, p in zip(mesh.sizes, placements, strict=True) if p == SHARD]
+    every, shards = [SHARD] * len(sizes), mesh.num_shards(placements)
+    coordinates = itertools.product(*(range(size) for size in sizes))
+    return {
+        shard_range(every, sizes, coordinate, shards)[0]: rank
+        for rank, coordinate in enumerate(coordinates)
+    }
