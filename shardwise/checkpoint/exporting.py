@@ -13,9 +13,12 @@ One process, no process group. In memory at a time: the tensors of one file and 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,15 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
 from shardwise.checkpoint.loading import Checkpoint, read_whole
 from shardwise.checkpoint.state import model_key
+from shardwise.checkpoint.values import decode, dtype_name
+from shardwise.models.config import GPTConfig
+from shardwise.models.llama import hf_config, hf_tensors
 
-# From the tensors of a model by name to those of the format; a renaming, a split, a transposition.
-# It is called with one tensor at a time, first with meta tensors to learn names and sizes.
-Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+log = logging.getLogger(__name__)
+
+# From one tensor of the model to those of the format: a renaming, a split, a transposition. It is
+# called with a meta tensor first, to learn names and sizes.
+Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -53,9 +61,11 @@ def export(
 ) -> list[Path]:
     """Write the model of a checkpoint to a new directory ``out``; returns the files.
 
-    ``convert`` gives the names and forms of the target (default: as in the model), ``config`` is
-    written as ``config.json``, ``dtype`` converts floating-point tensors. Every byte is checked
-    against its sha256 before it is used, and ``out`` appears whole or not at all.
+    A checkpoint whose config describes its ``"model"`` (the fields of ``GPTConfig``) becomes what
+    ``transformers`` loads. For any other pass ``convert``, which gives names and forms, and
+    ``config`` for ``config.json``; without, names stay as they are. ``dtype`` converts
+    floating-point tensors. Every byte is checked against its sha256 before it is used, and ``out``
+    appears whole or not at all.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     if max_file_bytes < 1:
@@ -65,18 +75,44 @@ def export(
     checkpoint = Checkpoint.open(source)
     for file in checkpoint.manifest.files:
         check_bytes(source, file)
+    if convert is None and config is None:
+        convert, config = _as_gpt(checkpoint, dtype)
     make = _Converter(checkpoint, convert, dtype)
     files = _plan(make, max_file_bytes)
     folder = owner.temporary(target)
     folder.mkdir(parents=True)
-    names = _write(folder, make, files)
-    if config is not None:
-        write_file(folder / "config.json", json.dumps(config, indent=2).encode())
-        names.append("config.json")
-    sync_directory(folder)
-    os.rename(folder, target)
+    try:
+        names = _write(folder, make, files)
+        if config is not None:
+            write_file(folder / "config.json", json.dumps(config, indent=2).encode())
+            names.append("config.json")
+        sync_directory(folder)
+        os.rename(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     sync_directory(target.parent)
     return [target / name for name in names]
+
+
+def _as_gpt(
+    checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> tuple[Convert | None, Mapping[str, Any] | None]:
+    """The names and the configuration of our own models, where the checkpoint is of one."""
+    path = checkpoint.path
+    described = decode(checkpoint.manifest.config or {}, str(path)).get("model")
+    if described is None:
+        log.warning("%s does not say what its model is: names stay as they are", path)
+        return None, None
+    try:
+        model = GPTConfig(**described)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
+        ) from error
+    stored = {entry.dtype for key, entry in checkpoint.index.items() if key.startswith("model.")}
+    kind = dtype or max(stored, key=lambda found: found.itemsize)
+    return partial(hf_tensors, config=model), hf_config(model, dtype=dtype_name(kind))
 
 
 class _Converter:
@@ -98,7 +134,7 @@ class _Converter:
         return self._apply(name, read_whole(self._checkpoint, model_key(name)))
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        made = {name: tensor} if self._convert is None else self._convert({name: tensor})
+        made = {name: tensor} if self._convert is None else self._convert(name, tensor)
         if self._dtype is None:
             return made
         return {

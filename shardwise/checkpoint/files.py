@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are hashed while they are written, and on the disk when they are closed.
 
-    torch.save --> write(bytes) --+--> sha256
+    torch.save --> write(bytes) --+--> sha256, beside it
                                   +--> file --> flush, fsync, close --> File(name, size, sha256)
 
 One pass: nothing that was written is read again to be hashed.
@@ -15,6 +15,7 @@ import io
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardwise.checkpoint.errors import DamagedError, UnsafeError
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _BLOCK = 1 << 22
+_LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its start
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,17 @@ class HashedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        self._hash.update(view)
         try:
-            self._file.write(view)
+            if view.nbytes < _LARGE:
+                self._hash.update(view)
+                self._file.write(view)
+            else:  # both let other threads run meanwhile
+                hashing = threading.Thread(target=self._hash.update, args=(view,))
+                hashing.start()
+                try:
+                    self._file.write(view)
+                finally:
+                    hashing.join()
         except OSError as error:
             self._refused = error
             raise

@@ -11,6 +11,7 @@ One object collective per save, whatever the number of tensors; none off the mai
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -61,7 +62,12 @@ def save(
     attempt, snapshot = begin(
         world, final, lambda: [final], timeout, lambda: take(world, model, optimizer, extra, config)
     )
-    run(attempt, snapshot, sequence=lambda: 1, step=None)
+    try:
+        run(attempt, snapshot, sequence=lambda: 1, step=None)
+    except SaveError:
+        if world.size == 1:  # else others may still be writing; the next save here removes it
+            shutil.rmtree(attempt.folder, ignore_errors=True)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,9 @@ def begin(
                     f"{final} is there already, and a checkpoint is never overwritten: remove "
                     f"it, or choose another path (Store makes one for every step)"
                 )
+            for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
+                if owner.is_abandoned(leftover):
+                    shutil.rmtree(leftover, ignore_errors=True)
             try:
                 folder.mkdir(parents=True)
             except OSError as error:

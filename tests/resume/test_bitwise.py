@@ -22,6 +22,9 @@ from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, train_step
 
+# The first test of a session starts ranks for four world sizes, which takes its time.
+pytestmark = pytest.mark.timeout(300)
+
 BEFORE, AFTER = 3, 3
 
 

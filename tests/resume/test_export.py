@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights leave as safetensors in the hub's layout; `transformers` computes the same with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint import CheckpointError, export
+from shardwise.models.config import GPTConfig
+from shardwise.models.gpt import GPT
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+from tests.resume.helpers import Net
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "context": 16,
+}
+CONFIGS = {
+    "llama": GPTConfig(**SMALL, num_kv_heads=2, qk_norm=False),
+    "tied": GPTConfig(**SMALL, qk_norm=True, tied=True),
+    "experts": GPTConfig(**SMALL, qk_norm=True, num_experts=4),
+}
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                assert name not in found
+                found[name] = opened.get_tensor(name)
+    return found
+
+
+def test_names_stay_where_nobody_says_otherwise(tmp_path: Path) -> None:
+    net = Net()
+    sw.save(tmp_path / "one", net, torch.optim.AdamW(net.parameters()))
+    files = export(tmp_path / "one", tmp_path / "out")
+    assert [file.name for file in files] == ["model.safetensors"]
+    found, expected = read(tmp_path / "out"), net.state_dict()
+    del expected["head.weight"]  # tied
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_files_are_bounded_and_indexed(tmp_path: Path) -> None:
+    net = Net(layers=4)
+    sw.save(tmp_path / "one", net)
+    bound = 3000
+    names = [file.name for file in export(tmp_path / "one", tmp_path / "o", max_file_bytes=bound)]
+    shards = [name for name in names if name.endswith(".safetensors")]
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    index = json.loads((tmp_path / "o" / "model.safetensors.index.json").read_text())
+    expected = net.state_dict()
+    del expected["head.weight"]
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    for shard in shards:
+        held = [name for name, file in index["weight_map"].items() if file == shard]
+        assert held and (len(held) == 1 or sum(expected[name].nbytes for name in held) <= bound)
+    assert all(torch.equal(read(tmp_path / "o")[name], value) for name, value in expected.items())
+
+
+def test_conversion_and_dtype(tmp_path: Path) -> None:
+    net = Net()
+    sw.save(tmp_path / "one", net)
+
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name == "embedding.weight":
+            return {"first": tensor[:9], "last": tensor[9:].t()}
+        return {name: tensor}
+
+    export(
+        tmp_path / "one",
+        tmp_path / "out",
+        convert=convert,
+        config={"model_type": "odd"},
+        dtype=torch.bfloat16,
+    )
+    found = read(tmp_path / "out")
+    assert torch.equal(found["last"], net.embedding.weight[9:].t().bfloat16())
+    assert found["seen"].dtype == torch.int64, "only floating-point tensors are converted"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "odd"}
+    with pytest.raises(CheckpointError, match="would both become 'x'"):
+        export(tmp_path / "one", tmp_path / "two", convert=lambda name, tensor: {"x": tensor})
+    assert not list(tmp_path.glob("two*"))
+    with pytest.raises(CheckpointError, match="is there already"):
+        export(tmp_path / "one", tmp_path / "out")
+
+
+def test_a_model_that_is_no_gpt_says_so(tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", Net(), config={"model": {"width": 10}})
+    with pytest.raises(CheckpointError, match=r"no GPT .*width.*convert="):
+        export(tmp_path / "one", tmp_path / "out")
+
+
+def save_gpt(rank: int, world_size: int, kind: str, path: str) -> Tensor:
+    torch.manual_seed(3)
+    model = GPT(CONFIGS[kind])
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh_of(world_size))
+    sw.fully_shard(model, mesh=mesh_of(world_size))
+    config = {"model": asdict(CONFIGS[kind]), "seed": 3}
+    sw.save(path, model, extra={"step": 1}, config=config)
+    model.eval()
+    with torch.no_grad():
+        found = model(torch.arange(12).view(1, 12))
+    return found if isinstance(found, Tensor) else found[0]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_transformers_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    logits = run_ranks(save_gpt, 2, kind, str(tmp_path / "one"))[0]
+    export(tmp_path / "one", tmp_path / "out", max_file_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        found = theirs(torch.arange(12).view(1, 12)).logits
+    assert found.shape == logits.shape and found.abs().max() > 0.01
+    torch.testing.assert_close(found, logits, rtol=0, atol=2e-6)
