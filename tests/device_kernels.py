@@ -19,17 +19,12 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from torch import Tensor
 
-from shardwise.kernels import forms, momentum, normalise, product, symmetric, update
-from shardwise.kernels.forms import Form, Tile
-from shardwise.kernels.newton_schulz import orthogonalise, reference
-from tests.kernel_cases import PRESETS, quality, spectrum
+from shardwise.kernels import momentum, normalise, product, symmetric, update
+from shardwise.kernels.forms import WIDE, Form
+from shardwise.kernels.newton_schulz import orthogonalise
+from tests.kernel_cases import PRESETS, band, quality, singular_values, spectrum
 
-TILES = {
-    chosen
-    for side in (129, 256, 384, 512, 1024, 2048, 4096, 8192)
-    for chosen in (forms.symmetric_tile(side), forms.product_tile(side))
-}
-WORKERS = 8
+WORKERS = 14
 FORMS: tuple[Form, ...] = ("direct", "gram", "block")
 
 
@@ -46,7 +41,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float(error)
 
 
-def check_products(tile: Tile, count: int, side: int, depth: int) -> None:
+def check_products(count: int, side: int, depth: int) -> None:
+    tile = WIDE
     x = random(count, side, depth, dtype=torch.float16)
     tall = x.mT.contiguous()
     scales = torch.rand(count, 2, device="cuda") + 0.5
@@ -122,17 +118,17 @@ def check_update(rows: int, columns: int, dtype: torch.dtype, rule: update.Decay
 def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
     """Rotation and singular values beside those of the exact polynomial."""
     polynomial = PRESETS[name]
-    for kind in ("gauss", "power"):
+    for kind in ("even", "power"):
         matrix, u, v = spectrum(kind, rows, columns)
         batch = torch.stack([matrix, matrix.flip(0), torch.zeros_like(matrix)]).cuda()
         options = {"norm": polynomial.norm, "safety": polynomial.safety}
         found = orthogonalise(batch.float(), polynomial.coefficients, form=form, **options)  # type: ignore[arg-type]
         assert found.shape == batch.shape and not found[2].any()
-        exact = reference(batch[:1].double(), polynomial)[0]
-        rotation, values = quality(found[0].double(), u.cuda(), v.cuda())
-        _, expected = quality(exact, u.cuda(), v.cuda())
+        rotation, gains = quality(found[0].double(), u.cuda(), v.cuda())
         assert rotation < 0.03, f"{kind}: rotation {rotation:.4f}"
-        assert float((values - expected).abs().max()) < 0.02, f"{kind}: singular values"
+        low, high = band(polynomial, singular_values(kind, rows, columns))
+        outside = torch.maximum(low.cuda() - gains, gains - high.cuda()).max()
+        assert outside < 0.01, f"{kind}: singular values leave the band by {float(outside):.4f}"
 
 
 def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> None:
@@ -178,7 +174,7 @@ def check_parts() -> None:
 
 def check_graph(form: Form, rows: int, columns: int) -> None:
     batch = random(3, rows, columns)
-    coefficients = PRESETS["schatten4"].coefficients
+    coefficients = PRESETS["s4"].coefficients
     run = functools.partial(orthogonalise, coefficients=coefficients, norm="schatten4", form=form)
     run(batch)
     torch.cuda.synchronize()
@@ -192,9 +188,8 @@ def check_graph(form: Form, rows: int, columns: int) -> None:
 
 def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
     found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-    for tile in sorted(TILES, key=str):
-        for shape in ((3, 256, 512), (2, 200, 264), (5, 136, 72), (2, 1032, 520)):
-            found.append((check_products, (tile, *shape)))
+    for shape in ((3, 256, 512), (2, 200, 264), (5, 136, 72), (2, 1032, 520), (1, 2048, 2048)):
+        found.append((check_products, shape))
     for rows, columns in ((64, 4096), (33, 65), (1000, 1003), (1, 7)):
         found.append((check_normalise, (4, rows, columns)))
         for dtype in (torch.float32, torch.bfloat16):
@@ -205,7 +200,7 @@ def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
             found += [(check_preset, (name, form, rows, columns)) for form in FORMS[:2]]
         for rows, columns in ((128, 512), (512, 128), (64, 64), (13, 57), (1, 9)):
             found.append((check_preset, (name, "block", rows, columns)))
-    for name in ("polar_express", "schatten4"):
+    for name in ("polar_express", "s4"):
         for rows, columns in ((2048, 2048), (512, 1536), (1536, 512), (136, 264)):
             for form in FORMS[:2]:
                 found.append((check_batch_invariance, (form, rows, columns, name)))
@@ -216,17 +211,25 @@ def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
     return found
 
 
-def run(part: int) -> list[str]:
-    """Every ``WORKERS``-th check; the failures' texts."""
+def chosen() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
+    """All of them, or those whose name has the argument in it."""
+    return [entry for entry in checks() if not sys.argv[1:] or sys.argv[1] in entry[0].__name__]
+
+
+def run(part: int) -> int:
+    """Every ``WORKERS``-th check; the number that failed."""
+    torch.set_num_threads(1)
     torch.manual_seed(3)
-    problems = []
-    for check, arguments in checks()[part::WORKERS]:
+    failures, begin = 0, time.perf_counter()
+    for check, arguments in chosen()[part::WORKERS]:
         try:
             check(*arguments)
             torch.cuda.synchronize()
         except Exception:
-            problems.append(f"{check.__name__} {arguments} {traceback.format_exc()[-1200:]}")
-    return problems
+            failures += 1
+            print("FAILED", check.__name__, arguments, traceback.format_exc()[-900:], flush=True)
+    print(f"part {part}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return failures
 
 
 def main() -> int:
@@ -234,12 +237,10 @@ def main() -> int:
     # Many processes, because most of the time goes to the compiler.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
-        problems = [text for found in pool.map(run, range(WORKERS)) for text in found]
-    for problem in problems:
-        print("FAILED", problem, flush=True)
+        failures = sum(pool.map(run, range(WORKERS)))
     seconds = time.perf_counter() - begin
-    print(f"{len(checks())} checks, {len(problems)} failed, {seconds:.0f} s, {len(TILES)} tiles")
-    return 1 if problems else 0
+    print(f"{len(chosen())} checks, {failures} failed, {seconds:.0f} s")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ PRESETS = {
             (2.2230472, -0.9630650, 0.0),
         )
     ),
-    "schatten4": Polynomial(
+    "s4": Polynomial(
         coefficients=(
             (8.057942, -22.052186, 15.540709),
             (3.926349, -2.753793, 0.497354),
@@ -53,15 +53,42 @@ PRESETS = {
 }
 
 
+def singular_values(kind: str, rows: int, columns: int) -> Tensor:
+    """ "even": from 1 to 1/50; "power": 1/i."""
+    short = min(rows, columns)
+    if kind == "even":
+        return torch.linspace(1, 0.02, short, dtype=torch.float64)
+    return 1 / torch.arange(1, short + 1, dtype=torch.float64)
+
+
 @functools.cache
 def spectrum(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(matrix, U, V), fp64 with known singular vectors; "power": singular values 1/i."""
+    """(matrix, U, V), fp64, with ``singular_values``."""
     generator = torch.Generator().manual_seed(rows * 10007 + columns)
-    matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    if kind == "power":
-        s = 1 / torch.arange(1, len(s) + 1, dtype=torch.float64)
-    return u @ torch.diag(s) @ vh, u, vh.mT
+    u, v = (
+        torch.linalg.qr(torch.randn(side, min(rows, columns), generator=generator).double())[0]
+        for side in (rows, columns)
+    )
+    return u @ torch.diag(singular_values(kind, rows, columns)) @ v.mT, u, v
+
+
+def gains_of(polynomial: Polynomial, values: Tensor, factor: float = 1.0) -> Tensor:
+    """Where the polynomial takes singular values: normalised, then off by ``factor``."""
+    order = 2 if polynomial.norm == "frobenius" else 4
+    s = factor * values / (values.pow(order).sum().pow(1 / order) * polynomial.safety)
+    for a, b, c in polynomial.coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def band(polynomial: Polynomial, values: Tensor) -> tuple[Tensor, Tensor]:
+    """(lowest, highest) gain of singular values that rounding has moved by up to 2 %.
+
+    Steep polynomials such as Keller's magnify the rounding of what they are given.
+    """
+    factors = torch.linspace(0.98, 1.02, 41).tolist()
+    gains = torch.stack([gains_of(polynomial, values, factor) for factor in factors])
+    return gains.amin(0), gains.amax(0)
 
 
 def quality(found: Tensor, u: Tensor, v: Tensor) -> tuple[float, Tensor]:

@@ -16,7 +16,6 @@ largest is lost in R's rounding, until the first iterations have lifted it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -38,7 +37,7 @@ class Polynomial:
     coefficients: tuple[Triple, ...]
     norm: Norm = "frobenius"  # or ||X·Xᵀ||_F^½, a tighter bound that the Gram form gets for free
     safety: float = 1.0  # the bound is multiplied by it
-    restart: int = 3  # iterations before the Gram is computed afresh; 0: never
+    restart: int | None = None  # iterations before X is formed anew; None: half; 0: never
 
     def __post_init__(self) -> None:
         problems = []
@@ -50,8 +49,8 @@ class Polynomial:
             problems.append(f"norm {self.norm!r}: choose from {', '.join(get_args(Norm))}")
         if not self.safety > 0:
             problems.append(f"safety {self.safety}: a bound is positive; 1.0 takes it as it is")
-        if self.restart < 0:
-            problems.append(f"restart {self.restart}: an iteration counted from 0, or 0 for none")
+        if self.restart is not None and self.restart < 0:
+            problems.append(f"restart {self.restart}: a number of iterations, or 0 for never")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -61,8 +60,13 @@ class Polynomial:
 
     @property
     def first_steps(self) -> int:
-        """Iterations before the restart; all of them where there is none."""
-        return self.restart if 0 < self.restart < self.steps else self.steps
+        """Iterations before the restart; all of them where there is none.
+
+        Half of them, rounded up, by default: with mirrored products that loses least over even,
+        1/i, 1/i^2, logarithmic and spiky spectra (5 iterations: 3; 4: 2).
+        """
+        restart = (self.steps + 1) // 2 if self.restart is None else self.restart
+        return restart if 0 < restart < self.steps else self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +86,34 @@ class Tile:
             raise ValueError(f"a tile of {self.rows}x{self.columns}: columns must be 1 or 2x rows")
 
 
-WIDE = Tile(rows=128, columns=256, step=64, warps=8, stages=3, persistent=True)
-SQUARE = Tile(rows=128, columns=128, step=64, warps=8, stages=4, persistent=True)
-SMALL = Tile(rows=64, columns=64, step=64, warps=4, stages=4, persistent=True)
+# H200, `python -m benchmarks.muon tiles` of 2026-11-15 (torch 2.11, Triton 3.6): this tile was the
+# best of ten, or within a few percent of it, for every side and product. Narrower tiles read more
+# from L2; more stages leave no room for the store; and since the chip is at its power limit in long
+# runs (fp16 products fall from 700 to 620 TFLOP/s), finer choices are lost in the noise.
+WIDE = Tile(rows=128, columns=256, step=64, warps=8, stages=3, persistent=True, flatten=True)
 
 
-def symmetric_tile(short: int) -> Tile:
-    return WIDE if short >= 1024 else SQUARE if short >= 384 else SMALL
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Useful TFLOP/s of full batches; a symmetric result counts half of its products."""
+
+    side: int
+    gram: float  # X·Xᵀ
+    moved: float  # products of m x m matrices with a term added
+    applied: float  # Q·X
 
 
-def product_tile(short: int) -> Tile:
-    return WIDE if short >= 512 else SQUARE if short >= 256 else SMALL
-
-
-# Measured useful TFLOP/s (a symmetric product counted as half a product) of full batches.
-_SIDES = (0, 512, 1024, 2048)
-_SYMMETRIC = (100.0, 250.0, 450.0, 520.0)
-_PRODUCT = (200.0, 400.0, 550.0, 620.0)
+# The same sweep, rows "3 stages flattened". What matters is their proportion.
+RATES = (
+    Rates(side=0, gram=146, moved=80, applied=244),
+    Rates(side=512, gram=309, moved=195, applied=424),
+    Rates(side=1024, gram=477, moved=378, applied=630),
+    Rates(side=2048, gram=556, moved=510, applied=704),
+    Rates(side=4096, gram=640, moved=614, applied=680),
+    Rates(side=8192, gram=658, moved=637, applied=655),
+)
+# 1024 x (128, 7168) in the block form: 5.5 ms, norm and cast included.
+BLOCK_RATE = 137.0
 
 
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
@@ -117,24 +132,21 @@ def milliseconds(
     """One matrix's share of a full batch on an H200: what owners are balanced by."""
     form = form or choose(rows, columns, polynomial)
     short, long = sorted((rows, columns))
-    symmetric, product = flop(short, long, polynomial, form)
-    entry = bisect_right(_SIDES, short) - 1
-    return 1e-9 * (symmetric / _SYMMETRIC[entry] + product / _PRODUCT[entry])
+    grams, moved, applied = flop(short, long, polynomial, form)
+    if form == "block":
+        return 1e-9 * (grams + moved + applied) / BLOCK_RATE
+    rates = next(entry for entry in reversed(RATES) if entry.side <= short)
+    return 1e-9 * (grams / rates.gram + moved / rates.moved + applied / rates.applied)
 
 
-def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[float, float]:
-    """(in symmetric products, in plain ones): what the form must compute, no tile's waste."""
+def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[float, float, float]:
+    """(X·Xᵀ, products of m x m matrices, Q·X): what the form must compute, no tile's waste."""
     cube, slab = float(short) ** 3, float(short) ** 2 * long
     quintic = [triple[2] != 0 for triple in polynomial.coefficients]
+    steps = polynomial.steps
     if form == "direct":
-        return polynomial.steps * slab + sum(quintic) * cube, 2 * polynomial.steps * slab
-    symmetric, plain = 0.0, 0.0
+        return steps * slab, sum(quintic) * cube, 2 * steps * slab
     first = polynomial.first_steps
-    for begin, end in ((0, first), (first, polynomial.steps)):
-        if begin == end:
-            continue
-        count = end - begin
-        # Each iteration but the last moves the Gram on (2); each but the first gathers Q (1).
-        symmetric += slab + (sum(quintic[begin:end]) + 3 * (count - 1)) * cube
-        plain += 2 * slab
-    return symmetric, plain
+    runs = 1 if first == steps else 2
+    # Each iteration but a run's last moves the Gram on (2 products) and is gathered into Q (1).
+    return runs * slab, (sum(quintic) + 3 * (steps - runs)) * cube, 2 * runs * slab

@@ -15,11 +15,10 @@ from torch import Tensor
 from shardwise.kernels.forms import (
     GRAM_SCALE,
     VALUE_SCALE,
+    WIDE,
     Polynomial,
     Tile,
     Triple,
-    product_tile,
-    symmetric_tile,
 )
 from shardwise.kernels.packed import Packed
 from shardwise.kernels.product import product
@@ -29,16 +28,13 @@ from shardwise.kernels.symmetric import symmetric_product, tiles_per_matrix
 class Products:
     """The kernels with this batch's shape, orientation and tiles filled in."""
 
-    def __init__(self, values: Tensor, tiles: tuple[Tile, Tile] | None = None) -> None:
+    def __init__(self, values: Tensor, tile: Tile) -> None:
         count, rows, columns = values.shape
         self.tall = rows > columns
         self.size = min(rows, columns)
         self.count = count
         self.values = values
-        self.symmetric_tile, self.product_tile = tiles or (
-            symmetric_tile(self.size),
-            product_tile(self.size),
-        )
+        self.tile = tile
 
     def empty_gram(self) -> Tensor:
         return self.values.new_empty(self.count, self.size, self.size)
@@ -56,7 +52,7 @@ class Products:
             x,
             x,
             out,
-            self.symmetric_tile,
+            self.tile,
             alpha=alpha,
             scales=scales,
             squares=squares,
@@ -79,7 +75,7 @@ class Products:
             gram,
             gram,
             out,
-            self.symmetric_tile,
+            self.tile,
             alpha=c / GRAM_SCALE**2,
             beta=b / GRAM_SCALE,
             shift=shift,
@@ -91,13 +87,13 @@ class Products:
     ) -> Tensor:
         """out = rescale · a·(b + shift), a and b polynomials of one Gram."""
         scales = None if rescale is None else torch.stack([rescale, rescale], dim=1)
-        return symmetric_product(a, b, out, self.symmetric_tile, beta=shift, scales=scales)
+        return symmetric_product(a, b, out, self.tile, beta=shift, scales=scales)
 
     def apply(
         self, q: Tensor, x: Tensor, out: Tensor, alpha: float, scales: Tensor | None = None
     ) -> Tensor:
         """out = alpha · scale · q·x (x·q where tall)."""
-        return product(q, x, out, self.product_tile, alpha=alpha, scales=scales, tall=self.tall)
+        return product(q, x, out, self.tile, alpha=alpha, scales=scales, tall=self.tall)
 
 
 def first_gram(
@@ -108,7 +104,7 @@ def first_gram(
     scales = inverse.square()[:, None].expand(-1, 2).contiguous()
     squares = None
     if polynomial.norm == "schatten4":
-        tiles = tiles_per_matrix(products.size, products.symmetric_tile)
+        tiles = tiles_per_matrix(products.size, products.tile)
         squares = inverse.new_empty(products.count, tiles)
     gram = products.gram(packed.values, products.empty_gram(), GRAM_SCALE, scales, squares)
     if squares is None:
@@ -131,10 +127,8 @@ def tree_sum(columns: Tensor) -> Tensor:
     return columns[:, 0]
 
 
-def direct(
-    packed: Packed, polynomial: Polynomial, tiles: tuple[Tile, Tile] | None = None
-) -> Tensor:
-    products = Products(packed.values, tiles)
+def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
+    products = Products(packed.values, tile)
     gram, rescale, scale = first_gram(products, packed, polynomial)
     middle = products.empty_gram()
     x, spare = packed.values, torch.empty_like(packed.values)
@@ -152,7 +146,7 @@ def direct(
     return x
 
 
-def gram(packed: Packed, polynomial: Polynomial, tiles: tuple[Tile, Tile] | None = None) -> Tensor:
+def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     """Each run of iterations up to a restart, or the end, is one Q that X is multiplied by.
 
     With z = b·R + c·R² of an iteration, R moves on to (z + a)·R·(z + a). Q is gathered from the
@@ -160,12 +154,13 @@ def gram(packed: Packed, polynomial: Polynomial, tiles: tuple[Tile, Tile] | None
     and keeps ``a``, the large part, out of every rounded operand. Storing z + a instead would lose
     two bits of accuracy where the tile above the diagonal is a mirror image.
     """
-    products = Products(packed.values, tiles)
+    products = Products(packed.values, tile)
     r, rescale, scale = first_gram(products, packed, polynomial)
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
     scales: Tensor | None = scale
-    free = [products.empty_gram() for _ in range(max(3, polynomial.steps - 1))]
     first = polynomial.first_steps
+    # A run of k iterations holds k - 1 polynomials; at its fullest, one more buffer is at work.
+    free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
     held: list[tuple[Tensor, float]] = []
     for step, (a, b, c) in enumerate(polynomial.coefficients):
         if step + 1 not in (first, polynomial.steps):

@@ -30,12 +30,14 @@ def orthogonalise(
     *,
     norm: Norm = "frobenius",
     safety: float = 1.0,
-    restart: int = 3,
+    restart: int | None = None,
     form: Form | None = None,
 ) -> Tensor:
     """[n, rows, columns]: fp16 from the kernels, fp32 from torch (fp64 for fp64).
 
-    ``form`` overrides the choice by measured cost. A matrix of zeros stays exactly zero.
+    ``norm`` and ``safety`` say what X is divided by first; ``restart`` after how many iterations
+    the Gram form forms X anew (by default half of them); ``form`` overrides the choice by measured
+    cost. A matrix of zeros stays exactly zero, and one with a NaN or infinity gets NaNs.
     """
     polynomial = Polynomial(
         coefficients=tuple((float(a), float(b), float(c)) for a, b, c in coefficients),

@@ -4,7 +4,7 @@
 ::
 
     w = w - decay·w - step·o        plain: everywhere
-                                    cautious: decay only where the update also shrinks w (o·w >= 0)
+                                    cautious: decay only where the update also shrinks w (o·w > 0)
 
 ``o`` is read where the orthogonaliser left it, padding and all, or from pieces that came back from
 their owners.
@@ -36,7 +36,7 @@ def reference(
     """The definition, in fp32; ``decay`` is the fraction taken off (lr times weight decay)."""
     check(rule)
     w, o = weight.float(), update.float()
-    shrink = torch.full_like(w, decay) if rule == "plain" else decay * (o * w >= 0)
+    shrink = torch.full_like(w, decay) if rule == "plain" else decay * (o * w > 0)
     return (w - shrink * w - step * o).to(weight.dtype)
 
 
@@ -73,7 +73,7 @@ def _update_kernel(
             source = place
         w = tl.load(weight_ptr + place, mask=mask, other=0.0).to(tl.float32)
         o = tl.load(update_ptr + source, mask=mask, other=0.0).to(tl.float32)
-        shrink = tl.where(o * w >= 0.0, decay, 0.0) if cautious else decay
+        shrink = tl.where(o * w > 0.0, decay, 0.0) if cautious else decay
         w = w - shrink * w - step * o
         tl.store(weight_ptr + place, w.to(weight_type), mask=mask)
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels in Triton's interpreter, fp32 and fp16, against the torch functions beside them.
+
+Triton decides at import whether it interprets, so the tests below run in a process of their own:
+outside the interpreter this file holds one test, which runs the file again inside it. (bf16 is
+wrong in the interpreter; tests/device_kernels.py has it.)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INSIDE:
+    from shardwise.kernels import block, iterate, momentum, normalise, product, symmetric, update
+    from shardwise.kernels.forms import Polynomial, Tile
+    from shardwise.kernels.newton_schulz import coefficient_table, reference
+    from shardwise.kernels.packed import Packed
+    from tests.kernel_cases import PRESETS
+
+    TILES = [
+        Tile(rows=16, columns=32, step=16, warps=4, stages=2, persistent=True),
+        Tile(rows=16, columns=16, step=32, warps=4, stages=2, persistent=False),
+    ]
+    TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
+
+inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
+
+
+@pytest.mark.skipif(INSIDE, reason="this is that process")
+@pytest.mark.timeout(300)
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+        ],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    # 1 skipped: this very test. A file that collects nothing must not pass for a green one.
+    assert " passed, 1 skipped" in done.stdout, done.stdout[-500:]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("tile", "tall", "dtype"),
+    [(0, False, torch.float32), (0, True, torch.float16), (1, True, torch.float32)],
+    ids=str,
+)
+def test_symmetric_product(tile: int, tall: bool, dtype: torch.dtype) -> None:
+    chosen = TILES[tile]
+    x = (torch.randn(3, 40, 24) / 4).to(dtype)  # neither side a multiple of a tile
+    x = x.mT.contiguous() if tall else x
+    scales = torch.rand(3, 2) + 0.5
+    d = poisoned(3, 40, 40, dtype=dtype)
+    squares = poisoned(3, symmetric.tiles_per_matrix(40, chosen))
+    options = {"alpha": 1.5, "scales": scales}
+    symmetric.symmetric_product(x, x, d, chosen, **options, squares=squares, tall=tall)
+    expected = symmetric.reference(x, x, **options, tall=tall)
+    assert relative(d, expected) < TOLERANCE[dtype]
+    assert torch.equal(d, d.mT)
+    assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-6
+    e = poisoned(3, 40, 40, dtype=dtype)
+    options = {"alpha": 0.5, "beta": -2.0, "shift": 0.7, "scales": scales}
+    symmetric.symmetric_product(d, d, e, chosen, **options)
+    assert relative(e, symmetric.reference(d, d, **options)) < TOLERANCE[dtype]
+
+
+@inside
+@pytest.mark.parametrize(("tile", "tall"), [(0, False), (0, True), (1, False)], ids=str)
+def test_product(tile: int, tall: bool) -> None:
+    q = torch.randn(2, 40, 40, dtype=torch.float16)
+    q = q + q.mT
+    x = torch.randn(2, 40, 72, dtype=torch.float16)
+    x = x.mT.contiguous() if tall else x
+    out, scales = poisoned(*x.shape, dtype=torch.float16), torch.tensor([0.5, 2.0])
+    product.product(q, x, out, TILES[tile], alpha=0.3, scales=scales, tall=tall)
+    expected = product.reference(q, x, alpha=0.3, scales=scales, tall=tall)
+    assert relative(out, expected) < TOLERANCE[torch.float16]
+
+
+@inside
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_normalise(size: float) -> None:
+    batch = size * torch.randn(3, 9, 21)
+    batch[2] = 0
+    found, expected = normalise.normalise(batch), normalise.reference(batch)
+    assert torch.equal(found.values, expected.values)
+    assert found.values.shape == (3, 16, 24) and not found.values[:, 9:].any()
+    torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
+    rms = found.unpadded(found.values)[:2].float().square().mean((1, 2)).sqrt()
+    assert bool((rms >= 0.99).all()) and bool((rms <= 2.01).all())
+    assert found.inverse_norms[2] == 0 and not found.values[2].any()
+
+
+@inside
+@pytest.mark.parametrize(
+    ("shape", "nesterov", "rule"),
+    [((16, 64), True, "ema"), ((7, 13), True, "sum"), ((7, 13), False, "ema")],
+    ids=str,
+)
+def test_momentum(shape: tuple[int, int], nesterov: bool, rule: str) -> None:
+    grads = [1e-6 * torch.randn(shape) for _ in range(3)]
+    states = [1e-6 * torch.randn(shape) for _ in range(3)]
+    copies = [[state.clone() for state in states] for _ in range(2)]
+    options = {"beta": 0.9, "rule": rule, "nesterov": nesterov}
+    expected = momentum.pack_reference(grads, copies[0], **options)
+    found = momentum.pack(grads, states, **options)
+    torch.testing.assert_close(states, copies[0], rtol=1e-6, atol=1e-13)
+    assert relative(found.values, expected.values) < 4e-4
+    torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
+    buffer = poisoned(3, shape[0] * shape[1])  # one send buffer, pieces side by side
+    momentum.accumulate(grads, copies[1], list(buffer), **options)
+    assert all(map(torch.equal, copies[1], states))
+    scaled = found.unpadded(found.values)[1].float() * found.inverse_norms[1]
+    torch.testing.assert_close(
+        scaled, buffer[1].view(shape) / buffer[1].norm(), rtol=2e-3, atol=1e-5
+    )
+
+
+@inside
+@pytest.mark.parametrize(("shape", "rule"), [((16, 64), "plain"), ((7, 13), "cautious")], ids=str)
+def test_update(shape: tuple[int, int], rule: str) -> None:
+    packed = normalise.normalise(torch.randn(2, *shape))
+    pieces = [piece.contiguous() for piece in packed.unpadded(packed.values)]
+    weights = [torch.randn(shape) for _ in range(2)]
+    copies = [weight.clone() for weight in weights]
+    options = {"step": 0.1, "decay": 0.25, "rule": rule}
+    expected = [update.reference(w, o, **options) for w, o in zip(weights, pieces, strict=True)]
+    update.apply(weights, packed.values, **options)
+    update.apply(copies, pieces, **options)
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
+    assert all(map(torch.equal, weights, copies))
+
+
+def run(form: str, packed: Packed, polynomial: Polynomial) -> Tensor:
+    if form == "block":
+        table = coefficient_table(polynomial.coefficients, packed.values.device)
+        return packed.unpadded(block.newton_schulz_block(packed, polynomial, table))
+    iteration = {"direct": iterate.direct, "gram": iterate.gram}[form]
+    return packed.unpadded(iteration(packed, polynomial, TILES[0]))
+
+
+@inside
+@pytest.mark.parametrize("preset", ["keller", "you", "polar_express", "cubic", "s4"])
+@pytest.mark.parametrize("form", ["direct", "gram", "block"])
+def test_forms_compute_the_preset(form: str, preset: str) -> None:
+    """fp32 shows that the algebra is the definition's; fp16 that its rounding stays small."""
+    polynomial = PRESETS[preset]
+    torch.manual_seed(5)
+    batch = 1e-20 * torch.randn(2, 17, 30)
+    batch[1] = 0
+    batch = batch.mT.contiguous() if preset == "you" else batch  # one of them tall
+    expected = reference(batch.double(), polynomial)
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 2e-2)):
+        if dtype == torch.float32 and preset not in ("polar_express", "s4", "cubic"):
+            continue  # keller and you are the same algebra with other numbers
+        found = run(form, normalise.normalise(batch, dtype), polynomial)
+        assert found.shape == batch.shape and not found[1].any()
+        assert relative(found[0], expected[0]) < tolerance, relative(found[0], expected[0])
+
+
+@inside
+@pytest.mark.parametrize("form", ["direct", "gram", "block"])
+def test_bits_do_not_depend_on_the_batch(form: str) -> None:
+    batch = torch.randn(3, 12, 28)
+    together = run(form, normalise.normalise(batch), PRESETS["s4"])
+    for index in range(3):
+        alone = run(form, normalise.normalise(batch[index : index + 1]), PRESETS["s4"])
+        assert torch.equal(alone[0], together[index])
+    batch[1] = float("nan")
+    beside = run(form, normalise.normalise(batch), PRESETS["s4"])
+    assert torch.equal(beside[[0, 2]], together[[0, 2]]) and bool(beside[1].isnan().any())
+
+
+@inside
+@pytest.mark.parametrize("restart", [0, 1, 4])
+def test_gram_restarts_where_told(restart: int) -> None:
+    polynomial = Polynomial(coefficients=PRESETS["you"].coefficients, restart=restart)
+    torch.manual_seed(5)
+    batch = torch.randn(1, 16, 24)
+    expected = reference(batch.double(), polynomial, "gram")
+    for form in ("gram", "block"):
+        found = run(form, normalise.normalise(batch, torch.float32), polynomial)
+        assert relative(found, expected) < 1e-3, form

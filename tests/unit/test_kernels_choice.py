@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry without a GPU: the definitions, the choice of a form, its cost, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardwise.kernels.forms import (
+    Polynomial,
+    choose,
+    flop,
+    milliseconds,
+)
+from shardwise.kernels.newton_schulz import orthogonalise, part_size, reference
+from shardwise.kernels.packed import padded, scale_reference
+from tests.kernel_cases import PRESETS, gains_of, quality, singular_values, spectrum
+
+FIVE = PRESETS["polar_express"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("shape", [(48, 80), (80, 48), (33, 33)], ids=str)
+def test_definition_maps_singular_values(name: str, shape: tuple[int, int]) -> None:
+    """Against an fp64 SVD: the directions stay, each singular value goes through the polynomial."""
+    polynomial = PRESETS[name]
+    matrix, u, v = spectrum("power", *shape)
+    found = reference(matrix[None], polynomial)[0]
+    rotation, gains = quality(found, u, v)
+    assert rotation < 1e-6
+    expected = gains_of(polynomial, singular_values("power", *shape))
+    torch.testing.assert_close(gains, expected, rtol=1e-6, atol=1e-9)
+    gram = reference(matrix[None], polynomial, "gram")[0]
+    torch.testing.assert_close(gram, found, rtol=0, atol=1e-6)
+
+
+def test_entry_on_cpu_is_the_definition_matrix_by_matrix() -> None:
+    batch = torch.randn(3, 10, 16)
+    batch[2] = 0
+    found = orthogonalise(batch, FIVE.coefficients)
+    assert torch.equal(found[:2], reference(batch[:2], FIVE)) and not found[2].any()
+    assert torch.equal(orthogonalise(batch[1:2], FIVE.coefficients)[0], found[1])
+    assert orthogonalise(batch[:0], FIVE.coefficients).shape == (0, 10, 16)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_extreme_gradients_are_orthogonalised_like_any(scale: float) -> None:
+    batch = torch.randn(1, 10, 16)
+    found = orthogonalise(batch * scale, FIVE.coefficients)
+    torch.testing.assert_close(found, orthogonalise(batch, FIVE.coefficients), rtol=0, atol=1e-5)
+
+
+def test_flop_is_the_closed_form() -> None:
+    """reference/muon.md: direct 15r + 5, Gram 6r + 14 with a restart, 3r + 17 without; cubic."""
+    for ratio in (1, 3, 7):
+        short, long = 64, 64 * ratio
+        count = lambda p, form: sum(flop(short, long, p, form)) / short**3  # noqa: B023, E731
+        assert count(FIVE, "direct") == 15 * ratio + 5
+        assert count(FIVE, "gram") == 6 * ratio + 14
+        never = Polynomial(coefficients=FIVE.coefficients, restart=0)
+        assert count(never, "gram") == 3 * ratio + 17
+        four = Polynomial(coefficients=FIVE.coefficients[:4])
+        assert count(four, "gram") == 6 * ratio + 10
+        assert count(PRESETS["cubic"], "direct") == 15 * ratio
+        assert count(PRESETS["cubic"], "gram") == 6 * ratio + 9
+
+
+def test_form_is_chosen_by_cost_and_shape() -> None:
+    assert choose(128, 7168, FIVE) == choose(4096, 64, FIVE) == "block"
+    assert choose(2048, 8192, FIVE) == choose(8192, 2048, FIVE) == "gram"
+    for rows, columns in ((2048, 2048), (4096, 14336), (512, 2048), (8192, 8192)):
+        chosen = choose(rows, columns, FIVE)
+        costs = [milliseconds(rows, columns, FIVE, form) for form in ("direct", "gram")]
+        assert milliseconds(rows, columns, FIVE) == min(costs)
+        assert chosen == ("direct", "gram")[costs.index(min(costs))]
+    assert milliseconds(2048, 8192, FIVE) > milliseconds(2048, 2048, FIVE) > 0
+
+
+def test_large_batches_are_cut_evenly() -> None:
+    small = torch.empty(505, 2048, 2048, device="meta")
+    size = part_size(small, "gram")
+    parts = -(-505 // size)
+    assert parts > 1 and parts * size - 505 < parts, "no part is much smaller than the others"
+    assert part_size(torch.empty(3, 64, 64, device="meta"), "direct") == 3
+    assert part_size(torch.empty(2, 65536, 65536, device="meta"), "direct") == 1
+
+
+def test_scales_are_powers_of_two() -> None:
+    sums = torch.tensor([0.0, 1e-60, 3.0, 1e60], dtype=torch.float64)
+    scale, inverse = scale_reference(sums, 12)
+    mantissa, _ = torch.frexp(scale)
+    assert torch.equal(mantissa, torch.full_like(mantissa, 0.5)) and inverse[0] == 0
+    rms = (sums[1:] / 12).sqrt() * scale[1:].double()
+    assert bool(((rms >= 1) & (rms < 2)).all())
+    torch.testing.assert_close(inverse[1:].double() * rms * 12**0.5, torch.ones(3).double())
+    assert [padded(size) for size in (1, 8, 9)] == [8, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (torch.zeros(4, 4), {}, r"shape \(4, 4\).*unsqueeze"),
+        (torch.zeros(1, 4, 4, dtype=torch.int32), {}, "int32.*floating"),
+        (torch.zeros(1, 4, 4), {"coefficients": ()}, "no coefficients"),
+        (torch.zeros(1, 4, 4), {"norm": "nuclear", "safety": 0.0}, "'nuclear'.*safety 0.0"),
+        (torch.zeros(1, 4, 4), {"restart": -1}, "restart -1"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    batch: torch.Tensor, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        orthogonalise(batch, **({"coefficients": FIVE.coefficients} | options))  # type: ignore[arg-type]
+
+
+def test_importing_the_package_and_the_entry_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import shardwise, torch\n"
+        "assert not any(name.startswith('shardwise.kernels') for name in sys.modules)\n"
+        "from shardwise.kernels.newton_schulz import orthogonalise\n"
+        "print(orthogonalise(torch.eye(4)[None], [(2.0, -1.5, 0.5)]).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "[1, 4, 4]" in done.stdout, done.stderr[-1500:]

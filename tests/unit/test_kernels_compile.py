@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels compile for compute capability 9.0 with the tiles the library uses; no GPU needed.
+
+What only the compiler can say: that products become wgmma, and that what a program keeps on chip
+fits.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="the kernels are an extra")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter's kernels can't be compiled", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from shardwise.kernels import block, momentum, product, symmetric, update  # noqa: E402
+from shardwise.kernels.forms import WIDE  # noqa: E402
+
+SHARED_MEMORY = 227 * 1024
+SCALARS = {
+    name: "fp32"
+    for name in ("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay")
+}
+POINTERS = {
+    "scales_ptr": "*fp32",
+    "squares_ptr": "*fp32",
+    "inverse_ptr": "*fp32",
+    "table_ptr": "*fp32",
+    "partials_ptr": "*fp64",
+    "values_ptr": "*fp16",
+    "out_ptr": "*fp16",
+}
+
+
+def compiled(kernel: object, constants: dict[str, object], types: dict[str, str]) -> object:
+    """Compile for an H200; what is neither constant nor typed is a 32-bit integer."""
+    known = SCALARS | POINTERS | types | dict.fromkeys(constants, "constexpr")
+    signature = {name: known.get(name, "i32") for name in kernel.arg_names}  # type: ignore[attr-defined]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": 8, "num_stages": 3}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def box(*shape: int) -> str:
+    return f"tensordesc<fp16[{', '.join(map(str, shape))}]>"
+
+
+def check(result: object, *, products: bool) -> None:
+    assert result.metadata.shared <= SHARED_MEMORY, result.metadata.shared  # type: ignore[attr-defined]
+    ptx = result.asm["ptx"]  # type: ignore[attr-defined]
+    assert ("wgmma.mma_async" in ptx) == products
+    if products:
+        assert "f32.f16.f16" in ptx, "fp16 operands, fp32 sums"
+
+
+@pytest.mark.parametrize("tall", [False, True], ids=["wide", "tall"])
+def test_symmetric_product(tall: bool) -> None:
+    rows, columns, step = WIDE.rows, WIDE.columns, WIDE.step
+    types = {
+        "a_desc": box(1, step, rows) if tall else box(1, rows, step),
+        "b_desc": box(1, step, columns) if tall else box(1, columns, step),
+        "c_desc": box(1, rows, rows),
+        "d_desc": box(1, rows, rows),
+    }
+    constants = {
+        "block": rows,
+        "ratio": columns // rows,
+        "step": step,
+        "tall": tall,
+        "has_scales": True,
+        "has_beta": not tall,
+        "has_shift": not tall,
+        "has_squares": tall,
+        "flatten": WIDE.flatten,
+    }
+    check(compiled(symmetric._symmetric_kernel, constants, types), products=True)
+
+
+def test_product() -> None:
+    rows, columns, step = WIDE.rows, WIDE.columns, WIDE.step
+    types = {
+        "a_desc": box(1, rows, step),
+        "b_desc": box(1, step, columns),
+        "d_desc": box(1, rows, rows),
+    }
+    constants = {
+        "rows": rows,
+        "columns": columns,
+        "step": step,
+        "band": product.BAND,
+        "transposed": False,
+        "has_scales": True,
+        "flatten": WIDE.flatten,
+    }
+    check(compiled(product._product_kernel, constants, types), products=True)
+
+
+def test_block() -> None:
+    constants = {"gram_scale": 4096.0, "value_scale": 1024.0, "size": 128, "slice_width": 64}
+    check(compiled(block._block_kernel, constants | {"schatten": True}, {}), products=True)
+
+
+def test_fused_passes() -> None:
+    types = {"table_ptr": "*i64"}
+    shared = {"aligned": True, "rim": False, "block": 4096, "chunk": 32768}
+    constants = shared | {
+        "grad_type": tl.bfloat16,
+        "out_type": tl.float16,
+        "nesterov": True,
+        "width": 128,
+    }
+    for phase in (0, 1, 2):
+        check(
+            compiled(momentum._momentum_kernel, constants | {"phase": phase}, types),
+            products=False,
+        )
+    constants = shared | {
+        "weight_type": tl.float32,
+        "update_type": tl.float16,
+        "batched": True,
+        "cautious": True,
+    }
+    check(compiled(update._update_kernel, constants, types), products=False)
