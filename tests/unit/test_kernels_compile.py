@@ -23,10 +23,7 @@ from shardwise.kernels import block, momentum, product, symmetric, update  # noq
 from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
-SCALARS = {
-    name: "fp32"
-    for name in ("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay")
-}
+SCALARS = dict.fromkeys(("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32")
 POINTERS = {
     "scales_ptr": "*fp32",
     "squares_ptr": "*fp32",
