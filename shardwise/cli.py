@@ -195,8 +195,9 @@ def plan(command: Plan, words: list[str]) -> int:
     from shardwise.precision import Precision
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
+    from shardwise.report.plan_pictures import map_canvas
+    from shardwise.report.shard_map import shard_map
     from shardwise.report.sizes import parse_size
-    from shardwise.report.svg import shard_map_svg
     from shardwise.report.table import plan_text, print_plan
     from shardwise.train.config import TrainConfig
 
@@ -227,7 +228,7 @@ def plan(command: Plan, words: list[str]) -> int:
     else:
         print(plan_text(made, shard_map=True))
     if command.svg is not None:
-        command.svg.write_text(shard_map_svg(made))
+        command.svg.write_text(map_canvas(shard_map(made)).render())
         print(f"written: {command.svg}", file=sys.stderr)
     return 0 if made.fits is not False else 3
 
@@ -278,26 +279,10 @@ def export(command: Export, words: list[str]) -> int:
     import torch
 
     from shardwise.checkpoint import export as write
-    from shardwise.models.llama import hf_config, hf_tensors
-    from shardwise.train.folder import newest_checkpoint, saved_config
+    from shardwise.train.folder import newest_checkpoint
 
-    path = newest_checkpoint(command.path)
-    model = saved_config(path).model
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
-    spelled = str(dtype).removeprefix("torch.")
-
-    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parts = [hf_tensors(name, tensor, model) for name, tensor in state.items()]
-        return {name: tensor for part in parts for name, tensor in part.items()}
-
-    written = write(
-        path,
-        command.out,
-        convert=convert,
-        config=hf_config(model, dtype=spelled),
-        dtype=dtype,
-    )
-    for file in written:
+    for file in write(newest_checkpoint(command.path), command.out, dtype=dtype):
         print(file)
     return 0
 

@@ -167,3 +167,11 @@ def shard_range(
     assert num_shards % parts == 0, (num_shards, parts)
     count = num_shards // parts
     return index * count, count
+
+
+# By the names that command lines and files use.
+STRATEGIES: dict[str, Placements] = {
+    **{f"zero{stage}": zero(stage) for stage in range(4)},
+    "hsdp": hsdp(),
+    "hfsdp": hfsdp(),
+}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from shardwise.models.config import GPTConfig
+from shardwise.report.html import read_events
 from shardwise.tensor import ShardedTensor
 from shardwise.train.config import TrainConfig
-from shardwise.train.events import read_events
 from shardwise.train.loop import Trainer
 from shardwise.train.world import World
 

@@ -161,6 +161,7 @@ class Unit:
 
     # torch's register_fsdp_forward_method and share_comm_ctx reach for these names.
     _fsdp_param_groups: tuple[()] = ()
+    _fsdp_param_group: None = None  # torch 2.11 had one
 
     @property
     def _comm_ctx(self) -> SharedLanes:

@@ -10,20 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shardwise.models.config import GPTConfig
-from shardwise.placements import Placements, hfsdp, hsdp, zero
+from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
 PrecisionName = Literal["auto", "fp32", "bf16"]
-
-PLACEMENTS: dict[str, Placements] = {
-    "zero0": zero(0),
-    "zero1": zero(1),
-    "zero2": zero(2),
-    "zero3": zero(3),
-    "hsdp": hsdp(),
-    "hfsdp": hfsdp(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +115,7 @@ class TrainConfig:
 
     @property
     def placements(self) -> Placements:
-        return PLACEMENTS[self.strategy]
+        return STRATEGIES[self.strategy]
 
     def factor(self, step: int) -> float:
         """What both learning rates are multiplied with in ``step`` (counted from 0)."""

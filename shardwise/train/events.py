@@ -70,20 +70,6 @@ class Events:
             sink.close()
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events of a file; a last line that was cut off is left out."""
-    found = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(event, dict):
-                found.append(event)
-    return found
-
-
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of a step or an evaluation, as ``train/loss``, ``held_out/loss``, ..."""
     prefix = {"step": "train", "eval": "held_out"}.get(event["kind"])

@@ -23,9 +23,10 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.checkpoint import SaveError, Store, load
 from shardwise.checkpoint.manifest import versions
-from shardwise.models.gpt import generate
+from shardwise.models.gpt import GPT, generate
+from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
-from shardwise.train.build import Parts, build
+from shardwise.train.build import Parts, build, precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
 from shardwise.train.events import EventFile, Events, Sink
@@ -82,6 +83,7 @@ class Trainer:
             write_config(folder, self.config.to_json())
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
+            self.events("plan", **self._plan())
             if resume is not None:
                 self.events("resume", step=self.step, path=str(resume))
 
@@ -189,7 +191,7 @@ class Trainer:
         model.train()
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
-        bits = corpus.bits_per_byte(mean, "held_out")
+        bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
         return bits
 
@@ -244,6 +246,21 @@ class Trainer:
             self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
         )
         self.events("sample", text=corpus.decode(drawn[0].tolist()))
+
+    def _plan(self) -> dict[str, Any]:
+        """What this run and its alternatives hold and send; see ``shardwise plan``."""
+        config, world = self.config, self.world
+        with torch.device("meta"):
+            bare = GPT(config.model)
+        return plan_event(
+            bare,
+            config.mesh_shape(world.size, world.num_nodes),
+            config.placements,
+            precision=precision_of(config, world),
+            optimizer=config.optimizer,
+            microbatches=config.microbatches,
+            device=world.device.type,
+        )
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model = self.config, self.parts.corpus, self.config.model

@@ -42,7 +42,8 @@ def tiny():
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def] # noqa: ANN201
     """Writes a recipe with the given changes; returns what to type for it."""
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
     def write(changes: str = "") -> str:
         file = tmp_path / "recipe.py"
