@@ -29,8 +29,12 @@ class BucketedUnit(Unit):
     def __init__(self, *args: Any, stages: Mapping[nn.Module, list[int]] | None, **kw: Any) -> None:
         self._shown: list[bool] = []  # by bucket: whether the modules hold its whole weights
         self._next = 0  # the bucket whose turn it is to reduce
+        self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
         super().__init__(*args, **kw)
         self._shown = [False] * len(self.groups)
+        self._places: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in self.groups]
+        for parameters, name, number, index in self.places:
+            self._places[number].append((parameters, name, index))
         self._stages = [
             stage.register_forward_pre_hook(partial(_await, weakref.ref(self), numbers))
             for stage, numbers in (stages or {}).items()
@@ -52,15 +56,13 @@ class BucketedUnit(Unit):
 
     def show(self, numbers: Iterable[int]) -> None:
         """Put the whole weights of these buckets in the modules' hands, once they are there."""
-        wanted = [number for number in numbers if not self._shown[number]]
-        if not wanted:
-            return
-        for number in wanted:
-            self.groups[number].wait(self.runtime)
-            self._shown[number] = True
-        for parameters, name, number, index in self.places:
-            if number in wanted:
-                parameters[name] = self.groups[number].unsharded[index]
+        for number in numbers:
+            if not self._shown[number]:
+                group = self.groups[number]
+                group.wait(self.runtime)
+                for parameters, name, index in self._places[number]:
+                    parameters[name] = group.unsharded[index]
+                self._shown[number] = True
 
     def hide(self, force: bool = False) -> None:
         super().hide(force)
@@ -81,16 +83,21 @@ class BucketedUnit(Unit):
     def _expect_gradients(self) -> None:
         super()._expect_gradients()
         self._next = 0
+        self._missing = [flags.count(False) for flags in self._arrived]
 
     def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
+        if self.phase is not Phase.BACKWARD:
+            self._enter_backward()
+        before = self._waiting
         super().arrived(number, index, settle=False)
+        self._missing[number] -= before - self._waiting  # nothing, where it had come before
         if settle:
             self._reduce_complete()
             self._maybe_complete()
 
     def _reduce_complete(self) -> None:
         """Reduce the buckets that have all their gradients, in order."""
-        while self._next < len(self.groups) and all(self._arrived[self._next]):
+        while self._next < len(self.groups) and not self._missing[self._next]:
             self._reduce_next()
 
     def _reduce_next(self) -> None:

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training loop may do with a bucketed model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from tests.contract.helpers import (
+    WIDTH,
+    WORDS,
+    Block,
+    Net,
+    assert_close,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    full,
+    mesh_for,
+    pair,
+    raised,
+    vector_loss,
+    vectors,
+    word_loss,
+    words,
+)
+from tests.ranks import run_ranks
+
+SMALL = 0.003  # megabytes: several buckets
+
+
+def wrap(model: Any, world_size: int, stage: int = 1, **options: Any) -> Any:
+    mesh = mesh_for("zero", world_size)
+    options = {"bucket_mb": SMALL, "overlap_gather": True} | options
+    return sw.data_parallel(model, mesh=mesh, placements=sw.zero(stage), **options)
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    assert parameters
+    assert all(isinstance(value, sw.ShardedTensor) for value in parameters.values())
+
+
+# ------------------------------------------------------------------------------ accumulation
+
+
+def check_accumulation(rank: int, world_size: int) -> int:
+    compared = 0
+    for stage in (0, 1, 2):
+        for how in ("sync", "last"):
+            for set_to_none in (True, False):
+                model, plain = pair(Net)
+                wrap(model, world_size, stage)
+                ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+                for step in range(2):
+                    for microbatch in range(2):
+                        turn = 10 * step + microbatch
+                        if how == "sync":
+                            model.set_requires_gradient_sync(microbatch == 1)
+                        else:
+                            model.set_is_last_backward(microbatch == 1)
+                        word_loss(model, rank, turn).backward()
+                        average_gradients(
+                            plain, lambda m, r, turn=turn: word_loss(m, r, turn), world_size
+                        )
+                    assert_gradients_equal(model, plain)
+                    norms = [
+                        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, plain)
+                    ]
+                    assert_close(full(norms[0]), norms[1], "norm")
+                    for optimizer in (ours, theirs):
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=set_to_none)
+                    model.eval()
+                    with torch.no_grad():  # evaluation sees what the step made
+                        out = model(words(rank))
+                        assert_close(out, plain(words(rank)), "evaluation", 1e-4)
+                    model.train()
+                    assert_at_rest(model)
+                assert_parameters_equal(model, plain, 1e-4)
+                compared += 1
+    return compared
+
+
+def test_accumulation_clipping_zero_grad_and_evaluation() -> None:
+    assert run_ranks(check_accumulation, 2) == [12, 12]
+
+
+# ------------------------------------------------------------------------------ odd parameters
+
+
+class Tied(nn.Module):
+    """A head that is the embedding, a frozen block, a vector that forward reads by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.frozen = Block()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(WIDTH))])
+        for parameter in self.frozen.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.frozen(self.embedding(words)) * self.scale + self.shifts[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def check_tied(rank: int, world_size: int) -> int:
+    compared = 0
+    for stage in (0, 1, 2):
+        model, plain = pair(Tied)
+        wrap(model, world_size, stage)
+        assert model.head.weight is model.embedding.weight
+        word_loss(model, rank).backward()
+        average_gradients(plain, word_loss, world_size)
+        compared = assert_gradients_equal(model, plain)
+        assert model.frozen.up.weight.grad is None
+        # Thawed and frozen later: the next forward follows.
+        for one in (model, plain):
+            one.zero_grad()
+            one.frozen.up.weight.requires_grad_(True)
+            one.scale.requires_grad_(False)
+        word_loss(model, rank).backward()
+        average_gradients(plain, word_loss, world_size)
+        assert assert_gradients_equal(model, plain) == compared
+        assert model.scale.grad is None
+    return compared
+
+
+def test_tied_frozen_and_thawed_parameters() -> None:
+    assert run_ranks(check_tied, 3) == [15] * 3
+
+
+class Sometimes(nn.Module):
+    """Calls the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.chosen: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for number in self.chosen:
+            x = self.blocks[number](x)
+        return x
+
+
+def check_unused(rank: int, world_size: int) -> str:
+    model, plain = pair(Sometimes)
+    wrap(model, world_size, unused_parameters="zeros")
+    for step in range(2):
+        chosen = {0: (0, 2), 1: (0, 1)} if step == 0 else {0: (2, 1), 1: (0,)}
+        model.chosen = chosen[rank]
+        loss = vector_loss(model, rank)
+        # What no module asked for has arrived all the same, before anybody writes what is sent.
+        assert not any(group.pending for group in model._shardwise_unit.groups)
+        loss.backward()  # gradients come in another order on either rank
+        for other in range(world_size):
+            plain.chosen = chosen[other]
+            (vector_loss(plain, other) / world_size).backward()
+        assert_gradients_equal(model, plain)
+        for one in (model, plain):
+            one.zero_grad()
+    model, _ = pair(Sometimes)
+    wrap(model, world_size)
+    model.chosen = (0, 1)
+    return raised(lambda: vector_loss(model, rank).backward(), RuntimeError)
+
+
+def test_unused_parameters_are_zeros_or_an_error_that_names_them() -> None:
+    for message in run_ranks(check_unused, 2):
+        assert "no gradient reached" in message and "'blocks.2.up.weight'" in message
+        assert "blocks.1" not in message and "unused_parameters='zeros'" in message
+
+
+# ------------------------------------------------------------------------------ recomputation
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
+        return x
+
+
+def check_recomputed(rank: int, world_size: int) -> int:
+    compared = 0
+    for reentrant in (False, True):
+        for overlap in (False, True):
+            model, plain = pair(Recomputed)
+            wrap(model, world_size, overlap_gather=overlap)
+            model.reentrant = reentrant
+            for step in range(2):
+                vector_loss(model, rank, step).backward()
+                average_gradients(
+                    plain, lambda m, r, step=step: vector_loss(m, r, step), world_size
+                )
+                compared += assert_gradients_equal(model, plain)
+                assert_at_rest(model)
+                for one in (model, plain):
+                    with torch.no_grad():
+                        for parameter in one.parameters():
+                            parameter.mul_(0.9)
+                    one.zero_grad()
+    return compared
+
+
+def test_activation_checkpointing() -> None:
+    assert run_ranks(check_recomputed, 2) == [8 * 20] * 2
+
+
+# ------------------------------------------------------------------------------ values
+
+
+def check_meta(rank: int, world_size: int) -> int:
+    torch.manual_seed(3)
+    plain = Net()
+    with torch.device("meta"):
+        model = Net()
+    wrap(model, world_size)
+    message = raised(lambda: model(words(rank)), RuntimeError)
+    assert "meta device" in message
+    model.to_empty(device="cpu")
+    sw.load_full_state_dict(model, plain.state_dict())
+    word_loss(model, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    return assert_gradients_equal(model, plain)
+
+
+def test_models_that_get_their_values_later() -> None:
+    assert run_ranks(check_meta, 2) == [15, 15]
+
+
+def check_states(rank: int, world_size: int, folder: str) -> int:
+    """Saved from buckets, loaded into buckets of another kind and into fully_shard; and whole."""
+    torch.manual_seed(3)
+    model = wrap(Net(), world_size)
+    optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+    word_loss(model, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sw.save(folder, model, optimizer, extra={"step": 1})
+    expected = sw.full_state_dict(model)
+    assert len(expected) == 15 and not any(
+        isinstance(v, sw.ShardedTensor) for v in expected.values()
+    )
+
+    def follow(other: Any, stepper: Any) -> dict[str, Tensor]:
+        word_loss(other, rank, 1).backward()
+        stepper.step()
+        stepper.zero_grad()
+        return sw.full_state_dict(other)
+
+    after = follow(model, optimizer)
+    for make in (
+        lambda: wrap(Net(), world_size, 2, bucket_mb=1),
+        lambda: wrap(Net(), world_size, 0),
+        lambda: sw.fully_shard(Net(), mesh=mesh_for("zero", world_size)),
+    ):
+        torch.manual_seed(50)
+        other = make()
+        stepper = sw.optimizer(other, matrix=sw.muon(), elementwise=sw.adamw())
+        assert sw.load(folder, other, stepper) == {"step": 1}
+        for name, value in sw.full_state_dict(other).items():
+            assert torch.equal(value, expected[name]), name
+        for name, value in follow(other, stepper).items():
+            assert torch.equal(value, after[name]), f"{name} after a step"
+    return len(after)
+
+
+def test_states_go_from_any_layout_to_any_other(tmp_path: Path) -> None:
+    assert run_ranks(check_states, 2, str(tmp_path / "saved")) == [15, 15]
+
+
+# ------------------------------------------------------------------------------ the object
+
+
+def check_object(rank: int, world_size: int) -> tuple[int, int]:
+    gc.collect()
+    before = sw.ledger.total
+    model = Net()
+    assert wrap(model, world_size) is model
+    assert isinstance(model, FSDPModule) and isinstance(model, Net)
+    assert type(model).__name__ == "FSDPNet"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss = word_loss(model, rank)
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(words(rank))
+    held = sw.ledger.total - before
+    gc.disable()  # at once, not when the collector comes by
+    try:
+        del model, optimizer, loss
+        return held, sw.ledger.total - before
+    finally:
+        gc.enable()
+
+
+def test_the_same_module_and_its_memory_is_freed_with_it() -> None:
+    for held, left in run_ranks(check_object, 2):
+        assert held > 0 and left == 0
+
+
+def check_rest(rank: int, world_size: int) -> tuple[dict[str, int], int, int]:
+    """Bytes at rest: whole weights once, main weights and gradients in shards."""
+    gc.collect()
+    before = sw.ledger.snapshot()
+    model = wrap(Net(), world_size)
+    word_loss(model, rank).backward()
+    groups = model._shardwise_unit.groups
+    whole = sum(group.layout.numel for group in groups)
+    shard = sum(group.layout.shard_size for group in groups)
+    now = {kind: held - before.get(kind, 0) for kind, held in sw.ledger.snapshot().items()}
+    return {kind: held for kind, held in now.items() if held}, whole, shard
+
+
+def test_bytes_at_rest_are_the_closed_form() -> None:
+    for held, whole, shard in run_ranks(check_rest, 2):
+        assert held == {"compute": 4 * whole, "main": 4 * shard, "grad": 4 * shard}
+        assert whole == 2 * shard
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+class Reader(nn.Module):
+    """Reads the weight of a module that it has not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](F.linear(x, self.head.weight, self.head.bias))
+
+
+def check_refusals(rank: int, world_size: int) -> dict[str, str]:
+    mesh = mesh_for("zero", world_size)
+    wrapped = wrap(Net(), world_size)
+    inner = Net()
+    sw.fully_shard(inner.blocks[0], mesh=mesh)
+    reader = wrap(Reader(), world_size)
+    calls: dict[str, Any] = {
+        "stage 3": lambda: wrap(Net(), world_size, 3),
+        "two axes": lambda: sw.data_parallel(Net(), mesh=mesh, placements=sw.hsdp()),
+        "bucket": lambda: wrap(Net(), world_size, bucket_mb=0),
+        "twice": lambda: wrap(wrapped, world_size),
+        "inner": lambda: wrap(inner, world_size),
+        "pattern": lambda: wrap(Net(), world_size, meshes={"experts": mesh}),
+        "matrix": lambda: wrap(Net(), world_size, matrix=0.1, unused_parameters="maybe"),
+        # On one rank alone: all of them say so.
+        "one rank": lambda: wrap(Net(), world_size, bucket_mb=-1 if rank == 1 else 1),
+        "ranks": lambda: wrap(Net(layers=1 + rank), world_size),
+    }
+    found = {name: raised(call, ValueError) for name, call in calls.items()}
+    found["reader"] = raised(lambda: reader(vectors(rank)), Exception)
+    return found
+
+
+def test_what_cannot_work_is_refused_by_name_on_every_rank() -> None:
+    expected = {
+        "stage 3": "data_parallel: .*compute=\\[S\\].*fully_shard",
+        "two axes": "2 data-parallel axes, but the mesh",
+        "bucket": "bucket_mb=0: a number of megabytes above 0",
+        "twice": "FSDPNet is wrapped already",
+        "inner": "wrapped already: data_parallel takes the whole model",
+        "pattern": "'experts' matches no parameter",
+        "matrix": "matrix=0.1: use sw.muon.*unused_parameters='maybe'",
+        "one rank": "bucket_mb=-1",
+        "ranks": "do not wrap the same module",
+        "reader": "head.weight",
+    }
+    for found in run_ranks(check_refusals, 2):
+        assert found.keys() == expected.keys()
+        for name, pattern in expected.items():
+            with pytest.raises(ValueError, match=pattern):
+                raise ValueError(found[name])
