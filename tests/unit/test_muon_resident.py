@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the step uses the kernels, with the torch definitions in their place: which matrices are
+packed, what is left to the exchange, and that both arrive at the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.optim import resident
+from tests.models import mesh_of
+from tests.ranks import run_ranks
+
+pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
+
+
+def orthogonalise_packed(packed: Any, polynomial: Any, form: Any = None) -> Tensor:
+    from shardwise.kernels.newton_schulz import reference
+
+    matrices = packed.unpadded(packed.values).float()
+    found = torch.zeros_like(packed.values)
+    packed.unpadded(found).copy_(reference(matrices, polynomial, form or "direct"))
+    return found
+
+
+def accumulate(
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    *,
+    beta: float,
+    rule: Any,
+    nesterov: bool,
+) -> None:
+    from shardwise.kernels.momentum import reference
+
+    for grad, state, out in zip(grads, states, outs, strict=True):
+        out.copy_(reference(grad, state, beta=beta, rule=rule, nesterov=nesterov))
+
+
+def apply(weights: Sequence[Tensor], updates: Any, **options: Any) -> None:
+    from shardwise.kernels.update import reference
+
+    for weight, update in zip(weights, updates, strict=True):
+        if isinstance(updates, Tensor):
+            update = update[: weight.shape[0], : weight.shape[1]]
+        weight.copy_(reference(weight, update, **options))
+
+
+@contextmanager
+def definitions() -> Iterator[None]:
+    """A CPU that seems to have kernels."""
+    from shardwise.kernels import momentum, newton_schulz, update
+
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (resident, "has_kernels", lambda device: True),
+        (momentum, "pack", momentum.pack_reference),
+        (momentum, "accumulate", accumulate),
+        (newton_schulz, "orthogonalise_packed", orthogonalise_packed),
+        (update, "apply", apply),
+    ]
+    before = [getattr(place, name) for place, name, _ in places]
+    for place, name, value in places:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for (place, name, _), value in zip(places, before, strict=True):
+            setattr(place, name, value)
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        for name, shape in {
+            "a": (16, 16), "b": (16, 16), "tall": (24, 9), "wide": (9, 24),
+            "experts": (3, 8, 12), "stacked": (20, 10), "interleaved": (20, 10), "vector": (7,),
+        }.items():  # fmt: skip
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+SPLITS = {"stacked": sw.Split.stacked(12, 8), "interleaved": sw.Split.interleaved(2)}
+RESIDENT = {"a", "b", "tall", "wide", "experts", "stacked"}
+
+
+def trained(
+    wrap: Callable[[Weights], Any] | None = None, **options: Any
+) -> tuple[dict[str, Tensor], Any]:
+    model = Weights()
+    sw.route(model, split=SPLITS)
+    if wrap is not None:
+        wrap(model)
+    settings = sw.muon(**{"lr": 0.1, "weight_decay": 0.2} | options)
+    optimizer = sw.optimizer(model, matrix=settings, elementwise=sw.adamw(lr=0.1))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            full = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.zeros_like(parameter).copy_(full)
+        optimizer.step()
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in ({"": parameter} | optimizer.state[parameter]).items():
+            value = value.detach()
+            found[f"{name} {key}"] = getattr(value, "full_tensor", value.clone)()
+    return found, optimizer
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Batches are fp16 on the way to the kernels: 11 bits."""
+    assert found.keys() == expected.keys() and len(found) == 8 + 7 + 3
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"decay": "cautious", "scale": "match_rms_adamw"},
+        {"momentum_form": "sum", "nesterov": False, "form": "gram"},
+        {"preset": "s4"},
+    ],
+    ids=str,
+)
+def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) -> None:
+    expected, plain = trained(**options)
+    assert not plain._fleets[0].fused
+    with definitions():
+        found, optimizer = trained(**options)
+    (fleet,) = optimizer._fleets
+    names = {fleet.matrices[position].name for position in fleet.resident}
+    assert fleet.fused and names == RESIDENT, "interleaved blocks are taken apart by the exchange"
+    assert len(fleet.exchange.skipped) == 4 + 3 + 2
+    assert_close(found, expected)
+
+
+def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with definitions():
+        expected, _ = trained()
+        monkeypatch.setattr(resident, "BATCH_ELEMENTS", 1)
+        found, _ = trained()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def sharded(rank: int, world_size: int) -> list[str]:
+    expected, _ = trained()
+    with definitions():
+        found, optimizer = trained(
+            lambda model: sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3))
+        )
+    assert_close(found, expected)
+    (fleet,) = optimizer._fleets
+    return sorted(fleet.matrices[position].name for position in fleet.resident)
+
+
+def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:
+    kept = run_ranks(sharded, 2, timeout=100)
+    names = [name for one in kept for name in one]
+    assert names and len(set(names)) < len(RESIDENT) + 1
+    assert set(names) <= RESIDENT
