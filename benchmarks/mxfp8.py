@@ -155,11 +155,12 @@ def sweep(copy: float, repeat: int, shape: tuple[int, int]) -> report.Table:
     tiles = [
         kernels.Tile(strips=strips, warps=warps, registers=registers)
         for strips, warps, registers in (
-            (2, 2, None), (4, 2, None), (4, 4, None), (4, 4, 64), (8, 4, None), (8, 4, 96),
-            (8, 8, None), (8, 8, 64), (16, 8, None), (16, 8, 96), (16, 16, None), (32, 16, None),
+            (2, 1, None), (4, 1, None), (2, 2, None), (4, 2, None), (8, 2, None), (4, 4, None),
+            (8, 4, None), (8, 4, 96), (8, 8, None), (8, 8, 64), (16, 8, None), (16, 16, None),
+            (32, 16, None),
         )
     ]  # fmt: skip
-    for blocks in ((ROW, COLUMN), (SQUARE,)):
+    for blocks in ((ROW, COLUMN), (ROW,), (COLUMN,), (SQUARE,)):
         planes = empty_planes(shape, blocks, "cuda")
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         nbytes = case.x.nbytes + sum(plane.nbytes for plane in planes)

@@ -41,8 +41,14 @@ class Tile:
     registers: int | None = None  # at most, for each thread; None: as many as the compiler likes
 
 
-# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`.
-TILES = {"both": Tile(strips=8, warps=8), "one": Tile(strips=8, warps=8)}
+# Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps split the rows of a column
+# between them and meet in shared memory, which costs a column plane half its speed.
+TILES = {
+    "both": Tile(strips=4, warps=2),
+    "row": Tile(strips=8, warps=8),
+    "column": Tile(strips=4, warps=2),
+    "square": Tile(strips=8, warps=4),
+}
 DECODE_TILE = Tile(strips=8, warps=8)
 
 
@@ -238,7 +244,8 @@ def encode(
     for wanted in passes:
         if not any(wanted.values()):
             continue
-        chosen = tile or TILES["both" if wanted["row"] and wanted["column"] else "one"]
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        chosen = tile or TILES["both" if len(names) == 2 else names[0]]
         first = planes.get((32, 32) if wanted["square"] else (1, 32), (raw, raw))
         second = planes.get((32, 1), (raw, raw))
         strips = min(chosen.strips, triton.next_power_of_2(columns // 32))

@@ -33,6 +33,7 @@ Codes and scales are uint8, at rest and on the wire: gloo carries no float8, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -264,5 +265,7 @@ def decode(
     return out
 
 
+@functools.cache
 def uses_kernels(device: torch.device) -> bool:
+    """Kept by device: looking for Triton takes longer than a small matrix does."""
     return device.type == "cuda" and has_triton()

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.precision.mxfp8 import (
     COLUMN,
@@ -207,6 +209,29 @@ def test_rceil_never_saturates_and_floor_does() -> None:
         error = decode(plane_of(gaussian, ROW, rounding)).double() - gaussian.double()
         errors[rounding] = float(error.norm() / gaussian.double().norm())
     assert 0.026 < errors["rceil"] < 0.027 < errors["floor"]
+
+
+class Casts(TorchDispatchMode):
+    """Sees every cast to e4m3: torch up to 2.12 makes NaN of what is above 448, 2.13 does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.float8_e4m3fn in (kwargs.get("dtype"), *args[1:]) and args[0].is_floating_point():
+            self.largest.append(float(args[0].nan_to_num(nan=0).abs().max()))
+        return func(*args, **kwargs)
+
+
+def test_nothing_above_448_is_cast_to_e4m3() -> None:
+    x = torch.full((32, 32), 511.0)
+    x[0, 0] = INFINITY
+    with Casts() as casts:
+        for block in BLOCKS:
+            encode_reference(x, block, "floor")
+    assert casts.largest == [448.0] * 3
 
 
 def test_decoded_values_encode_to_themselves_though_their_codes_may_not() -> None:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8Tensor: printed, saved, loaded, decoded; and which weights are chosen for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, MXFP8Error, Plane, decode, encode
+from shardwise.precision.mxfp8_choice import Weight, choose, ineligible
+from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, MXFP8Tensor
+
+formats = pytest.mark.parametrize("format", list(FORMATS))
+
+
+def matrix(rows: int = 64, columns: int = 96) -> Tensor:
+    """Rows and columns over many powers of two: else both planes decode to the same values."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-12, 12, (rows, columns), generator=generator)
+    return torch.randn(rows, columns, generator=generator) * torch.exp2(powers)
+
+
+@formats
+def test_it_decodes_what_each_phase_reads(format: Format) -> None:
+    x = matrix()
+    stored = MXFP8Tensor.encode(x, format)
+    assert stored.format == format and stored.shape == x.shape
+    for phase in ("forward", "backward"):
+        (plane,) = encode(x, (READS[format][phase],))  # type: ignore[index]
+        assert torch.equal(stored.dequantise(phase), decode(plane))  # type: ignore[arg-type]
+    same = torch.equal(stored.dequantise("forward"), stored.dequantise("backward"))
+    assert same == (format == "mxfp8_2d")
+
+
+@formats
+def test_it_prints_its_shape_format_and_values(format: Format) -> None:
+    stored = MXFP8Tensor.encode(matrix(), format)
+    text = str(stored)
+    assert "64x96" in text and format in text and "device='cpu'" in text
+    planes, each = {"mxfp8": ("row+column", "2.062"), "mxfp8_2d": ("square", "1.001")}[format]
+    assert planes in text and f"{each} bytes an element" in text
+    assert str(stored.dequantise()) in text
+
+
+def test_it_prints_while_its_memory_is_released() -> None:
+    stored = MXFP8Tensor.encode(matrix())
+    for plane in stored.planes.values():
+        plane.codes.untyped_storage().resize_(0)
+    assert "no values in memory" in repr(stored)
+
+
+@formats
+def test_torch_saves_and_loads_it_without_running_code(format: Format, tmp_path: Path) -> None:
+    stored = MXFP8Tensor.encode(matrix(), format)
+    torch.save({"weight": stored, "step": 3}, tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", weights_only=True)["weight"]
+    assert isinstance(loaded, MXFP8Tensor) and loaded.equal(stored)
+    assert not loaded.equal(MXFP8Tensor.encode(matrix() * 1.1, format))
+
+
+def test_what_is_loaded_is_checked() -> None:
+    stored = MXFP8Tensor.encode(matrix())
+    state = stored.__getstate__()
+    state["row.scales"] = state["row.scales"][:, :2].contiguous()
+    with pytest.raises(MXFP8Error, match=r"scales of shape \(64, 2\).*expected \(64, 3\)"):
+        MXFP8Tensor.__new__(MXFP8Tensor).__setstate__(state)
+
+
+@formats
+def test_safetensors_keep_its_planes(format: Format, tmp_path: Path) -> None:
+    stored = MXFP8Tensor.encode(matrix(), format)
+    tensors = stored.state_dict("layer.weight.")
+    assert all(tensor.dtype == torch.uint8 for tensor in tensors.values())
+    assert len(tensors) == 2 * len(FORMATS[format])
+    save_file({**tensors, "layer.bias": torch.zeros(3)}, tmp_path / "file.safetensors")
+    loaded = load_file(tmp_path / "file.safetensors")
+    assert MXFP8Tensor.from_state_dict(loaded, "layer.weight.").equal(stored)
+
+
+def test_a_phase_without_its_plane_says_which_is_missing() -> None:
+    forward_only = MXFP8Tensor(*encode(matrix(), (ROW,)))
+    assert forward_only.dequantise("forward").shape == (64, 96)
+    with pytest.raises(MXFP8Error, match=r"backward .* reads its column plane, but only row"):
+        forward_only.dequantise("backward")
+
+
+def test_planes_are_seen_not_copied() -> None:
+    stored = MXFP8Tensor.encode(matrix())
+    before = stored.dequantise()
+    stored.planes[ROW].codes.zero_()
+    assert not torch.equal(stored.dequantise(), before)
+    assert stored.nbytes == sum(plane.nbytes for plane in stored.planes.values())
+
+
+def test_types_are_told_by_class() -> None:
+    """Every tensor has a `dequantize`; an attribute would call all of them quantised."""
+    stored = MXFP8Tensor.encode(matrix())
+    assert hasattr(matrix(), "dequantize") and not isinstance(matrix(), MXFP8Tensor)
+    assert not isinstance(stored, torch.Tensor)
+    with pytest.raises(TypeError):
+        matrix() @ stored  # type: ignore[operator]
+
+
+def _planes(rows: int) -> tuple[Plane, ...]:
+    return encode(matrix(rows), (ROW, COLUMN, SQUARE))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: MXFP8Tensor(), ["no planes"]),
+        (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[2]), ["mxfp8 and of mxfp8_2d"]),
+        (lambda: MXFP8Tensor(_planes(64)[0], _planes(32)[1]), ["(32, 96)", "(64, 96)"]),
+        (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[0]), ["same blocks"]),
+        (lambda: MXFP8Tensor.encode(matrix(), "mxfp4"), ["'mxfp4'", "mxfp8_2d"]),  # type: ignore[arg-type]
+        (lambda: MXFP8Tensor.encode(matrix(33)), ["33 rows", "blocks of 32"]),
+        (lambda: MXFP8Tensor.from_state_dict({"other": matrix()}, "w."), ["'w.'", "other"]),
+        (
+            lambda: MXFP8Tensor.from_state_dict(
+                {"w.row.codes": _planes(64)[0].codes, "w.bias": matrix()}, "w."
+            ),
+            ["w.row.scales is missing", "w.bias: no part"],
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_by_name(call: object, words: list[str]) -> None:
+    assert callable(call)
+    with pytest.raises(MXFP8Error) as caught:
+        call()
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+# ------------------------------------------------------------------------------- the choice
+
+
+WEIGHTS = {
+    "embedding.weight": Weight(shape=(256, 64), owners=(nn.Embedding,)),
+    "blocks.0.attn.wq.weight": Weight(shape=(64, 64)),
+    "blocks.0.mlp.up.weight": Weight(shape=(160, 64)),
+    "blocks.0.mlp.odd.weight": Weight(shape=(165, 64)),
+    "blocks.0.norm.weight": Weight(shape=(64,), owners=(nn.RMSNorm,)),
+    "head.weight": Weight(shape=(256, 64), owners=(nn.Embedding, nn.Linear)),
+}
+
+
+def test_linears_whose_sides_divide_are_chosen_and_the_rest_is_explained() -> None:
+    choice = choose(WEIGHTS)
+    assert choice.chosen == ("blocks.0.attn.wq.weight", "blocks.0.mlp.up.weight")
+    assert choice.kept.keys() == WEIGHTS.keys() - set(choice.chosen)
+    assert "165 rows" in choice.kept["blocks.0.mlp.odd.weight"]
+    assert "RMSNorm" in choice.kept["blocks.0.norm.weight"]
+    assert "Embedding" in choice.kept["embedding.weight"]
+    assert "Embedding" in choice.kept["head.weight"]  # tied: a lookup reads it too
+
+
+def test_exclude_wins_over_include() -> None:
+    choice = choose(WEIGHTS, include=("blocks.*",), exclude=("*.attn.*",))
+    assert choice.chosen == ("blocks.0.mlp.up.weight",)
+    assert choice.kept["blocks.0.attn.wq.weight"] == "excluded by '*.attn.*'"
+    assert "not in include" in choice.kept["head.weight"]
+
+
+def test_one_weight_alone() -> None:
+    assert ineligible("w", (32, 64)) is None
+    assert "2-D" in str(ineligible("w", (2, 32, 64)))
+    assert "Embedding" in str(ineligible("w", (32, 64), owners=(nn.Embedding,)))
+
+    class Mine(nn.Linear):
+        pass
+
+    assert ineligible("w", (32, 64), owners=(Mine,)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"include": ("*.mpl.*",)}, ["include", "'*.mpl.*'", "matches none of 6"]),
+        ({"exclude": ("hed.*", "attn")}, ["'hed.*'", "'attn'"]),
+        ({"include": "*.mlp.*"}, ["include='*.mlp.*'", "sequence"]),
+        ({"exclude": ("",)}, ["exclude=('',)", "sequence"]),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_refused(
+    options: dict[str, tuple[str, ...]], words: list[str]
+) -> None:
+    with pytest.raises(MXFP8Error) as caught:
+        choose(WEIGHTS, **options)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_nothing_here_imports_triton() -> None:
+    modules = "mxfp8, mxfp8_tensor, mxfp8_linear, mxfp8_native, mxfp8_choice"
+    program = (
+        f"import sys; import torch; before = set(sys.modules); "
+        f"from shardwise.precision import {modules}; "
+        f"new = set(sys.modules) - before; "
+        f"assert 'shardwise.precision.mxfp8' in new; "
+        f"sys.exit(sorted(new & {{'triton', 'safetensors', 'rich', 'tyro'}}) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
