@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -39,6 +39,7 @@ from shardwise.checkpoint.files import File, check_name
 from shardwise.layout import Shape
 
 MAX_DIMENSIONS = 64
+_DCP_VERSION = "1.0.0"  # of the form in which ``dump`` writes
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def dump(index: Mapping[str, Entry]) -> bytes:
         state_dict_metadata=tensors,
         storage_data=storage,
         storage_meta=StorageMeta(),
-        version=CURRENT_DCP_VERSION,
+        version=_DCP_VERSION,
     )
     return pickle.dumps(metadata, protocol=4)
 

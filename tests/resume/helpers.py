@@ -135,10 +135,11 @@ def make(
 
 
 def trained(
-    strategy: str, optimizer: str, rank: int, world_size: int, seed: int, steps: int = 2
+    strategy: str, optimizer: str, rank: int, world_size: int, seed: int, **options: Any
 ) -> tuple[Net, torch.optim.Optimizer]:
-    net, stepper = make(strategy, optimizer, world_size, seed)
-    for step in range(steps):
+    """After two steps."""
+    net, stepper = make(strategy, optimizer, world_size, seed, **options)
+    for step in range(2):
         train_step(net, stepper, step, rank, world_size)
     return net, stepper
 

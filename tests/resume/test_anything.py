@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.checkpoint import MismatchError, verify
@@ -21,13 +24,13 @@ from tests.resume.helpers import Net, assert_equal, everything, make, trained
 pytestmark = pytest.mark.timeout(300)
 
 SOURCES = [
-    ("plain", 1),
-    ("zero0", 2),
-    ("zero1", 3),
-    ("zero3", 2),
-    ("zero3", 4),
-    ("hsdp", 4),
-    ("hfsdp", 4),
+    ("plain", 1, None),
+    ("zero0", 2, None),
+    ("zero1", 3, "element"),  # cut inside rows: several boxes to a piece
+    ("zero3", 2, None),
+    ("zero3", 4, None),
+    ("hsdp", 4, None),
+    ("hfsdp", 4, "tensor"),
 ]
 TARGETS = [
     ("zero3", 1, None),
@@ -43,8 +46,11 @@ TARGETS = [
 GRAINS = {"element": sw.ELEMENT, "tensor": sw.TENSOR}
 
 
-def save(rank: int, world_size: int, strategy: str, path: str, optimizer: str) -> dict[str, Tensor]:
-    net, stepper = trained(strategy, optimizer, rank, world_size, seed=1)
+def save(
+    rank: int, world_size: int, strategy: str, path: str, optimizer: str, grain: str | None = None
+) -> dict[str, Tensor]:
+    options = helpers.by_grain(GRAINS[grain]) if grain is not None else {}
+    net, stepper = trained(strategy, optimizer, rank, world_size, seed=1, **options)
     saved = everything(net, stepper)
     sw.save(path, net, stepper, {"step": 2, "by": strategy})
     assert_equal(everything(net, stepper), saved)  # saving changes nothing
@@ -88,10 +94,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], d
     """A checkpoint by every source, and its values."""
     folder = tmp_path_factory.mktemp("sources")
     paths, values = {}, {}
-    for strategy, world_size in SOURCES:
+    for strategy, world_size, grain in SOURCES:
         by = f"{strategy} on {world_size}"
         paths[by] = str(folder / by.replace(" ", "-"))
-        found = run_ranks(save, world_size, strategy, paths[by], "adamw")
+        found = run_ranks(save, world_size, strategy, paths[by], "adamw", grain)
         for other in found[1:]:
             assert_equal(other, found[0])
         values[by] = found[0]
@@ -165,6 +171,74 @@ def test_states_of_other_optimizers_move_too(
     for found in run_ranks(load_all, after[1], after[0], None, {before[0]: path}, optimizer):
         found[before[0]].pop("output")
         assert_equal(found[before[0]], saved)
+
+
+# ------------------------------------------------------------------------------ other wrappers
+
+
+class Counter(nn.Module):
+    """A module that keeps something beside tensors."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": (self.count, "of them")}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"][0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def save_otherwise(rank: int, world_size: int, wrapper: str, path: str) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    net = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), Counter(3))
+    if wrapper == "fsdp2":
+        fully_shard(net, mesh=helpers.mesh_of(world_size))
+        model: nn.Module = net
+    elif wrapper == "ddp":
+        model = DistributedDataParallel(net)
+    else:
+        net[0] = checkpoint_wrapper(net[0])
+        model = torch.compile(net, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    sw.save(path, model, optimizer)
+    expected = {
+        name.replace("_checkpoint_wrapped_module.", ""): helpers.whole(parameter)
+        for name, parameter in net.named_parameters()
+    }
+    net[2].count = 0
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    sw.load(path, model, optimizer)
+    for name, parameter in net.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        assert torch.equal(helpers.whole(parameter), expected[name])
+    assert net[2].count == 3
+    return expected
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp", "compiled"])
+def test_wrappers_of_others_leave_no_trace_in_names(wrapper: str, tmp_path: Path) -> None:
+    expected = run_ranks(save_otherwise, 2, wrapper, str(tmp_path / "one"))[0]
+    net = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), Counter(1))
+    optimizer = torch.optim.AdamW(net.parameters())
+    sw.load(tmp_path / "one", net, optimizer)
+    found = dict(net.named_parameters())
+    assert found.keys() == expected.keys() and net[2].count == 3
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all((state["exp_avg"] != 0).all() for state in optimizer.state.values())
+    assert len(optimizer.state) == 4
+    bare = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5))
+    with pytest.raises(MismatchError, match=r"unexpected in it: '2\._extra_state'"):
+        sw.load(tmp_path / "one", bare)
 
 
 # ------------------------------------------------------------------------------ what does not fit
