@@ -121,7 +121,7 @@ def newton_schulz_block(packed: Packed, polynomial: Polynomial, table: Tensor) -
         1 if tall else columns,
         columns if tall else 1,
         rows * columns,
-        polynomial.first_steps,
+        polynomial.first_steps("block"),
         polynomial.steps,
         polynomial.safety,
         gram_scale=GRAM_SCALE,

@@ -37,7 +37,7 @@ class Polynomial:
     coefficients: tuple[Triple, ...]
     norm: Norm = "frobenius"  # or ||X·Xᵀ||_F^½, a tighter bound that the Gram form gets for free
     safety: float = 1.0  # the bound is multiplied by it
-    restart: int | None = None  # iterations before X is formed anew; None: half; 0: never
+    restart: int | None = None  # iterations before X is formed anew; None: about half; 0: never
 
     def __post_init__(self) -> None:
         problems = []
@@ -58,14 +58,15 @@ class Polynomial:
     def steps(self) -> int:
         return len(self.coefficients)
 
-    @property
-    def first_steps(self) -> int:
+    def first_steps(self, form: Form) -> int:
         """Iterations before the restart; all of them where there is none.
 
-        Half of them, rounded up, by default: with mirrored products that loses least over even,
-        1/i, 1/i^2, logarithmic and spiky spectra (5 iterations: 3; 4: 2).
+        By default half of them. Of five, the Gram form takes three first and the block form two:
+        that loses least over even, 1/i, 1/i^2, logarithmic and spiky spectra, where the one mirrors
+        its products and the other does not.
         """
-        restart = (self.steps + 1) // 2 if self.restart is None else self.restart
+        half = (self.steps + (form == "gram")) // 2
+        restart = half if self.restart is None else self.restart
         return restart if 0 < restart < self.steps else self.steps
 
 
@@ -146,7 +147,7 @@ def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[flo
     steps = polynomial.steps
     if form == "direct":
         return steps * slab, sum(quintic) * cube, 2 * steps * slab
-    first = polynomial.first_steps
+    first = polynomial.first_steps(form)
     runs = 1 if first == steps else 2
     # Each iteration but a run's last moves the Gram on (2 products) and is gathered into Q (1).
     return runs * slab, (sum(quintic) + 3 * (steps - runs)) * cube, 2 * runs * slab

@@ -158,7 +158,7 @@ def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     r, rescale, scale = first_gram(products, packed, polynomial)
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
     scales: Tensor | None = scale
-    first = polynomial.first_steps
+    first = polynomial.first_steps("gram")
     # A run of k iterations holds k - 1 polynomials; at its fullest, one more buffer is at work.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
     held: list[tuple[Tensor, float]] = []

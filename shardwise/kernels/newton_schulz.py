@@ -146,7 +146,7 @@ def _gram(x: Tensor, polynomial: Polynomial) -> Tensor:
     identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
     gram, q = x @ x.mT, identity
     for step, (a, b, c) in enumerate(polynomial.coefficients):
-        if step == polynomial.first_steps:
+        if step == polynomial.first_steps("gram"):
             x, q = q @ x, identity
             gram = x @ x.mT
         z = a * identity + b * gram + c * (gram @ gram)

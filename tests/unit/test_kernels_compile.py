@@ -23,7 +23,9 @@ from shardwise.kernels import block, momentum, product, symmetric, update  # noq
 from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
-SCALARS = dict.fromkeys(("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32")
+SCALARS = dict.fromkeys(
+    ("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32"
+)
 POINTERS = {
     "scales_ptr": "*fp32",
     "squares_ptr": "*fp32",
