@@ -251,7 +251,9 @@ def _model_of(name: str) -> tuple[Any, Any]:
             return GPT(config_from_hf(json.loads(path.read_text()))), None
         made = find_recipe(name)()
         if isinstance(made, TrainConfig):
-            return GPT(made.model), made
+            kind, _, size = made.tokenizer.partition(":")
+            words = int(size) if kind == "bpe" else made.model.vocab_size
+            return GPT(dataclasses.replace(made.model, vocab_size=words)), made
         if isinstance(made, torch.nn.Module):
             return made, None
     raise UsageError(

@@ -73,10 +73,10 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
     # A rank that is stopped or stuck is not waited for long once another has failed.
     if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
         options += ["--shutdown-timeout", "5"]
-    parsed = run.parse_args([*options, "-m", MODULE, *arguments])
-    config, command, rest = run.config_from_args(parsed)
+    # Our own words stay out of its parser, which takes --nproc for an abbreviation of its own.
+    config, command, rest = run.config_from_args(run.parse_args([*options, "-m", MODULE]))
     try:
-        elastic_launch(config, command)(*rest)
+        elastic_launch(config, command)(*rest, *arguments)
     except ChildFailedError as error:
         return _explain(error)
     return 0

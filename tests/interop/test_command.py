@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that people type: what it says, what it refuses, and how it starts ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.train.tokens import write_tokens
+from tests.train_runs import environment, events_of, shardwise, write_text
+
+# Machines are sometimes busy, and each run is three processes that import torch.
+pytestmark = pytest.mark.timeout(400)
+
+SMALL = ("smoke", "--steps", "4", "--nproc", "2")
+
+
+def refused(*words: str, cwd: Path) -> str:
+    """What the command says against it: one message, no traceback, no exit code 0."""
+    done = shardwise(*words, cwd=cwd)
+    assert done.returncode != 0, done.stdout
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not (cwd / "runs").exists(), "nothing was begun"
+    return done.stderr
+
+
+def test_a_strategy_that_does_not_exist(tmp_path: Path) -> None:
+    said = refused("train", "--strategy", "zero4", cwd=tmp_path)
+    assert "zero4" in said and "zero3" in said and "hfsdp" in said
+
+
+def test_a_flag_that_does_not_exist(tmp_path: Path) -> None:
+    assert "--stratgy" in refused("train", "--stratgy", "zero3", cwd=tmp_path)
+
+
+def test_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
+    said = refused("train", "gpt_900t", cwd=tmp_path)
+    assert said.startswith("error: there is no recipe 'gpt_900t'") and said.count("\n") == 1
+
+
+def test_ranks_that_do_not_fit(tmp_path: Path) -> None:
+    said = refused("train", "smoke", "--strategy", "hsdp", "--nproc", "3", cwd=tmp_path)
+    assert "3 ranks do not fall into 2 replicas" in said and said.count("\n") == 1
+    said = refused("train", "smoke", "--batch", "5", "--nproc", "2", cwd=tmp_path)
+    assert "use 4 or 6" in said and said.count("\n") == 1
+
+
+def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None:
+    said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path)
+    assert said.count("error:") == 1 and "nowhere" in said, said
+
+
+def test_a_damaged_token_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, np.arange(4000) % 50, 50)
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 255
+    path.write_bytes(content)
+    said = refused("train", *SMALL, "--data", str(path), cwd=tmp_path)
+    assert said.count("error:") == 1 and "tokens.bin" in said, said
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    assert "no run of recipe 'default'" in refused("train", "--resume", cwd=tmp_path)
+
+
+# ------------------------------------------------------------------------------ from run to export
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run in it."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = shardwise("train", *SMALL, "--data", write_text(folder), "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "step 4/4" in done.stdout and "a sample of what the model writes" in done.stdout
+    assert "sha256" in done.stdout and "bigram" in done.stdout
+    assert done.stderr == "", "rank 0 speaks for all, and says nothing twice"
+    return folder
+
+
+def test_a_run_leaves_its_pictures_and_its_checkpoint(trained: Path) -> None:
+    run = trained / "run"
+    for name in ("config.json", "events.jsonl", "loss.svg", "report.html", "trace.json"):
+        assert (run / name).stat().st_size > 100, name
+    page = (run / "report.html").read_text()
+    assert (
+        "Exposed communication" in page
+        and "Shard map" in page
+        and "http" not in page.replace("http://www.w3.org", "")
+    )
+    assert [event["step"] for event in events_of(run, "step")] == [1, 2, 3, 4]
+    (profile,) = events_of(run, "profile")
+    assert profile["step"] == 4, "too short for its profile step: the last one is recorded"
+
+
+def test_a_second_run_does_not_touch_the_first(trained: Path) -> None:
+    done = shardwise("train", *SMALL, "--out", "run", cwd=trained)
+    assert done.returncode == 2 and "holds a run already" in done.stderr
+
+
+def test_verify_says_what_is_wrong(trained: Path) -> None:
+    good = shardwise("verify", "run/checkpoints/step-000004", cwd=trained)
+    assert good.returncode == 0 and "sound" in good.stdout
+    bad = shardwise("verify", "run", cwd=trained)
+    assert bad.returncode == 1 and "manifest" in bad.stdout
+
+
+def test_export_and_plan_and_report(trained: Path) -> None:
+    done = shardwise("export", "run", "hub", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((trained / "hub" / "config.json").read_text())["model_type"] == "qwen3"
+    again = shardwise("export", "run", "hub", cwd=trained)
+    assert again.returncode == 2 and "there already" in again.stderr
+    planned = shardwise("plan", "hub", "--ranks", "4", "--json", cwd=trained)
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["num_parameters"] > 1000
+    drawn = shardwise("report", "run", cwd=trained)
+    assert drawn.returncode == 0 and drawn.stdout.strip() == "run/report.html"
+    assert shardwise("report", "hub", cwd=trained).returncode == 2
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
+    done = shardwise(
+        "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "10GiB",
+        "--svg", "map.svg", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert "too much" in done.stdout and "use strategy zero1" in done.stdout
+    assert (tmp_path / "map.svg").read_text().startswith("<svg")
+    dry = shardwise("plan", "gpt_1b", "--ranks", "64", "--dry-run", "--rank", "3", cwd=tmp_path)
+    assert dry.returncode == 0, dry.stderr
+    assert "dry run" in dry.stdout
+
+
+# ------------------------------------------------------------------------------ several nodes
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_two_nodes_meet_and_train_one_model(tmp_path: Path) -> None:
+    """Two agents, each of which takes itself for a machine."""
+    data, port = write_text(tmp_path), free_port()
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node"]
+    agent += ["1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    agent += ["--rdzv-id", "test", "-m", "shardwise.cli", "train", "smoke", "--steps", "4"]
+    agent += ["--data", data, "--strategy", "hsdp", "--out", "run"]
+    nodes = [
+        subprocess.Popen(
+            agent,
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [node.communicate(timeout=300) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    (run,) = events_of(tmp_path / "run", "run")
+    assert run["num_nodes"] == 2 and run["mesh"] == {"dp_outer": 2, "dp": 1}
+    assert [event["step"] for event in events_of(tmp_path / "run", "step")] == [1, 2, 3, 4]
+    assert sum("step 4/4" in out for out, _ in said) == 1, "one rank speaks"
