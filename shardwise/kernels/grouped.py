@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products of experts: tiles, the order they are walked in, and what a kernel takes.
+
+Rows lie sorted by expert and ``ends[e]`` says where those of expert ``e`` end. A segment starts at
+any row, so a tile of one expert may reach into the next one's rows:
+
+    rows      | expert 0 ......... | expert 2 .. | expert 3 .................. |   (1 has none)
+    tiles     |  0   |  1   |  2 ~~|  3   ~~~~~~~|  4   |  5   |  6   |  7 ~~~|
+                            '- loads go on into the next expert, stores are cut at the segment's end
+
+Which tile belongs to which expert is worked out on the device, within a bound that depends on the
+number of rows alone: the host never waits for the counts.
+
+This file is plain torch; the ``grouped_*`` files beside it hold the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.kernels import has_triton
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedTile:
+    """One kernel's static configuration."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+    flatten: bool = True
+    band: int = 8  # blocks of rows that are walked together, so that they share weights in L2
+
+
+# Measured on an H200 (torch 2.11, Triton 3.6). Shared memory holds the stages and one half tile on
+# its way out: 4 stages leave room for 16-bit halves, 3 for fp32 ones.
+FC1_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, band=16)
+WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=3, flatten=False)
+WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, flatten=False)
+FC1_WINS_BELOW = 3072  # columns of x
+FC1_WINS_FROM = 2048  # rows of an expert, on average
+# For the interpreter, where time goes by the tile: the same code, small problems.
+SMALL_FC1_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2)
+SMALL_WEIGHT_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2, flatten=False)
+
+
+def max_blocks(num_rows: int, num_experts: int, tile_rows: int) -> int:
+    """More blocks of rows than this there cannot be, however rows are spread over experts."""
+    return -(-num_rows // tile_rows) + num_experts
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether Triton runs its interpreter, where CPU tensors will do."""
+    if not has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def device_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Why kernels cannot run on this device with this dtype; nothing where they can."""
+    if not has_triton():
+        return ["Triton is not installed (pip install triton, or a CUDA build of torch)"]
+    if interpreted():
+        return [] if dtype != torch.bfloat16 else ["Triton's interpreter has no bfloat16"]
+    problems = []
+    if device.type in ("cpu", "meta") and torch.cuda.is_available():
+        device = torch.device("cuda")  # built on the host, moved later: judge where it may go
+    if device.type != "cuda":
+        problems.append(f"the parameters are on {device}: kernels need a CUDA device")
+    elif torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device)
+        problems.append(f"{name} is older than Hopper (compute capability 9.0)")
+    if dtype not in (torch.bfloat16, torch.float32):
+        # fp32 main weights are computed with in bf16 (a precision policy, autocast).
+        problems.append(f"{dtype} weights: kernels compute in torch.bfloat16")
+    return problems
+
+
+def size_problems(in_features: int, width: int, element_size: int) -> list[str]:
+    """Rows of every operand must be whole 16-byte words."""
+    return [
+        f"{name}={size}: rows of {size * element_size} bytes are no multiple of 16; "
+        f"choose a multiple of {16 // element_size}"
+        for name, size in (("hidden", in_features), ("width", width))
+        if size * element_size % 16
+    ]
+
+
+def fits_fc1(width: int, block: int, gated: bool, tile: GroupedTile) -> bool:
+    """Whether the fused first product has a tile for this width and order of gate and up."""
+    half = tile.columns // 2
+    if not gated:
+        return width % half == 0
+    if width % half:
+        return False
+    return block == 0 or (block >= 8 and half % block == 0 and block & (block - 1) == 0)
+
+
+def fc1_wins(depth: int, rows_per_expert: float) -> bool:
+    """Whether the fused first product is faster than torch's grouped GEMM and one pass after it.
+
+    The pass costs 184/depth of the product (bytes against FLOP of an H200). torch's product alone
+    is the faster one, by 5 % where an expert's rows fill several waves of tiles, by more where they
+    don't.
+    """
+    return depth < FC1_WINS_BELOW or rows_per_expert >= FC1_WINS_FROM

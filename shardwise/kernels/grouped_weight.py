@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of expert weights and biases, summed in fp32 where they are kept.
+
+    dW[e] (+)= A[rows of e]ᵀ · B[rows of e]          one tile of dW, one writer, rows in order
+    db[e]   =  sum over the rows of e of  p · A
+
+An expert without rows gets zeros (or keeps what it has, where the gradient is added to): its tiles
+are walked like any other's. Both operands are zero past their segment, because zero times whatever
+lies there may be NaN.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from shardwise.kernels.grouped import WEIGHT_TILE, WEIGHT_TILE_16, GroupedTile, interpreted
+from shardwise.kernels.grouped_fc1 import first_row
+from shardwise.kernels.symmetric import multiprocessors
+
+
+@triton.jit
+def _load_ragged(desc, start, size, row, column, rows: tl.constexpr, columns: tl.constexpr):
+    place = [0x40000000, start + size, 0x40000000 - size + row, column]
+    return tl.reshape(desc.load(place), (rows, columns))
+
+
+@triton.jit
+def _weight_kernel(
+    a_desc, b_desc, out_desc, ends_ptr, num_experts, tile_rows, tile_columns,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, add: tl.constexpr,
+    engine: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = columns // 2
+    per_expert = tile_rows * tile_columns
+    for tile in range(tl.program_id(0), per_expert * num_experts, tl.num_programs(0)):
+        expert = tile // per_expert
+        row = tile % per_expert // tile_columns * rows
+        column = tile % tile_columns * columns
+        start = first_row(ends_ptr, expert)
+        size = tl.load(ends_ptr + expert) - start
+        acc = tl.zeros((rows, columns), dtype=tl.float32)
+        for k in range(tl.cdiv(size, step)):
+            a = _load_ragged(a_desc, start, size, k * step, row, step, rows)
+            b = _load_ragged(b_desc, start, size, k * step, column, step, columns)
+            acc = tl.dot(a.T, b, acc, input_precision="ieee")
+        left, right = tl.split(tl.permute(tl.reshape(acc, (rows, 2, half)), (0, 2, 1)))
+        left = tl.reshape(left, (1, rows, half))
+        right = tl.reshape(right, (1, rows, half))
+        if add and engine:  # the copy engine adds; a tile has one writer, so one order
+            out_desc.atomic_add([expert, row, column], left)
+            out_desc.atomic_add([expert, row, column + half], right)
+        else:
+            left = left.to(out_desc.dtype)
+            right = right.to(out_desc.dtype)
+            if add:  # the interpreter's copy engine cannot
+                left += out_desc.load([expert, row, column])
+                right += out_desc.load([expert, row, column + half])
+            out_desc.store([expert, row, column], left)
+            out_desc.store([expert, row, column + half], right)
+
+
+def weight_gradient(
+    a: Tensor,  # [rows, M], the gradient of the product
+    b: Tensor,  # [rows, N], its input
+    ends: Tensor,  # [experts] int32
+    out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
+    *,
+    add: bool,
+    tile: GroupedTile | None = None,
+) -> None:
+    """``out = aᵀ·b`` of each expert's rows, or that added to what is there."""
+    experts, num_rows, num_columns = out.shape
+    assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
+    tile = tile or (WEIGHT_TILE if out.element_size() == 4 else WEIGHT_TILE_16)
+    if len(a) == 0:
+        if not add:
+            out.zero_()
+        return
+    tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
+    programs = min(multiprocessors(a.device), experts * tile_rows * tile_columns)
+    _weight_kernel[(programs,)](
+        create_ragged_descriptor(a, [tile.step, tile.rows]),
+        create_ragged_descriptor(b, [tile.step, tile.columns]),
+        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // 2]),
+        ends, experts, tile_rows, tile_columns,
+        rows=tile.rows, columns=tile.columns, step=tile.step, add=add,
+        engine=not interpreted(),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit
+def _bias_kernel(
+    a_ptr, p_ptr, out_ptr, ends_ptr, width,
+    rows: tl.constexpr, columns: tl.constexpr, has_p: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    begin = first_row(ends_ptr, expert)
+    end = tl.load(ends_ptr + expert)
+    total = tl.zeros((columns,), dtype=tl.float32)
+    for first in range(begin, end, rows):
+        row = first + tl.arange(0, rows)
+        inside = (row < end)[:, None] & (column < width)[None, :]
+        at = a_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
+        a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if has_p:
+            a *= tl.load(p_ptr + row, mask=row < end, other=0.0)[:, None]
+        total += tl.sum(a, 0)
+    tl.store(out_ptr + expert * width + column, total, mask=column < width)
+
+
+def bias_gradient(a: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
+    """[experts, columns] fp32: the sum of each expert's rows, weighted by p [rows] if given."""
+    width = a.shape[1]
+    out = torch.empty(len(ends), width, dtype=torch.float32, device=a.device)
+    _bias_kernel[(len(ends), triton.cdiv(width, 64))](
+        a, a if p is None else p, out, ends, width,
+        rows=64, columns=64, has_p=p is not None, num_warps=4,
+    )  # fmt: skip
+    return out

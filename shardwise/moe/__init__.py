@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: routing, dispatch over ranks, and the experts as grouped products.
+
+router          which experts each token goes to, with what weight, and how evenly
+dispatch        rows sorted by expert; over ranks where experts are spread; and back
+grouped_mlp     all experts' feed-forwards at once (grouped_linear: one of its halves)
+activation      what stands between the halves; the order of gate and up
+products        three ways to compute the same
+weights         expert parameters in memory, and where their gradients go
+delayed         weight gradients later than those of the inputs
+keys            names of expert weights in state dicts
+layer           all of it as one module
+"""

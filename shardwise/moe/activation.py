@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation: what stands between an expert's two matrices, and the order of its gate and up.
+
+    gated            h = g·σ(alpha·g) · (u + offset)       g, u clamped first where there is a limit
+    squared ReLU     h = max(z, 0)²
+
+    stacked (block 0)          | g g g g g g | u u u u u u |
+    interleaved by block 2     | g g | u u | g g | u u | g g | u u |
+
+Every path computes from the same numbers: ``z`` is rounded to the dtype of the activations before
+anything reads it, the activation is taken in fp32 from the rounded ``z``, and ``h = act(z)·p`` is
+rounded once. Backward recomputes from the saved ``z``, so a kernel, torch and a recomputation agree
+up to the order of sums inside the products. At a clamp's boundary the gradient passes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """Use the functions below; all three numbers of a gated one are explicit."""
+
+    kind: Literal["gated", "squared_relu"] = "gated"
+    alpha: float = 1.0
+    limit: float | None = None  # gate clamped above at it, up on both sides
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.kind not in ("gated", "squared_relu"):
+            problems.append(f"kind {self.kind!r} is neither 'gated' nor 'squared_relu'")
+        if not math.isfinite(self.alpha) or not math.isfinite(self.offset):
+            problems.append(f"alpha={self.alpha} and offset={self.offset} must be finite")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            problems.append(f"limit={self.limit} must be positive and finite; None: no clamp")
+        if self.kind == "squared_relu" and (self.alpha, self.limit, self.offset) != (1, None, 0):
+            problems.append("squared ReLU takes no alpha, limit or offset")
+        if problems:
+            raise ValueError("this activation cannot work: " + "; ".join(problems))
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "gated"
+
+    @property
+    def inputs_per_output(self) -> int:
+        """How many columns of ``z`` make one of ``h``."""
+        return 2 if self.gated else 1
+
+
+def swiglu() -> Activation:
+    return Activation()
+
+
+def clamped_swiglu(*, limit: float) -> Activation:
+    return Activation(limit=limit)
+
+
+def clamped_quick_geglu(*, alpha: float, limit: float, offset: float) -> Activation:
+    """gpt-oss uses alpha 1.702, limit 7, offset 1. None of them is assumed."""
+    return Activation(alpha=alpha, limit=limit, offset=offset)
+
+
+def squared_relu() -> Activation:
+    return Activation(kind="squared_relu")
+
+
+# ------------------------------------------------------------------------------ gate and up
+
+
+def check_block(block: int | None, width: int) -> None:
+    """Whether gate and up, ``width`` columns each, can be interleaved by ``block``."""
+    if block is None or block == 0:
+        return
+    if block < 0 or width % block:
+        raise ValueError(
+            f"gate_up_block={block}: gate and up have {width} rows each, which blocks of {block} "
+            f"do not divide; choose 0 (stacked) or a divisor of {width}"
+        )
+
+
+def split_gate_up(value: Tensor, block: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Gate and up of ``value``, each half as long along ``dim``."""
+    length = value.shape[dim]
+    if block == 0:
+        gate, up = value.chunk(2, dim)
+        return gate, up
+    check_block(block, length // 2)
+    dim %= value.dim()
+    gate, up = value.unflatten(dim, (length // (2 * block), 2, block)).unbind(dim + 1)
+    return gate.flatten(dim, dim + 1), up.flatten(dim, dim + 1)
+
+
+def join_gate_up(gate: Tensor, up: Tensor, block: int, dim: int = -1) -> Tensor:
+    """The inverse of :func:`split_gate_up`."""
+    if block == 0:
+        return torch.cat([gate, up], dim)
+    check_block(block, gate.shape[dim])
+    dim %= gate.dim()
+    blocks = (gate.shape[dim] // block, block)
+    pairs = [part.unflatten(dim, blocks) for part in (gate, up)]
+    return torch.stack(pairs, dim + 1).flatten(dim, dim + 2)
+
+
+def convert_gate_up(value: Tensor, stored: int, wanted: int, dim: int = -1) -> Tensor:
+    """Weights, biases or optimizer states from one order of gate and up to another."""
+    if stored == wanted:
+        return value
+    return join_gate_up(*split_gate_up(value, stored, dim), wanted, dim)
+
+
+# ------------------------------------------------------------------------------ the definition
+
+
+def activate(z: Tensor, p: Tensor, activation: Activation, block: int) -> Tensor:
+    """``act(z)·p`` [rows, width], in fp32 inside; z [rows, columns], p [rows] fp32."""
+    return (_forward(z.float(), activation, block) * p[:, None]).to(z.dtype)
+
+
+def _forward(z: Tensor, activation: Activation, block: int) -> Tensor:
+    if not activation.gated:
+        return z.clamp(min=0).square()
+    gate, up = split_gate_up(z, block)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
+
+
+def activate_backward(
+    dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dz``, the recomputed ``h = act(z)·p``, and ``dp``, the row sums of ``dh·act(z)``."""
+    dh32, z32 = dh.float(), z.float()
+    scaled = dh32 * p[:, None]
+    if not activation.gated:
+        positive = z32.clamp(min=0)
+        act = positive.square()
+        dz = scaled * 2 * positive
+    else:
+        gate, up = split_gate_up(z32, block)
+        passes_gate = passes_up = None
+        if activation.limit is not None:
+            limit = activation.limit
+            passes_gate, passes_up = gate <= limit, up.abs() <= limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        sigma = torch.sigmoid(activation.alpha * gate)
+        swish, shifted = gate * sigma, up + activation.offset
+        act = swish * shifted
+        d_gate = scaled * shifted * (sigma + activation.alpha * swish * (1 - sigma))
+        d_up = scaled * swish
+        if passes_gate is not None and passes_up is not None:
+            d_gate, d_up = d_gate * passes_gate, d_up * passes_up
+        dz = join_gate_up(d_gate, d_up, block)
+    return dz.to(z.dtype), (act * p[:, None]).to(z.dtype), (dh32 * act).sum(-1)

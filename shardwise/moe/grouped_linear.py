@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A linear layer for each of many experts, applied to rows that are sorted by expert.
+
+    rows   | expert 0 .... | expert 1 .. | expert 3 ........ |        ends = [14, 26, 26, 44]
+    times     weight[0]ᵀ      weight[1]ᵀ     weight[3]ᵀ
+
+Weights and biases are kept in either layout, chosen apart:
+
+    grouped    weight [experts, out, in]         bias [experts, out]
+    indexed    weight0, weight1, ... [out, in]   bias0, bias1, ... [out]
+
+A state dict in the other layout is taken as well (``moe/keys.py``). The order of gate and up in the
+rows of a first linear is part of the state dict: one in another order is converted, one that does
+not say is refused.
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.moe import keys
+from shardwise.moe.activation import check_block, convert_gate_up
+from shardwise.moe.delayed import DelayedGradients
+from shardwise.moe.products import (
+    LoopProducts,
+    PathName,
+    check_ends,
+    expert_of,
+    make_products,
+    path_problems,
+)
+from shardwise.moe.weights import ExpertTensor, WriteGradient, as_neighbours
+
+LayoutName = Literal["grouped", "indexed"]
+
+
+class GroupedLinear(nn.Module):
+    """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        weight_layout: LayoutName = "grouped",
+        bias_layout: LayoutName | None = None,  # None: like the weight
+        path: PathName | None = None,  # None: the fastest that is possible
+        delay_weight_gradient: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if bias_layout is not None and not bias:
+            raise ValueError(f"bias_layout={bias_layout!r}, but there is no bias: pass bias=True")
+        wrong = [layout for layout in (weight_layout, bias_layout or weight_layout)
+                 if layout not in get_args(LayoutName)]  # fmt: skip
+        if wrong:
+            raise ValueError(f"layout {wrong[0]!r}: choose 'grouped' or 'indexed'")
+        sizes = {"num_experts": num_experts, "in_features": in_features,
+                 "out_features": out_features}  # fmt: skip
+        if small := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
+            raise ValueError(f"GroupedLinear({', '.join(small)}): sizes are 1 or more")
+        self.num_experts, self.in_features, self.out_features = sizes.values()
+        self.has_bias = bias
+        self.layouts: dict[str, LayoutName] = {"weight": weight_layout}
+        if bias:
+            self.layouts["bias"] = bias_layout or weight_layout
+        options = {"device": device, "dtype": dtype}
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        for name in self.layouts:
+            self._register(name, torch.empty(num_experts, *shapes[name], **options))  # type: ignore[arg-type]
+        self.delay_weight_gradient = delay_weight_gradient
+        self.delayed = DelayedGradients()
+        self._asked_path = path
+        self._products: LoopProducts | None = None
+        weight = self.experts("weight").parameters[0]
+        if path is not None:
+            self._refuse(path, weight.device, weight.dtype)
+        self.reset_parameters()
+
+    def _register(self, name: str, values: Tensor) -> None:
+        if self.layouts[name] == "grouped":
+            self.register_parameter(name, nn.Parameter(values))
+        else:
+            for index, value in enumerate(values):  # neighbours in one storage
+                self.register_parameter(f"{name}{index}", nn.Parameter(value))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self.experts("weight").parameters:
+                nn.init.normal_(parameter, std=self.in_features**-0.5)
+            if self.has_bias:
+                for parameter in self.experts("bias").parameters:
+                    nn.init.zeros_(parameter)
+
+    def experts(self, name: str) -> ExpertTensor:
+        """The parameters called ``name`` as they are registered now (a wrapper may swap them)."""
+        if self.layouts[name] == "grouped":
+            return ExpertTensor(parameters=(getattr(self, name),), grouped=True)
+        members = tuple(getattr(self, f"{name}{index}") for index in range(self.num_experts))
+        return ExpertTensor(parameters=members, grouped=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._products = None  # another device or dtype may have another way
+        for name, layout in self.layouts.items():
+            if layout == "indexed":
+                as_neighbours(self.experts(name).parameters)  # type: ignore[arg-type]
+        return self
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def _refuse(self, path: PathName, device: torch.device, dtype: torch.dtype) -> None:
+        problems = path_problems(
+            path, hidden=self.in_features, width=self.out_features, device=device, dtype=dtype
+        )
+        if problems:
+            raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
+
+    def products_for(self, x: Tensor) -> LoopProducts:
+        if self._products is None:
+            self._products = make_products(
+                choose_path(self._asked_path, self.in_features, self.out_features, x)
+            )
+        return self._products
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [rows, in] sorted by expert, ends [experts] int32 -> [rows, out]."""
+        check_rows(x, self.in_features)
+        check_ends(ends, self.num_experts, len(x))
+        bundles = [self.experts(name) for name in self.layouts]
+        check_dtypes(x, bundles)
+        delayed = self.delayed if self.delay_weight_gradient else None
+        inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
+        if delayed is not None:
+            inputs = [anchor(x, inputs)]
+        return _Linear.apply(  # type: ignore[no-any-return]
+            x, ends, bundles, self.products_for(x), delayed, *inputs
+        )
+
+    def backward_dw(self) -> None:
+        """The weight gradients of the backwards so far, where they were delayed."""
+        self.delayed.pay()
+
+    def extra_repr(self) -> str:
+        layouts = ", ".join(f"{name} {layout}" for name, layout in self.layouts.items())
+        return f"{self.num_experts} x {self.in_features} -> {self.out_features}, {layouts}"
+
+    # ------------------------------------------------------------------ state dicts
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, layout in self.layouts.items():
+            keys.normalise(state_dict, prefix, name, self.num_experts, layout)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class GateUpLinear(GroupedLinear):
+    """A first linear whose rows are gates and ups; its state dict says in which order."""
+
+    def __init__(self, *args: Any, gate_up_block: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.out_features % 2:
+            raise ValueError(f"out_features={self.out_features}: gate and up need an even number")
+        check_block(gate_up_block, self.out_features // 2)
+        self.gate_up_block = gate_up_block
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", gate_up_block={self.gate_up_block}"
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"gate_up_block": self.gate_up_block}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Whoever loads the tensors has converted them by now (``load_state_dict`` does)."""
+        stored = state["gate_up_block"]
+        if stored != self.gate_up_block:
+            raise ValueError(
+                f"gate and up are stored in blocks of {stored} (0: stacked), this module has "
+                f"gate_up_block={self.gate_up_block}: build it with gate_up_block={stored}, or "
+                f"convert weights and optimizer states with shardwise.moe.convert_gate_up"
+            )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        rest = (local_metadata, strict, missing, unexpected, errors)
+        for name, layout in self.layouts.items():
+            keys.normalise(state_dict, prefix, name, self.num_experts, layout)
+        mine = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
+        here = [key for key in state_dict if key in mine]
+        extra = state_dict.get(f"{prefix}_extra_state")
+        stored = extra.get("gate_up_block") if isinstance(extra, dict) else None
+        if here and stored is None:
+            errors.append(
+                f"'{prefix}_extra_state' does not say in which order gate and up stand in "
+                f"'{here[0]}'; add it with shardwise.moe.declare_gate_up(state_dict, "
+                f"'{prefix}', block) (0: stacked)"
+            )
+            return
+        if here and stored != self.gate_up_block:
+            assert stored is not None
+            state_dict = dict(state_dict)  # the caller's tensors stay as they are
+            for key in here:
+                dim = -1 if key.removeprefix(prefix).startswith("bias") else -2
+                value = state_dict[key]
+                if value.shape[dim] != self.out_features:
+                    continue  # torch reports the shape
+                state_dict[key] = convert_gate_up(value, stored, self.gate_up_block, dim)
+            state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _Linear(torch.autograd.Function):
+    """One grouped product; saves its input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ends: Tensor,
+        bundles: list[ExpertTensor],
+        products: LoopProducts,
+        delayed: DelayedGradients | None,
+        *inputs: Tensor,
+    ) -> Tensor:
+        dtype = compute_dtype(x)
+        rows = x.to(dtype).contiguous()
+        y = products.linear(rows, bundles[0].value(dtype), ends)
+        if len(bundles) > 1:
+            y = (y.float() + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
+        ctx.save_for_backward(rows, ends, *inputs)
+        ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, ends, *_ = ctx.saved_tensors
+        bundles, products = ctx.bundles, ctx.products
+        dy = dy.contiguous()
+        dx = None
+        if ctx.needs_input_grad[0]:
+            value = bundles[0].value(dy.dtype)
+            dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
+        owed = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
+        if len(bundles) > 1:
+            owed.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
+        if ctx.delayed is not None:
+            ctx.delayed.owe(owed)
+            return dx, None, None, None, None, None
+        gradients = [gradient for bundle, write in owed for gradient in bundle.gradients(write)]
+        return dx, None, None, None, None, *gradients
+
+
+# ------------------------------------------------------------------------------ shared by both
+
+
+def weight_writer(
+    products: LoopProducts, dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype
+) -> WriteGradient:
+    def write(out: Tensor | None, add: bool) -> Tensor:
+        return products.weight_gradient(dy, x, ends, dtype=dtype, out=out, add=add)
+
+    return write
+
+
+def bias_writer(
+    products: LoopProducts, dy: Tensor, ends: Tensor, dtype: torch.dtype, p: Tensor | None = None
+) -> WriteGradient:
+    def write(out: Tensor | None, add: bool) -> Tensor:
+        value = products.bias_gradient(dy, ends, p)
+        if out is None:
+            return value.to(dtype)
+        return out.add_(value) if add else out.copy_(value)
+
+    return write
+
+
+def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Brings backward to a node whose parameters are no inputs of it."""
+    wanted = any(parameter.requires_grad for parameter in parameters)
+    return torch.empty(0, device=x.device, requires_grad=wanted)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def check_rows(x: Tensor, in_features: int) -> None:
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise ValueError(
+            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
+        )
+
+
+def check_dtypes(x: Tensor, bundles: list[ExpertTensor]) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        return
+    others = {bundle.dtype for bundle in bundles} - {x.dtype}
+    if others:
+        raise ValueError(
+            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "
+            f"run under torch.autocast"
+        )
+
+
+def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
+    """The path asked for, or the first that is possible; refused where it turns out impossible."""
+    dtype = compute_dtype(x)
+    for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
+        problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)
+        if path == "fused" and x.device.type == "cpu" and not problems:
+            problems = [] if _interpreted() else ["rows are on the CPU"]
+        if path == "fused" and x.device.type == "cuda" and dtype != torch.bfloat16:
+            problems.append(f"rows are {dtype}: kernels compute in torch.bfloat16")
+        if not problems:
+            return path
+    raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
+
+
+def _interpreted() -> bool:
+    from shardwise.kernels.grouped import interpreted
+
+    return interpreted()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forwards of all experts at once: two grouped products around an activation.
+
+    z = x·W1ᵀ + b1          kept (with x) for backward
+    h = act(z)·p            p: the router's weight of each row, fp32
+    y = h·W2ᵀ + p·b2
+
+    backward   dh = dy·W2         dz, h, dp  from one pass over dh and z
+               dx = dz·W1         dW1 = dzᵀ·x    dW2 = dyᵀ·h    db1 = Σ dz    db2 = Σ p·dy
+
+``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that needs z anyway
+makes it again. The module is one autograd node whichever path computes it, over the Parameter
+objects that its two linears have at that moment.
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.moe.activation import Activation
+from shardwise.moe.delayed import DelayedGradients
+from shardwise.moe.grouped_linear import (
+    GateUpLinear,
+    GroupedLinear,
+    LayoutName,
+    anchor,
+    bias_writer,
+    check_dtypes,
+    check_rows,
+    choose_path,
+    compute_dtype,
+    weight_writer,
+)
+from shardwise.moe.products import (
+    LoopProducts,
+    PathName,
+    check_ends,
+    expert_of,
+    make_products,
+    path_problems,
+)
+from shardwise.moe.weights import ExpertTensor
+
+
+class GroupedMLP(nn.Module):
+    """``num_experts`` feed-forwards of ``hidden -> width -> hidden`` on rows sorted by expert.
+
+    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None takes the first of these
+    that is possible, and :attr:`path` says which. One that is asked for and impossible is refused
+    here, with every reason. ``gate_up_block``: 0 for gate and up stacked in the first weight, or
+    the size of the blocks they alternate in.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        width: int,
+        *,
+        activation: Activation,
+        gate_up_block: int = 0,
+        bias: bool = False,
+        weight_layout: LayoutName = "grouped",
+        bias_layout: LayoutName | None = None,
+        path: PathName | None = None,
+        delay_weight_gradient: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if gate_up_block and not activation.gated:
+            raise ValueError(f"gate_up_block={gate_up_block}: {activation.kind} has no gate")
+        self.num_experts, self.hidden, self.width = num_experts, hidden, width
+        self.activation, self.gate_up_block = activation, gate_up_block
+        options: dict[str, Any] = {
+            "bias": bias,
+            "weight_layout": weight_layout,
+            "bias_layout": bias_layout,
+            "device": device,
+            "dtype": dtype,
+        }
+        if activation.gated:
+            self.fc1: GroupedLinear = GateUpLinear(
+                num_experts, hidden, 2 * width, gate_up_block=gate_up_block, **options
+            )
+        else:
+            self.fc1 = GroupedLinear(num_experts, hidden, width, **options)
+        self.fc2 = GroupedLinear(num_experts, width, hidden, **options)
+        self.delay_weight_gradient = delay_weight_gradient
+        self.delayed = DelayedGradients()
+        self._asked_path = path
+        # Chosen at the first forward: parameters may be swapped, moved or cast until then.
+        self._chosen: tuple[PathName, LoopProducts] | None = None
+        if path is not None:
+            weight = self.fc1.experts("weight").parameters[0]
+            problems = path_problems(
+                path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
+            )
+            if problems:
+                raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
+
+    @property
+    def path(self) -> PathName | None:
+        """How the products are computed; None before the first forward, unless it was asked
+        for."""
+        return self._asked_path if self._chosen is None else self._chosen[0]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._chosen = None
+        return super()._apply(fn, recurse)
+
+    def forward(self, x: Tensor, ends: Tensor, p: Tensor) -> Tensor:
+        """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
+        check_rows(x, self.hidden)
+        check_ends(ends, self.num_experts, len(x))
+        if p.shape != (len(x),) or p.dtype != torch.float32:
+            raise ValueError(
+                f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
+                f"torch.float32, one per row"
+            )
+        self._run_inner_hooks()
+        bundles = self._bundles()
+        check_dtypes(x, bundles)
+        if self._chosen is None:
+            path = choose_path(self._asked_path, self.hidden, self.width, x)
+            self._chosen = path, make_products(path)
+        delayed = self.delayed if self.delay_weight_gradient else None
+        inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
+        if delayed is not None:
+            inputs = [anchor(x, inputs)]
+        spec = _Spec(bundles, self._chosen[1], self.activation, self.gate_up_block, delayed)
+        return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]
+
+    def _bundles(self) -> list[ExpertTensor]:
+        """W1, W2 and, where there are biases, b1, b2."""
+        names = ["weight", "bias"] if self.fc1.has_bias else ["weight"]
+        return [linear.experts(name) for name in names for linear in (self.fc1, self.fc2)]
+
+    def _run_inner_hooks(self) -> None:
+        """The linears are not called, but who registered on them must hear before they are read."""
+        for linear in (self.fc1, self.fc2):
+            for number, hook in list(linear._forward_pre_hooks.items()):
+                keywords = number in linear._forward_pre_hooks_with_kwargs
+                result = hook(linear, (None,), {}) if keywords else hook(linear, (None,))  # type: ignore[call-arg]
+                if result is not None:
+                    raise RuntimeError(
+                        f"a forward pre-hook on an inner linear of GroupedMLP returned "
+                        f"{type(result).__name__}: its inputs exist only inside the grouped MLP "
+                        f"and cannot be replaced. Register it on the GroupedMLP (and wrap that, "
+                        f"not its linears, with fully_shard)"
+                    )
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of the backwards so far: second linear, then first, then
+        each parameter's completion once."""
+        self.delayed.pay()
+
+
+class _Spec:
+    """What a node needs besides tensors."""
+
+    __slots__ = ("activation", "block", "bundles", "delayed", "products")
+
+    def __init__(
+        self,
+        bundles: list[ExpertTensor],
+        products: LoopProducts,
+        activation: Activation,
+        block: int,
+        delayed: DelayedGradients | None,
+    ) -> None:
+        self.bundles, self.products, self.delayed = bundles, products, delayed
+        self.activation, self.block = activation, block
+
+
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, p: Tensor, ends: Tensor, spec: _Spec, *inputs: Tensor
+    ) -> Tensor:
+        dtype = compute_dtype(x)
+        rows = x.to(dtype).contiguous()
+        w1, w2, *biases = (bundle.value(dtype) for bundle in spec.bundles)
+        b1 = biases[0] if biases else None
+        z, h = spec.products.activated(rows, w1, b1, p, ends, spec.activation, spec.block)
+        y = spec.products.linear(h, w2, ends)
+        if biases:
+            y = torch.addcmul(
+                y.float(), p[:, None], biases[1][expert_of(ends, len(rows))].float()
+            ).to(dtype)
+        # The parameters are saved to be guarded against changes; backward reads them as they are.
+        ctx.save_for_backward(rows, z, p, ends, *inputs)
+        ctx.spec, ctx.x_dtype = spec, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, z, p, ends, *_ = ctx.saved_tensors
+        spec: _Spec = ctx.spec
+        products, bundles = spec.products, spec.bundles
+        dy = dy.contiguous()
+        dh = products.input_gradient(dy, bundles[1].value(dy.dtype), ends)
+        dz, h, dp = products.activation_backward(dh, z, p, spec.activation, spec.block)
+        if len(bundles) == 4 and ctx.needs_input_grad[1]:
+            b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
+            dp = dp + (dy.float() * b2.float()).sum(-1)
+        owed = [
+            (bundles[1], weight_writer(products, dy, h, ends, bundles[1].dtype)),
+            (bundles[0], weight_writer(products, dz, rows, ends, bundles[0].dtype)),
+        ]
+        if len(bundles) == 4:
+            owed.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
+            owed.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
+        gradients: dict[int, list[Tensor | None]] = {}
+        if spec.delayed is None:
+            # FC2's first: with it dy and h have been read for the last time.
+            for bundle, write in owed[: len(owed) // 2]:
+                gradients[id(bundle)] = bundle.gradients(write)
+            del owed[: len(owed) // 2], dh, h
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = products.input_gradient(dz, bundles[0].value(dz.dtype), ends).to(ctx.x_dtype)
+        if spec.delayed is not None:
+            spec.delayed.owe(owed)
+            return dx, dp, None, None, None
+        for bundle, write in owed:
+            gradients[id(bundle)] = bundle.gradients(write)
+        flat = [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
+        return dx, dp, None, None, *flat

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of expert weights in state dicts: one tensor for all experts, or one for each.
+
+    grouped    blocks.3.experts.fc1.weight      [experts, out, in]
+    indexed    blocks.3.experts.fc1.weight0, .weight1, ...    [out, in] each
+
+Pure functions on dictionaries, which they change in place. Each returns whether it did. They leave
+alone whatever is already as wanted, incomplete or ambiguous: loading then names what is missing.
+
+What is stored for many ranks is always one tensor per expert, numbered over all ranks:
+
+    rank 0 of 2, experts 0-1   weight0 | weight1 |                   any layout and any number of
+    rank 1 of 2, experts 2-3                     weight2 | weight3   ranks can read this
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+StateDict = MutableMapping[str, Any]
+_WRAPPER = "module."
+
+
+def normalise(state: StateDict, prefix: str, name: str, num_experts: int, layout: str) -> bool:
+    """Bring ``prefix + name`` to ``layout`` ('grouped' or 'indexed')."""
+    if layout == "grouped":
+        return to_grouped(state, prefix, name, num_experts)
+    return to_indexed(state, prefix, name, num_experts)
+
+
+def indexed_keys(prefix: str, name: str, num_experts: int, first: int = 0) -> list[str]:
+    return [f"{prefix}{name}{index}" for index in range(first, first + num_experts)]
+
+
+def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
+    """Stack ``weight0 .. weight{n-1}``, if all are there and ``weight`` is not."""
+    members, target = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
+    if target in state or any(key not in state for key in members):
+        return False
+    if f"{prefix}{name}{num_experts}" in state:
+        return False  # made for more experts: stacking the first few would hide that
+    state[target] = torch.stack([state.pop(key) for key in members])
+    return True
+
+
+def to_indexed(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
+    """Split ``weight``, if it is there and no ``weight{i}`` is."""
+    members, source = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
+    if source not in state or any(key in state for key in members):
+        return False
+    parts = split(state[source], num_experts, source)
+    del state[source]
+    state.update(zip(members, parts, strict=True))
+    return True
+
+
+def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
+    """One tensor per expert: members of a quantised group, or slices of dimension 0."""
+    members = getattr(value, "members", None)
+    if callable(members):
+        parts = list(members())
+        if len(parts) != num_experts:
+            raise ValueError(f"'{key}' has {len(parts)} members, not one per {num_experts} experts")
+        return parts
+    if value.dim() and value.shape[0] == num_experts:
+        return list(value.unbind(0))
+    if value.dim() and value.shape[0] % num_experts == 0:
+        return list(value.chunk(num_experts))
+    raise ValueError(
+        f"'{key}' of shape {list(value.shape)} cannot be split over {num_experts} experts: its "
+        f"first dimension must be {num_experts} or a multiple of it"
+    )
+
+
+# ------------------------------------------------------------------------------ by suffix
+
+
+def normalise_by_suffix(
+    state: StateDict, module_name: str, name: str, num_experts: int, layout: str
+) -> bool:
+    """The same for main weights handed to an optimizer, whose keys may bear other prefixes.
+
+    The module is looked for by the end of the keys, with any number of ``module.`` in front taken
+    off its own name; the prefix that was found is kept. Where more than one key ends so, which one
+    is meant cannot be told, and nothing is changed.
+    """
+    while module_name.startswith(_WRAPPER):
+        module_name = module_name.removeprefix(_WRAPPER)
+    local = f"{module_name}." if module_name else ""
+    wanted = [f"{local}{name}", *indexed_keys(local, name, num_experts)]
+    found: dict[str, list[str]] = {suffix: [] for suffix in wanted}
+    for key in state:
+        for suffix in wanted:
+            if key == suffix or key.endswith(f".{suffix}"):
+                found[suffix].append(key)
+    if any(len(matches) > 1 for matches in found.values()):
+        return False
+    prefixes = {
+        matches[0].removesuffix(suffix) + local for suffix, matches in found.items() if matches
+    }
+    if len(prefixes) != 1:
+        return False  # nothing, or pieces of several modules
+    return normalise(state, prefixes.pop(), name, num_experts, layout)
+
+
+# ------------------------------------------------------------------------------ one by one
+
+
+def one_by_one(
+    state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int = 0
+) -> bool:
+    """For storing: this rank's experts one by one, under their numbers over all ranks."""
+    local = indexed_keys(prefix, name, num_experts)
+    changed = to_indexed(state, prefix, name, num_experts)
+    if first_expert == 0 or any(key not in state for key in local):
+        return changed
+    values = [state.pop(key) for key in local]
+    state.update(zip(indexed_keys(prefix, name, num_experts, first_expert), values, strict=True))
+    return True
+
+
+def from_one_by_one(
+    state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int, layout: str
+) -> bool:
+    """For loading: the experts that a rank has, from all or some, in the layout it wants."""
+    stored = indexed_keys(prefix, name, num_experts, first_expert)
+    if any(key not in state for key in stored):
+        return False
+    values = [state[key] for key in stored]
+    digits = len(prefix) + len(name)
+    for key in [key for key in state if key.startswith(f"{prefix}{name}")]:
+        if key[digits:].isdecimal():
+            del state[key]  # other ranks' too
+    state.update(zip(indexed_keys(prefix, name, num_experts), values, strict=True))
+    if layout == "grouped":
+        return to_grouped(state, prefix, name, num_experts)
+    return True
+
+
+def declare_gate_up(state: StateDict, prefix: str, block: int) -> None:
+    """Say in which order gate and up stand in a foreign first linear (0: stacked)."""
+    key = f"{prefix}_extra_state"
+    if key in state and state[key] != {"gate_up_block": block}:
+        raise ValueError(f"'{key}' says {state[key]}, not gate_up_block={block}")
+    state[key] = {"gate_up_block": block}

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped products in three ways that compute the same: a loop, torch's grouped GEMM, kernels.
+
+    loop         one matmul per expert, in plain torch. The definition; the host waits for counts
+    grouped_mm   torch's grouped GEMM and a plain activation: no waiting, any device that torch has
+    fused        torch's grouped GEMM where it is the faster one, our kernels around it: the
+                 activation in one pass (or in the first product's epilogue), h and dp from the
+                 same pass over z, weight gradients added in fp32 where they are kept
+
+Rows are sorted by expert; ``ends`` [experts] int32 says where each expert's rows end. Numbers are
+rounded at the same places on every path: see ``moe/activation.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.kernels import grouped
+from shardwise.kernels.grouped import GroupedTile
+from shardwise.moe import activation as define
+from shardwise.moe.activation import Activation
+
+PathName = Literal["loop", "grouped_mm", "fused"]
+
+
+class LoopProducts:
+    """One expert after another."""
+
+    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """``x·Wᵀ`` [rows, out], rounded once; weight [experts, out, in]."""
+        out = x.new_empty(len(x), weight.shape[1])
+        for rows, matrix, into in zip(_parts(x, ends), weight, _parts(out, ends), strict=True):
+            torch.mm(rows, matrix.T, out=into)
+        return out
+
+    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """``dy·W`` [rows, in]."""
+        out = dy.new_empty(len(dy), weight.shape[2])
+        for rows, matrix, into in zip(_parts(dy, ends), weight, _parts(out, ends), strict=True):
+            torch.mm(rows, matrix, out=into)
+        return out
+
+    def weight_gradient(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        *,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows, zeros where it has none.
+
+        New, of ``dtype``; or written to ``out``, or added to it.
+        """
+        if out is None:
+            out = dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=dtype)
+        for left, right, into in zip(_parts(dy, ends), _parts(x, ends), out, strict=True):
+            value = left.float().T @ right.float()
+            into.add_(value) if add else into.copy_(value)
+        return out
+
+    def activated(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        p: Tensor,
+        ends: Tensor,
+        activation: Activation,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
+        z = self.linear(x, weight, ends)
+        if bias is not None:
+            z = (z.float() + bias[expert_of(ends, len(x))]).to(z.dtype)
+        return z, define.activate(z, p, activation, block)
+
+    def activation_backward(
+        self, dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dz``, ``h`` anew and ``dp``. The memory of ``dh`` may be reused."""
+        return define.activate_backward(dh, z, p, activation, block)
+
+    def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
+        """[experts, out] fp32: the sum of each expert's rows, times p where it is given."""
+        values = dy.float() if p is None else dy.float() * p[:, None]
+        total = values.new_zeros(len(ends), dy.shape[1])
+        return total.index_add_(0, expert_of(ends, len(dy)), values)
+
+
+class GroupedProducts(LoopProducts):
+    """torch's grouped GEMM for the products."""
+
+    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(dy, weight, offs=ends)
+
+    def weight_gradient(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        *,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        if dy.device.type == "cpu":  # on CUDA torch has bf16 alone: the sum is rounded to it
+            dy, x = dy.float(), x.float()
+        value = F.grouped_mm(dy.T, x, offs=ends)
+        if out is None:
+            return value.to(dtype)
+        return out.add_(value) if add else out.copy_(value)
+
+
+class FusedProducts(GroupedProducts):
+    """Kernels where they win, torch's grouped GEMM elsewhere."""
+
+    def __init__(
+        self,
+        fc1_tile: GroupedTile = grouped.FC1_TILE,
+        weight_tile: GroupedTile | None = None,  # None: by the dtype of the gradient
+        fuse_fc1: bool | None = None,  # None: where it was measured to be faster
+    ) -> None:
+        self.fc1_tile, self.weight_tile, self.fuse_fc1 = fc1_tile, weight_tile, fuse_fc1
+
+    def weight_gradient(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        *,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
+        add: bool = False,
+    ) -> Tensor:
+        if out is not None and ((add and out.dtype != torch.float32) or not _aligned(out)):
+            return super().weight_gradient(dy, x, ends, dtype=dtype, out=out, add=add)
+        from shardwise.kernels import grouped_weight
+
+        if out is None:
+            out = dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=dtype)
+        grouped_weight.weight_gradient(dy, x, ends, out, add=add, tile=self.weight_tile)
+        return out
+
+    def activated(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        p: Tensor,
+        ends: Tensor,
+        activation: Activation,
+        block: int,
+    ) -> tuple[Tensor, Tensor]:
+        if self._fuses_fc1(len(x), weight, activation, block):
+            from shardwise.kernels import grouped_fc1
+
+            return grouped_fc1.fc1(
+                x, weight, bias, p, ends, tile=self.fc1_tile, **_numbers(activation, block)
+            )
+        from shardwise.kernels import grouped_activation
+
+        z = self.linear(x, weight, ends)
+        expert = None if bias is None else expert_of(ends, len(x)).int()
+        numbers = _numbers(activation, block)
+        return z, grouped_activation.forward(z, p, bias=bias, expert=expert, **numbers)
+
+    def _fuses_fc1(self, num_rows: int, weight: Tensor, activation: Activation, block: int) -> bool:
+        width = weight.shape[1] // activation.inputs_per_output
+        fits = grouped.fits_fc1(width, block, activation.gated, self.fc1_tile)
+        wanted = self.fuse_fc1
+        if wanted is None:
+            wanted = grouped.fc1_wins(weight.shape[2], num_rows / len(weight))
+        return fits and wanted and weight.is_contiguous() and _aligned(weight)
+
+    def activation_backward(
+        self, dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from shardwise.kernels import grouped_activation
+
+        return grouped_activation.backward(dh, z, p, **_numbers(activation, block))
+
+    def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
+        from shardwise.kernels import grouped_weight
+
+        return grouped_weight.bias_gradient(dy, ends, p)
+
+
+def _numbers(activation: Activation, block: int) -> dict[str, Any]:
+    return {
+        "gated": activation.gated,
+        "alpha": activation.alpha,
+        "limit": activation.limit,
+        "offset": activation.offset,
+        "block": block,
+    }
+
+
+def _aligned(value: Tensor | None) -> bool:
+    """Whether the copy engine can address it: experts at whole 16-byte words."""
+    if value is None:
+        return True
+    return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
+
+
+def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return tuple(rows.split(sizes))
+
+
+def expert_of(ends: Tensor, num_rows: int) -> Tensor:
+    """[rows]: whose each row is, on the device."""
+    return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
+
+
+# ------------------------------------------------------------------------------ which way
+
+
+def path_problems(
+    path: PathName,
+    *,
+    hidden: int,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[str]:
+    """Why ``path`` cannot be taken; nothing where it can."""
+    if path == "loop":
+        return []
+    compute = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+    size = torch.empty((), dtype=compute, device="meta").element_size()
+    problems = grouped.size_problems(hidden, width, size)
+    if path == "fused":
+        problems += grouped.device_problems(device, dtype)
+    return problems
+
+
+def make_products(path: PathName) -> LoopProducts:
+    kinds: dict[str, type[LoopProducts]] = {
+        "loop": LoopProducts,
+        "grouped_mm": GroupedProducts,
+        "fused": FusedProducts,
+    }
+    if path == "fused" and grouped.interpreted():
+        return FusedProducts(grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE, fuse_fc1=True)
+    return kinds[path]()
+
+
+def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
+    """The counts must add up to the rows; on a device that is checked there, without waiting."""
+    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
+        raise ValueError(
+            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
+            f"[{num_experts}] of torch.int32, where each expert's rows end"
+        )
+    if ends.device.type == "cpu":
+        values = ends.tolist()
+        if values[-1] != num_rows or values != sorted(values) or values[0] < 0:
+            raise ValueError(
+                f"ends={values} do not add up to the {num_rows} rows: they must not fall, and the "
+                f"last must be {num_rows}"
+            )
+    else:
+        torch._assert_async(ends[-1] == num_rows)
+
+
+def ends_of(counts: Tensor) -> Tensor:
+    """[experts] int32 from rows per expert."""
+    return counts.cumsum(0).int()

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert weights in memory: one tensor for all experts, or one for each at even distances.
+
+    grouped    weight [experts, out, in]                        one Parameter
+    indexed    weight0 | weight1 | weight2 | ...                a Parameter each
+
+Products want one tensor [experts, out, in]. Indexed weights are made as neighbours in one storage
+and so are packed weights of a sharded group: then that tensor is a view. Where they have been moved
+apart it is a copy, made anew for each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor:
+    """[experts, ...]: a view where the parts lie at even distances, else a copy."""
+    view = evenly_spaced(parts)
+    return torch.stack(list(parts)) if view is None else view
+
+
+def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
+    """The parts as a view of their common storage, if they have one and lie evenly in it."""
+    first = parts[0].detach()
+    if len(parts) == 1:
+        return first.unsqueeze(0)
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
+    distance = parts[1].storage_offset() - offset
+    if distance < first.numel() or not storage:
+        return None
+    for index, part in enumerate(parts):
+        alike = part.shape == first.shape and part.dtype == first.dtype and part.is_contiguous()
+        placed = part.storage_offset() == offset + index * distance
+        if not (alike and placed and part.untyped_storage().data_ptr() == storage):
+            return None
+    strides = (distance, *first.stride())
+    return first.as_strided((len(parts), *first.shape), strides, offset)
+
+
+def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
+    """Move the values of several parameters into one storage, expert after expert."""
+    if len(parts) < 2 or any(type(part) is not nn.Parameter for part in parts):
+        return
+    if evenly_spaced(parts) is not None or len({part.device for part in parts}) > 1:
+        return
+    together = torch.stack([part.data for part in parts])
+    for part, value in zip(parts, together, strict=True):
+        part.data = value
+
+
+# ------------------------------------------------------------------------------ their gradients
+
+# ``write(None, False)`` makes a gradient [experts, ...] anew; ``write(out, add)`` leaves it in
+# ``out``, or adds it to that.
+WriteGradient = Callable[[Tensor | None, bool], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTensor:
+    """All experts' weights (or biases) of one linear: the Parameter objects themselves."""
+
+    parameters: tuple[Tensor, ...]
+    grouped: bool  # one parameter with a dimension for experts; else one for each expert
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """[experts, ...] as the products read it, now."""
+        parts = [parameter.detach() for parameter in self.parameters]
+        return (parts[0] if self.grouped else as_one(parts)).to(dtype)
+
+    @property
+    def trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def has_main_grad(self) -> bool:
+        """Whether gradients are to be added where the owner of the parameters keeps them."""
+        return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
+
+    def gradients(self, write: WriteGradient) -> list[Tensor | None]:
+        """For autograd, one per parameter. None: frozen, or left in ``main_grad`` already."""
+        if not self.trains:
+            return [None] * len(self.parameters)
+        if self.has_main_grad:
+            self.write_main_grads(write, set())
+            for parameter in self._trained:
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            return [None] * len(self.parameters)
+        return self._fresh(write)
+
+    def _fresh(self, write: WriteGradient) -> list[Tensor | None]:
+        value = write(None, False)
+        # Detached: in-place work on the gradient of one expert must not look like work on a view.
+        parts = [value] if self.grouped else [part.detach() for part in value]
+        return [
+            part if parameter.requires_grad else None
+            for parameter, part in zip(self.parameters, parts, strict=True)
+        ]
+
+    def accumulate(self, write: WriteGradient, seen: set[int]) -> None:
+        """Do what autograd would: for gradients that come after its backward."""
+        if not self.trains:
+            return
+        if self.has_main_grad:
+            self.write_main_grads(write, seen)
+            return
+        for parameter, gradient in zip(self.parameters, self._fresh(write), strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+
+    def write_main_grads(self, write: WriteGradient, seen: set[int]) -> None:
+        """``seen``: written before in the same breath, so their memory is fresh no longer."""
+        places = [_main_grad(p, seen) if p.requires_grad else None for p in self.parameters]
+        seen.update(map(id, self._trained))
+        if self.grouped:
+            assert places[0] is not None
+            write(*places[0])
+            return
+        if None not in places and len({place[1] for place in places if place}) == 1:
+            together = evenly_spaced([place[0] for place in places if place])
+            if together is not None:
+                write(together, places[0][1])  # type: ignore[index]
+                return
+        value = write(None, False)
+        for place, part in zip(places, value, strict=True):
+            if place is not None:
+                target, add = place
+                target.add_(part) if add else target.copy_(part)
+
+    def complete(self) -> None:
+        """Gradients that autograd knows nothing of are whole: tell those who wait, once each."""
+        for parameter in self._trained:
+            if _offers_main_grad(parameter):
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                if hasattr(type(parameter), "fresh_main_grad"):
+                    continue  # saying so has told its owner
+            hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for hook in list(hooks.values()) if hooks else ():
+                hook(parameter)
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+def _offers_main_grad(parameter: Tensor) -> bool:
+    if hasattr(type(parameter), "fresh_main_grad"):  # a parameter of a sharded group
+        return getattr(parameter, "_gradients", None) is not None
+    return isinstance(getattr(parameter, "main_grad", None), Tensor)
+
+
+def _main_grad(parameter: Tensor, seen: set[int]) -> tuple[Tensor, bool]:
+    """The memory, and whether what is in it counts."""
+    if hasattr(type(parameter), "fresh_main_grad"):
+        target, fresh = parameter.fresh_main_grad()  # type: ignore[attr-defined]
+        return target, not fresh or id(parameter) in seen
+    return parameter.main_grad, True  # type: ignore[attr-defined]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts spread over 4 ranks equal all experts on one rank with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.moe.activation import swiglu
+from shardwise.moe.layer import MixtureOfExperts
+from shardwise.moe.router import Routing
+from tests.ranks import run_ranks
+
+EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 16, 24, 20  # tokens per rank
+
+
+def routing(**options: Any) -> Routing:
+    return Routing(num_experts=EXPERTS, experts_per_token=2, **options)
+
+
+def build(axis: comm.Axis | None, options: dict[str, Any], **layer: Any) -> MixtureOfExperts:
+    """The same weights everywhere: every rank makes all experts and keeps its own."""
+    torch.manual_seed(7)
+    shared = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.SiLU()) if layer.pop("shared", 0) else None
+    whole = MixtureOfExperts(
+        routing(**options), HIDDEN, WIDTH, activation=swiglu(), shared=shared, bias=True, **layer
+    )
+    for parameter in whole.experts.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    if axis is None:
+        return whole
+    part = MixtureOfExperts(
+        routing(**options),
+        HIDDEN,
+        WIDTH,
+        activation=swiglu(),
+        shared=shared,
+        bias=True,
+        axis=axis,
+        **layer,
+    )
+    part.router.load_state_dict(whole.router.state_dict())
+    mine = slice(part.first_expert, part.first_expert + EXPERTS // axis.size)
+    for name, parameter in part.experts.named_parameters():
+        parameter.data.copy_(whole.experts.get_parameter(name)[mine])
+    return part
+
+
+def batch(ranks: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(ranks * TOKENS, HIDDEN, generator=generator)
+    x[: TOKENS // 2] = x[0]  # half of rank 0's tokens go one way: very uneven
+    return x, torch.randn(ranks * TOKENS, HIDDEN, generator=generator)
+
+
+def run(layer: MixtureOfExperts, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Any]:
+    x = x.clone().requires_grad_()
+    out, routes = layer(x)
+    loss = (out - target).square().sum() / len(x) + routes.loss
+    loss.backward()
+    layer.backward_dw()
+    assert x.grad is not None
+    return out.detach(), x.grad, routes
+
+
+def spread(rank: int, world_size: int, options: dict[str, Any], layer: dict[str, Any]) -> None:
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    part = build(axis, options, **layer)
+    whole = build(None, options, **layer)
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    with comm.record() as calls:
+        out, dx, routes = run(part, x[mine], target[mine])
+    expected, expected_dx, all_routes = run(whole, x, target)
+    torch.testing.assert_close(out, expected[mine], rtol=1e-5, atol=1e-5)
+    # Rank losses are means over their own tokens: their mean is the loss of the whole batch.
+    torch.testing.assert_close(dx / world_size, expected_dx[mine], rtol=1e-4, atol=1e-6)
+    total = routes.counts.clone()
+    comm.all_reduce(total, axis).wait()
+    assert total.tolist() == all_routes.counts.tolist()
+    assert total.max() > 1.3 * total.float().mean()
+    first = part.first_expert
+    compared = 0
+    for name, parameter in part.experts.named_parameters():
+        reference = whole.experts.get_parameter(name).grad
+        assert parameter.grad is not None and reference is not None
+        want = reference[first : first + len(parameter)]
+        got = parameter.grad / part.gradient_divisor(world_size)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+        compared += 1
+    assert compared == 4
+    gradient = part.router.weight.grad
+    assert gradient is not None
+    comm.all_reduce(gradient, axis, divisor=world_size).wait()
+    torch.testing.assert_close(gradient, whole.router.weight.grad, rtol=1e-4, atol=1e-6)
+    # Exact sizes: rows and weights out, rows back, the same for gradients; and the counts once.
+    exchanges = [call for call in calls if call.operation == "all_to_all"]
+    away = int(routes.counts.sum()) - int(routes.counts[first : first + len(want)].sum())
+    assert len(exchanges) == 7
+    assert exchanges[1].nbytes == away * HIDDEN * 4 and exchanges[2].nbytes == away * 4
+
+
+@pytest.mark.parametrize("layer", [{}, {"shared": True, "delay_weight_gradient": True}], ids=str)
+def test_four_ranks_equal_one(layer: dict[str, Any]) -> None:
+    run_ranks(spread, 4, {"balance_loss": 0.1, "z_loss": 0.01, "score": "sigmoid"}, layer)
+
+
+def test_two_ranks_equal_one() -> None:
+    run_ranks(spread, 2, {"balance_loss": 0.1}, {})
+
+
+def bias_moves_alike(rank: int, world_size: int) -> None:
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    options = {"bias_rate": 0.25}
+    part, whole = build(axis, options), build(None, options)
+    x, target = batch(world_size)
+    for _ in range(3):
+        run(part, x[rank * TOKENS : (rank + 1) * TOKENS], target[:TOKENS])
+        run(whole, x, target)
+        part.router.update_bias()
+        whole.router.update_bias()
+    assert whole.router.expert_bias.abs().sum() > 0
+    assert torch.equal(part.router.expert_bias, whole.router.expert_bias)
+
+
+def test_the_bias_is_moved_by_the_load_of_all_ranks() -> None:
+    run_ranks(bias_moves_alike, 4)
+
+
+def without_tokens(rank: int, world_size: int) -> None:
+    """A rank without tokens still computes for the others."""
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    part, whole = build(axis, {}), build(None, {})
+    x, target = batch(1)
+    own = x if rank == 0 else x[:0]
+    out, _, _ = run_sum(part, own, target[: len(own)])
+    expected, _, _ = run_sum(whole, x, target)
+    torch.testing.assert_close(out, expected[: len(own)], rtol=1e-5, atol=1e-5)
+    first, n = part.first_expert, EXPERTS // world_size
+    for name, parameter in part.experts.named_parameters():
+        reference = whole.experts.get_parameter(name).grad
+        assert parameter.grad is not None and reference is not None
+        torch.testing.assert_close(
+            parameter.grad, reference[first : first + n], rtol=1e-4, atol=1e-5
+        )
+
+
+def run_sum(layer: MixtureOfExperts, x: Tensor, target: Tensor) -> tuple[Tensor, Any, Any]:
+    out, routes = layer(x.clone().requires_grad_())
+    (out - target).square().sum().backward()
+    return out.detach(), None, routes
+
+
+def test_a_rank_without_tokens() -> None:
+    run_ranks(without_tokens, 4)
+
+
+def experts_that_do_not_divide(rank: int, world_size: int) -> str:
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    try:
+        MixtureOfExperts(
+            Routing(num_experts=6, experts_per_token=1), 8, 8, activation=swiglu(), axis=axis
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_experts_that_do_not_divide_are_refused_on_every_rank() -> None:
+    for message in run_ranks(experts_that_do_not_divide, 4):
+        assert "6 experts cannot be spread evenly over ep=4" in message
+
+
+def capped(rank: int, world_size: int) -> None:
+    """With a capacity that is never reached nothing changes; with a small one rows are dropped."""
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    roomy = build(axis, {"capacity_factor": 100.0})
+    free = build(axis, {})
+    same, _, _ = run(roomy, x[mine], target[mine])
+    out, _, _ = run(free, x[mine], target[mine])
+    assert torch.equal(same, out)
+    tight = build(axis, {"capacity_factor": 1.0})
+    _, _, routes = run(tight, x[mine], target[mine])
+    assert int(routes.counts.max()) <= 5  # 20 tokens x 2 choices / 8 experts
+    assert int(routes.counts.sum() + routes.dropped) == 2 * TOKENS
+    dropped = routes.dropped.clone()
+    comm.all_reduce(dropped, axis).wait()
+    assert dropped > 0
+
+
+def test_capacity_over_ranks() -> None:
+    run_ranks(capped, 4)

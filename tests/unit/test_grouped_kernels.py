@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped kernels in Triton's interpreter, against the loop over experts.
+
+Triton decides at import whether it interprets, so the tests below run in a process of their own:
+outside the interpreter this file holds one test, which runs the file again inside it. (bf16 is
+wrong in the interpreter; tests/device_moe.py has it.)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
+
+if INSIDE:
+    from shardwise.kernels import grouped, grouped_fc1, grouped_weight
+    from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
+    from shardwise.moe.grouped_mlp import GroupedMLP
+    from shardwise.moe.products import FusedProducts, LoopProducts
+    from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
+
+    ACTIVATIONS = {
+        "swiglu": swiglu(),
+        "clamped": clamped_quick_geglu(alpha=1.702, limit=0.7, offset=1.0),
+        "squared relu": squared_relu(),
+    }
+
+COUNTS = [5, 0, 41, 16, 1]
+HIDDEN, WIDTH = 16, 32
+
+
+@pytest.mark.skipif(INSIDE, reason="this is that process")
+@pytest.mark.timeout(300)
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p"]
+    done = subprocess.run(
+        [*command, "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("name", "block", "fuse"),
+    [
+        ("swiglu", 0, True),
+        ("swiglu", 8, True),
+        ("swiglu", 4, True),  # the fused product has no tile for it
+        ("clamped", 8, True),
+        ("clamped", 0, False),
+        ("squared relu", 0, True),
+        ("squared relu", 0, False),
+    ],
+)
+def test_the_fused_path_equals_the_loop(
+    name: str, block: int, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activation = ACTIVATIONS[name]
+    poison(monkeypatch)
+    results = []
+    for path in ("loop", "fused"):
+        mlp = wide(activation, gate_up_block=block, bias=name != "swiglu", path=path)
+        for parameter in mlp.parameters():
+            parameter.main_grad = torch.ones(parameter.shape)
+        if path == "fused":
+            small = grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE
+            mlp._chosen = "fused", FusedProducts(*small, fuse_fc1=fuse)
+        x, p, dy = data(COUNTS)
+        y = mlp(x, ends_of(COUNTS), p)
+        y.backward(dy)
+        gradients = [together(mlp, each, "main_grad") - 1 for each in names_of(mlp)]
+        results.append([y.detach(), x.grad, p.grad, *gradients])
+    for number, (loop, fused) in enumerate(zip(*results, strict=True)):
+        assert relative(fused, loop.double()) < 2e-6, number
+
+
+def wide(activation: Any, **options: Any) -> GroupedMLP:
+    mlp = GroupedMLP(len(COUNTS), HIDDEN, WIDTH, activation=activation, **options)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in mlp.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return mlp
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote is NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poisoned(*args: Any, original: Any = original, **kwargs: Any) -> Tensor:
+            made = original(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+@inside
+def test_a_fused_path_is_taken_where_it_is_possible() -> None:
+    mlp = make()
+    x, p, _ = data([5, 0, 61, 1])
+    mlp(x, ends_of([5, 0, 61, 1]), p)
+    assert mlp.path == "fused"
+
+
+@inside
+@pytest.mark.parametrize("band", [1, 3])
+@pytest.mark.parametrize("flatten", [True, False])
+def test_the_walk_over_tiles_does_not_change_the_result(band: int, flatten: bool) -> None:
+    tile = grouped.GroupedTile(
+        rows=16, columns=32, step=16, warps=4, stages=2, band=band, flatten=flatten
+    )
+    mlp = wide(ACTIVATIONS["swiglu"])
+    x, p, _ = data(COUNTS)
+    w1 = mlp.fc1.experts("weight").value(torch.float32)
+    numbers: Any = {"gated": True, "alpha": 1.0, "limit": None, "offset": 0.0, "block": 0}
+    found = grouped_fc1.fc1(x.detach(), w1, None, p.detach(), ends_of(COUNTS), tile=tile, **numbers)
+    expected = LoopProducts().activated(
+        x.detach(), w1, None, p.detach(), ends_of(COUNTS), ACTIVATIONS["swiglu"], 0
+    )
+    assert all(relative(a, b.double()) < 1e-6 for a, b in zip(found, expected, strict=True))
+
+
+@inside
+@pytest.mark.parametrize("counts", [[0, 0, 0], [33, 0, 0], [0, 16, 17]], ids=str)
+def test_the_schedule_lists_every_block_once(counts: list[int]) -> None:
+    blocks, number = grouped_fc1.schedule(ends_of(counts), sum(counts), 16)
+    found = [(entry & 0xFFFF, entry >> 16) for entry in blocks[: int(number)].tolist()]
+    assert found == [(e, b) for e, n in enumerate(counts) for b in range(-(-n // 16))]
+
+
+@inside
+def test_weight_gradients_overwrite_add_and_round() -> None:
+    a, b = torch.randn(63, 40), torch.randn(63, 24)
+    tile = grouped.SMALL_WEIGHT_TILE
+    ends = ends_of(COUNTS)
+    expected = LoopProducts().weight_gradient(a, b, ends, dtype=torch.float32)
+    spaced = torch.full((5, 2, 40, 24), float("nan"))[:, 0]  # experts at even distances
+    grouped_weight.weight_gradient(a, b, ends, spaced, add=False, tile=tile)
+    torch.testing.assert_close(spaced, expected)
+    grouped_weight.weight_gradient(a, b, ends, spaced, add=True, tile=tile)
+    torch.testing.assert_close(spaced, 2 * expected)
+    half = torch.full((5, 40, 24), float("nan"), dtype=torch.float16)
+    grouped_weight.weight_gradient(a.half(), b.half(), ends, half, add=False, tile=tile)
+    assert relative(half, expected.double()) < 1e-3

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped MLP against a loop over experts in float64, in every layout and on every CPU path."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.moe.activation import (
+    Activation,
+    activate,
+    activate_backward,
+    clamped_quick_geglu,
+    clamped_swiglu,
+    convert_gate_up,
+    join_gate_up,
+    split_gate_up,
+    squared_relu,
+    swiglu,
+)
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.weights import as_one, evenly_spaced
+
+HIDDEN, WIDTH = 16, 24
+UNEVEN = [5, 0, 61, 1]
+ACTIVATIONS = {
+    "swiglu": swiglu(),
+    "clamped swiglu": clamped_swiglu(limit=0.8),
+    "clamped quick geglu": clamped_quick_geglu(alpha=1.702, limit=0.9, offset=1.0),
+    "squared relu": squared_relu(),
+}
+
+
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0).int()
+
+
+def make(activation: Activation = ACTIVATIONS["swiglu"], **options: Any) -> GroupedMLP:
+    experts = options.pop("experts", len(UNEVEN))
+    mlp = GroupedMLP(experts, HIDDEN, WIDTH, activation=activation, **options)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in mlp.named_parameters():
+        std = 1.0 if "bias" in name else parameter.shape[-1] ** -0.5
+        parameter.data.normal_(std=std, generator=generator)
+    return mlp
+
+
+def together(mlp: GroupedMLP, name: str, attribute: str) -> Tensor:
+    linear, kind = name.split(".")
+    experts = getattr(mlp, linear).experts(kind)
+    parts = [getattr(parameter, attribute) for parameter in experts.parameters]
+    return parts[0] if experts.grouped else torch.stack(parts)
+
+
+def names_of(mlp: GroupedMLP) -> list[str]:
+    kinds = ("weight", "bias") if mlp.fc1.has_bias else ("weight",)
+    return [f"{linear}.{kind}" for linear in ("fc1", "fc2") for kind in kinds]
+
+
+def data(counts: list[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = sum(counts)
+    x = torch.randn(rows, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    p = torch.rand(rows, generator=generator).requires_grad_()
+    return x, p, torch.randn(rows, HIDDEN, generator=generator).to(dtype)
+
+
+def looped(
+    mlp: GroupedMLP, counts: list[int], x: Tensor, p: Tensor, dy: Tensor
+) -> dict[str, Tensor]:
+    """One expert after another, in float64, by autograd."""
+    act = mlp.activation
+    exact = {n: together(mlp, n, "data").double().requires_grad_() for n in names_of(mlp)}
+    x64, p64 = x.detach().double().requires_grad_(), p.detach().double().requires_grad_()
+    out = []
+    for expert, (rows, chance) in enumerate(zip(x64.split(counts), p64.split(counts), strict=True)):
+        z = F.linear(rows, exact["fc1.weight"][expert])
+        if "fc1.bias" in exact:
+            z = z + exact["fc1.bias"][expert]
+        if act.gated:
+            gate, up = split_gate_up(z, mlp.gate_up_block)
+            if act.limit is not None:
+                gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+            h = gate * torch.sigmoid(act.alpha * gate) * (up + act.offset)
+        else:
+            h = F.relu(z).square()
+        y = F.linear(chance[:, None] * h, exact["fc2.weight"][expert])
+        if "fc2.bias" in exact:
+            y = y + chance[:, None] * exact["fc2.bias"][expert]
+        out.append(y)
+    y = torch.cat(out)
+    y.backward(dy.double())
+    assert x64.grad is not None and p64.grad is not None
+    found = {"y": y.detach(), "x": x64.grad, "p": p64.grad}
+    for name, value in exact.items():
+        found[name] = torch.zeros_like(value) if value.grad is None else value.grad
+    return found
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    if not expected.any():
+        return float(value.abs().sum())
+    return float((value.double() - expected).norm() / expected.norm())
+
+
+def compare(mlp: GroupedMLP, counts: list[int], tolerance: float = 2e-6) -> None:
+    x, p, dy = data(counts)
+    y = mlp(x, ends_of(counts), p)
+    y.backward(dy)
+    mlp.backward_dw()
+    expected = looped(mlp, counts, x, p, dy)
+    assert x.grad is not None and p.grad is not None
+    got = {"y": y.detach(), "x": x.grad, "p": p.grad}
+    got |= {name: together(mlp, name, "grad") for name in names_of(mlp)}
+    assert got.keys() == expected.keys() and len(got) >= 5
+    errors = {name: relative(got[name], expected[name]) for name in expected}
+    assert all(error < tolerance for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("path", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_it_equals_a_loop_over_experts(name: str, bias: bool, path: Any) -> None:
+    compare(make(ACTIVATIONS[name], bias=bias, path=path), UNEVEN)
+
+
+@pytest.mark.parametrize("block", [0, 1, 3, 8, 24])
+@pytest.mark.parametrize("layouts", [("grouped", "indexed"), ("indexed", "grouped")], ids=str)
+def test_every_layout_and_order_of_gate_and_up(layouts: Any, block: int) -> None:
+    weight, bias = layouts
+    mlp = make(gate_up_block=block, bias=True, weight_layout=weight, bias_layout=bias)
+    kinds = {name.rpartition(".")[2] for name, _ in mlp.named_parameters()}
+    assert ("weight" in kinds) == (weight == "grouped") and ("bias3" in kinds) == (
+        bias == "indexed"
+    )
+    compare(mlp, UNEVEN)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [0, 9, 0, 0], [1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("path", ["loop", "grouped_mm"])
+def test_experts_without_rows_have_gradients_of_zero(counts: list[int], path: Any) -> None:
+    mlp = make(bias=True, path=path)
+    compare(mlp, counts)
+    for name in names_of(mlp):
+        gradient = together(mlp, name, "grad")
+        for expert, count in enumerate(counts):
+            assert bool(gradient[expert].any()) == (count > 0), (name, expert)
+
+
+def test_paths_round_at_the_same_places() -> None:
+    """bf16: the loop and the grouped product differ by the order of sums alone."""
+    outputs = []
+    for path in ("loop", "grouped_mm"):
+        mlp = make(bias=True, path=path, dtype=torch.bfloat16)
+        x, p, dy = data(UNEVEN, torch.bfloat16)
+        y = mlp(x, ends_of(UNEVEN), p)
+        y.backward(dy)
+        outputs.append([y.detach(), x.grad, p.grad, *(q.grad for q in mlp.parameters())])
+    for first, second in zip(*outputs, strict=True):
+        assert first.dtype == second.dtype
+        assert (first != second).float().mean() < 0.02
+        assert relative(first, second.double()) < 2e-3
+
+
+def test_the_activation_reads_the_rounded_z() -> None:
+    """Recomputing from the saved z gives h again, bit for bit: z is rounded before it is read."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(7, 2 * WIDTH, generator=generator).bfloat16()
+    p, dh = torch.rand(7, generator=generator), torch.randn(7, WIDTH).bfloat16()
+    for activation in ACTIVATIONS.values():
+        columns = z if activation.gated else z[:, :WIDTH].contiguous()
+        h = activate(columns, p, activation, 0)
+        assert torch.equal(h, activate_backward(dh, columns, p, activation, 0)[1])
+
+
+def test_clamps_pass_gradients_at_their_boundary() -> None:
+    activation = clamped_quick_geglu(alpha=1.0, limit=1.0, offset=0.5)
+    z = torch.tensor([[1.0, 1.5, -9.0, 0.5, 1.0, -1.0, -1.5, 0.5]])  # gates, then ups
+    dz, _, _ = activate_backward(torch.ones(1, 4), z, torch.ones(1), activation, 0)
+    assert (dz[0] != 0).tolist() == [True, False, True, True, True, True, False, True]
+
+
+def test_only_x_and_z_are_kept_for_backward() -> None:
+    mlp = make(path="grouped_mm")
+    x, p, _ = data(UNEVEN)
+    kept: list[tuple[int, ...]] = []
+
+    def note(value: Tensor) -> Tensor:
+        kept.append(tuple(value.shape))
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        mlp(x, ends_of(UNEVEN), p)
+    rows = len(x)
+    floats = [shape for shape in kept if shape and shape[0] == rows and len(shape) == 2]
+    assert sorted(floats) == sorted([(rows, HIDDEN), (rows, 2 * WIDTH)])
+
+
+# ------------------------------------------------------------------------------ where grads go
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_are_added_to_main_grad_in_fp32(layout: Any, delay: bool) -> None:
+    plain = make(weight_layout=layout, bias=True)
+    mlp = make(weight_layout=layout, bias=True, delay_weight_gradient=delay)
+    for parameter in mlp.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+    for _ in range(2):  # two microbatches
+        for module in (plain, mlp):
+            x, p, dy = data(UNEVEN)
+            module(x, ends_of(UNEVEN), p).backward(dy)
+    mlp.backward_dw()
+    for parameter, reference in zip(mlp.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is None and parameter.grad_added_to_main_grad
+        torch.testing.assert_close(parameter.main_grad - 1, reference.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_delayed_gradients_come_second_linear_first_and_complete_once() -> None:
+    mlp = make(bias=True, weight_layout="indexed", delay_weight_gradient=True, path="loop")
+    fired: list[str] = []
+    for name, parameter in mlp.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    order: list[int] = []
+    products = mlp_products(mlp)
+    original = products.weight_gradient
+
+    def noted(dy: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        order.append(dy.shape[1])
+        return original(dy, x, *args, **kwargs)
+
+    products.weight_gradient = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        x, p, dy = data(UNEVEN)
+        mlp(x, ends_of(UNEVEN), p).backward(dy)
+        assert x.grad is not None and p.grad is not None
+    assert not fired and not order and len(mlp.delayed) == 2
+    assert all(parameter.grad is None for parameter in mlp.parameters())
+    mlp.backward_dw()
+    assert order == [HIDDEN, HIDDEN, 2 * WIDTH, 2 * WIDTH]
+    assert sorted(fired) == sorted(name for name, _ in mlp.named_parameters())
+    plain = make(bias=True, weight_layout="indexed")
+    x, p, dy = data(UNEVEN)
+    plain(x, ends_of(UNEVEN), p).backward(dy)
+    for parameter, reference in zip(mlp.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * reference.grad, rtol=1e-5, atol=1e-5)
+    mlp.backward_dw()  # nothing is owed: nothing happens
+    assert len(fired) == len(list(mlp.parameters()))
+
+
+def mlp_products(mlp: GroupedMLP) -> Any:
+    x, p, _ = data(UNEVEN)
+    with torch.no_grad():
+        mlp(x, ends_of(UNEVEN), p)
+    assert mlp._chosen is not None
+    return mlp._chosen[1]
+
+
+def test_delayed_gradients_reach_weights_though_the_rows_need_none() -> None:
+    mlp = make(delay_weight_gradient=True)
+    x, p, dy = data(UNEVEN)
+    mlp(x.detach(), ends_of(UNEVEN), p.detach()).backward(dy)
+    mlp.backward_dw()
+    assert all(q.grad is not None and q.grad.any() for q in mlp.parameters())
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    mlp = make(weight_layout="indexed")
+    mlp.fc1.weight2.requires_grad_(False)
+    x, p, dy = data(UNEVEN)
+    mlp(x, ends_of(UNEVEN), p).backward(dy)
+    assert mlp.fc1.weight2.grad is None and mlp.fc1.weight0.grad is not None
+
+
+def test_autocast_computes_in_bf16_and_returns_gradients_in_fp32() -> None:
+    mlp = make(path="grouped_mm")
+    x, p, dy = data(UNEVEN)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mlp(x, ends_of(UNEVEN), p)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy.bfloat16())
+    expected = looped(mlp, UNEVEN, x, p, dy)
+    for name in names_of(mlp):
+        gradient = together(mlp, name, "grad")
+        assert gradient.dtype == torch.float32 and relative(gradient, expected[name]) < 2e-2
+
+
+def test_indexed_weights_are_neighbours_and_stay_so() -> None:
+    mlp = make(weight_layout="indexed")
+    weights = mlp.fc1.experts("weight").parameters
+    view = evenly_spaced(weights)
+    assert view is not None and view.data_ptr() == weights[0].data_ptr()
+    before = as_one(weights).clone()
+    mlp.double().float()
+    moved = evenly_spaced(mlp.fc1.experts("weight").parameters)
+    assert moved is not None and torch.equal(moved, before)
+    apart = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    assert evenly_spaced(apart) is None and torch.equal(as_one(apart), before)
+
+
+def test_the_graph_does_not_outlive_its_output() -> None:
+    mlp = make()
+    x, p, _ = data(UNEVEN)
+    gc.collect()
+    y = mlp(x, ends_of(UNEVEN), p)
+    node = y.grad_fn
+    assert node is not None
+    del y, node
+    assert gc.collect() >= 0 and len(mlp.delayed) == 0
+
+
+# ------------------------------------------------------------------------------ hooks
+
+
+def test_hooks_of_the_inner_linears_run_before_they_are_read() -> None:
+    mlp = make()
+    heard: list[str] = []
+    for name, linear in (("fc1", mlp.fc1), ("fc2", mlp.fc2)):
+        linear.register_forward_pre_hook(lambda *_, name=name: heard.append(name))
+    x, p, _ = data(UNEVEN)
+    mlp(x, ends_of(UNEVEN), p)
+    assert heard == ["fc1", "fc2"]
+    mlp.fc2.register_forward_pre_hook(lambda module, inputs: inputs)
+    with pytest.raises(RuntimeError, match="cannot be replaced"):
+        mlp(x, ends_of(UNEVEN), p)
+
+
+# ------------------------------------------------------------------------------ one linear
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_one_grouped_linear(layout: Any, delay: bool) -> None:
+    torch.manual_seed(0)
+    linear = GroupedLinear(
+        4, HIDDEN, WIDTH, bias=True, weight_layout=layout, delay_weight_gradient=delay
+    )
+    nn.init.normal_(linear.experts("bias").parameters[0])
+    x, _, _ = data(UNEVEN)
+    y = linear(x, ends_of(UNEVEN))
+    y.square().sum().backward()
+    linear.backward_dw()
+    weights = as_one(linear.experts("weight").parameters).clone().requires_grad_()
+    biases = as_one(linear.experts("bias").parameters).clone().requires_grad_()
+    if layout == "grouped":
+        weights, biases = weights[0].detach().requires_grad_(), biases[0].detach().requires_grad_()
+    other = x.detach().clone().requires_grad_()
+    parts = zip(other.split(UNEVEN), weights, biases, strict=True)
+    expected = torch.cat([F.linear(*part) for part in parts])
+    expected.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, other.grad)
+    for kind, value in (("weight", weights), ("bias", biases)):
+        got = [parameter.grad for parameter in linear.experts(kind).parameters]
+        assert value.grad is not None
+        got_all = got[0] if layout == "grouped" else torch.stack(got)  # type: ignore[arg-type]
+        torch.testing.assert_close(got_all, value.grad, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------ refusals
+
+
+def refused(call: Any, *parts: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value), caught.value
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    x, p, _ = data(UNEVEN)
+    ends, mlp = ends_of(UNEVEN), make()
+    refused(lambda: mlp(x, ends_of([5, 0, 61, 0]), p), "do not add up to the 67 rows")
+    refused(lambda: mlp(x, torch.tensor([9, 5, 61, 67]).int(), p), "must not fall")
+    refused(lambda: mlp(x, ends.long(), p), "torch.int64", "torch.int32")
+    refused(lambda: mlp(x, ends[:3], p), "[3]", "4 experts")
+    refused(lambda: mlp(x[:, :8], ends, p), "[67, 8]", "[rows, 16]")
+    refused(lambda: mlp(x, ends, p[:5]), "[5]", "one per row")
+    refused(lambda: mlp(x, ends, p.double()), "torch.float64")
+    refused(lambda: mlp(x.bfloat16(), ends, p), "torch.bfloat16", "torch.float32", "autocast")
+    refused(lambda: make(gate_up_block=5), "gate_up_block=5", "divisor of 24")
+    refused(lambda: make(squared_relu(), gate_up_block=4), "no gate")
+    refused(lambda: make(bias_layout="indexed"), "no bias")
+    refused(lambda: make(weight_layout="stacked"), "'stacked'", "'grouped' or 'indexed'")
+    refused(lambda: GroupedLinear(0, 4, 4), "num_experts=0")
+    refused(lambda: clamped_swiglu(limit=-1.0), "limit=-1.0")
+    refused(lambda: Activation(kind="squared_relu", alpha=2.0), "takes no alpha")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is possible")
+def test_a_fused_path_that_is_impossible_is_refused_with_every_reason() -> None:
+    call = lambda: GroupedMLP(2, 12, 20, activation=swiglu(), path="fused", dtype=torch.float16)  # noqa: E731
+    refused(call, "hidden=12", "width=20", "impossible here")
+    refused(lambda: make(path="fused"), "CUDA")
+    assert make().path is None
+    mlp = make()
+    x, p, _ = data(UNEVEN)
+    mlp(x, ends_of(UNEVEN), p)
+    assert mlp.path == "grouped_mm"
+    odd = GroupedMLP(4, 5, 7, activation=swiglu())
+    odd(torch.randn(67, 5), ends_of(UNEVEN), p)
+    assert odd.path == "loop"
+
+
+# ------------------------------------------------------------------------------ gate and up
+
+
+@pytest.mark.parametrize("stored", [0, 1, 4, 12])
+@pytest.mark.parametrize("wanted", [0, 3, 6])
+def test_orders_of_gate_and_up_convert_both_ways(stored: int, wanted: int) -> None:
+    gate, up = torch.arange(12.0), torch.arange(100.0, 112.0)
+    value = join_gate_up(gate, up, stored)
+    other = convert_gate_up(value, stored, wanted)
+    assert torch.equal(other, join_gate_up(gate, up, wanted))
+    assert torch.equal(convert_gate_up(other, wanted, stored), value)
+    assert all(map(torch.equal, split_gate_up(value, stored), (gate, up)))

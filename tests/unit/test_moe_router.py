@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing against a slow reading of its definition; balance, capacity, and a layer on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.moe.activation import swiglu
+from shardwise.moe.dispatch import plan_dispatch
+from shardwise.moe.layer import MixtureOfExperts
+from shardwise.moe.router import Router, Routing
+
+EXPERTS, CHOICES, HIDDEN, TOKENS = 6, 2, 10, 40
+
+
+def routing(**options: Any) -> Routing:
+    return Routing(num_experts=EXPERTS, experts_per_token=CHOICES, **options)
+
+
+def tokens(count: int = TOKENS) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+def make(**options: Any) -> Router:
+    torch.manual_seed(1)
+    router = Router(routing(**options), HIDDEN)
+    nn.init.normal_(router.weight)
+    return router
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_each_token_goes_to_its_highest_scores(score: Any, normalise: bool) -> None:
+    router = make(score=score, normalise=normalise, scale=2.5)
+    x = tokens()
+    routes = router(x)
+    logits = x @ router.weight.T
+    for token in range(TOKENS):
+        row = logits[token].tolist()
+        if score == "softmax":
+            total = sum(map(math.exp, row))
+            scores = [math.exp(value) / total for value in row]
+        else:
+            scores = [1 / (1 + math.exp(-value)) for value in row]
+        best = sorted(range(EXPERTS), key=lambda expert: -scores[expert])[:CHOICES]
+        assert routes.experts[token].tolist() == best
+        wanted = [scores[expert] for expert in best]
+        if normalise:
+            wanted = [value / sum(wanted) for value in wanted]
+        expected = torch.tensor([2.5 * value for value in wanted])
+        torch.testing.assert_close(routes.weights[token].detach(), expected)
+    counts = torch.bincount(routes.experts.flatten(), minlength=EXPERTS)
+    assert routes.counts.tolist() == counts.tolist() and int(routes.dropped) == 0
+
+
+def test_logits_are_fp32_whatever_the_tokens_are() -> None:
+    router = make().bfloat16()
+    routes = router(tokens().bfloat16())
+    assert routes.weights.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = router(tokens().bfloat16())
+    assert torch.equal(again.weights, routes.weights)
+
+
+def test_the_balance_loss_is_zero_when_even_and_pushes_busy_experts_down() -> None:
+    router = make(balance_loss=1.0)
+    nn.init.zeros_(router.weight)
+    even = router(tokens())
+    assert abs(even.loss.item()) < 1e-6
+    router = make(balance_loss=1.0)
+    router.weight.data.mul_(0.1)
+    router.weight.data[0] = 0.3  # expert 0 wants whatever has a positive sum
+    x = tokens().abs()
+    before = router(x)
+    assert before.loss > 0.2 and int(before.counts[0]) == TOKENS
+    before.loss.backward()
+    router.weight.data -= 0.5 * router.weight.grad
+    assert router(x).loss < before.loss
+
+
+def test_losses_add_up_and_the_z_loss_is_the_mean_square() -> None:
+    router = make(z_loss=0.25)
+    logits = tokens() @ router.weight.T
+    expected = 0.25 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(router(tokens()).loss, expected)
+    both, balance = make(z_loss=0.25, balance_loss=2.0), make(balance_loss=2.0)
+    torch.testing.assert_close(both(tokens()).loss, expected + balance(tokens()).loss)
+
+
+def test_the_bias_evens_the_load_without_touching_weights() -> None:
+    router = make(score="sigmoid", bias_rate=0.01)
+    router.weight.data[0] += 0.6  # busy from the start
+    x = tokens(400).abs()
+    first = router(x)
+    for _ in range(150):
+        router(x)
+        router.update_bias()
+    last = router(x)
+    assert last.counts.max() < 0.6 * first.counts.max()
+    assert float(last.loss.detach()) == 0
+    scores = (x @ router.weight.T).sigmoid().gather(-1, last.experts)
+    torch.testing.assert_close(last.weights, scores / scores.sum(-1, keepdim=True))
+    assert "expert_bias" in router.state_dict() and "load" not in router.state_dict()
+    before = router.load.clone()
+    router.eval()
+    router(x)
+    assert torch.equal(router.load, before)  # evaluation does not count
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.5])
+def test_a_full_expert_drops_later_choices(factor: float) -> None:
+    router = make(capacity_factor=factor)
+    x = tokens()
+    routes, free = router(x), make()(x)
+    capacity = math.ceil(factor * TOKENS * CHOICES / EXPERTS)
+    taken = [0] * EXPERTS
+    assert routes.kept is not None
+    for token in range(TOKENS):
+        for choice in range(CHOICES):
+            expert = int(free.experts[token, choice])
+            kept = taken[expert] < capacity
+            taken[expert] += kept
+            assert bool(routes.kept[token, choice]) == kept
+            expected = free.weights[token, choice].item() if kept else 0.0
+            assert routes.weights[token, choice].item() == expected
+    assert routes.counts.tolist() == taken
+    assert int(routes.dropped) == TOKENS * CHOICES - sum(taken)
+    statistics = routes.statistics()
+    share = int(routes.dropped) / (TOKENS * CHOICES)
+    assert float(statistics["dropped_share"]) == pytest.approx(share)
+    assert statistics.keys() == {"load_max", "idle_share", "dropped_share"}
+
+
+def test_no_tokens_at_all() -> None:
+    router = make(balance_loss=1.0, z_loss=1.0, capacity_factor=1.0)
+    routes = router(tokens(0))
+    assert routes.counts.tolist() == [0] * EXPERTS and float(routes.loss) == 0
+    assert all(value.isfinite() for value in routes.statistics().values())
+
+
+def test_routing_that_cannot_work_is_refused_with_every_problem() -> None:
+    with pytest.raises(ValueError, match="experts_per_token=9") as caught:
+        Routing(
+            num_experts=4, experts_per_token=9, score="tanh", z_loss=-1, capacity_factor=0,  # type: ignore[arg-type]
+        )  # fmt: skip
+    for part in ("'tanh'", "z_loss=-1", "capacity_factor=0"):
+        assert part in str(caught.value)
+
+
+# ------------------------------------------------------------------------------ the layer
+
+
+def layer(**options: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    extra = {key: options.pop(key) for key in ("shared", "delay_weight_gradient") if key in options}
+    made = MixtureOfExperts(routing(**options), HIDDEN, 8, activation=swiglu(), bias=True, **extra)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def slow(moe: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Token by token, choice by choice."""
+    routes = moe.router(x)
+    rows = []
+    for token in range(len(x)):
+        total = torch.zeros(HIDDEN)
+        for expert, weight in zip(routes.experts[token], routes.weights[token], strict=True):
+            w1, b1 = moe.experts.fc1.weight[expert], moe.experts.fc1.bias[expert]
+            w2, b2 = moe.experts.fc2.weight[expert], moe.experts.fc2.bias[expert]
+            gate, up = (w1 @ x[token] + b1).chunk(2)
+            total = total + weight * (w2 @ (nn.functional.silu(gate) * up) + b2)
+        rows.append(total)
+    out = torch.stack(rows)
+    return out if moe.shared is None else out + moe.shared(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capacity_factor": 0.8}, {"shared": nn.Linear(HIDDEN, HIDDEN)}],
+    ids=["plain", "capacity", "shared"],
+)
+def test_the_layer_equals_token_by_token(options: Any) -> None:
+    moe = layer(**options)
+    x = tokens().requires_grad_()
+    out, routes = moe(x.view(4, 10, HIDDEN))
+    assert out.shape == (4, 10, HIDDEN)
+    out.square().sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in moe.named_parameters()}
+    got["x"] = x.grad.clone()  # type: ignore[union-attr]
+    moe.zero_grad()
+    x.grad = None
+    expected = slow(moe, x)
+    torch.testing.assert_close(out.flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+    expected.square().sum().backward()
+    want = {name: parameter.grad for name, parameter in moe.named_parameters()} | {"x": x.grad}
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-3, msg=name)
+    if "capacity_factor" in options:
+        assert int(routes.dropped) > 0
+
+
+def test_dropped_rows_do_not_count_towards_the_bound_and_nan_does_not_spread() -> None:
+    """With a capacity the rows are as many as experts can take; padding rows weigh nothing."""
+    moe = layer(capacity_factor=0.5)
+    routes = moe.router(tokens())
+    plan = plan_dispatch(routes)
+    assert routes.capacity is not None
+    assert len(plan.order) == min(TOKENS * CHOICES, EXPERTS * routes.capacity)
+    assert int(plan.ends[-1]) == len(plan.order)
+    out, _ = moe(tokens())
+    assert out.isfinite().all()
+
+
+def test_training_is_the_same_with_evaluation_between() -> None:
+    def train(evaluate: bool) -> list[Tensor]:
+        moe = layer(bias_rate=0.01, balance_loss=0.1)
+        optimizer = torch.optim.SGD(moe.parameters(), lr=0.01)
+        for step in range(3):
+            out, routes = moe(tokens() + step)
+            ((out - 1).square().mean() + routes.loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moe.router.update_bias()
+            if evaluate:
+                moe.eval()
+                with torch.no_grad():
+                    moe(tokens() * 3)
+                moe.train()
+        return [value.clone() for value in moe.state_dict().values() if isinstance(value, Tensor)]
+
+    plain, mixed = train(False), train(True)
+    assert len(plain) == 6 and all(map(torch.equal, plain, mixed))
