@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # More for pip, for example an index of CPU-only wheels.
 PIP_FLAGS ?=
+# More for `shardwise train`, for example `make train TRAIN_FLAGS="--steps 50 --optimizer adamw"`.
+TRAIN_FLAGS ?=
 # More for pytest, for example `make pytest PYTEST_FLAGS="-x tests/unit"`.
 PYTEST_FLAGS ?=
 
@@ -16,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train      train a small model on 2 CPU ranks"
+	@echo "make train      train a small GPT on 2 CPU ranks and draw what happened"
 	@echo "make test       lint, types, import contracts, tests"
 	@echo "make lint       ruff alone; 'make format' repairs what it can"
 	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
@@ -30,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/01_fully_shard.py
+	$(BIN)/shardwise train $(TRAIN_FLAGS)
 
 test: lint types contracts pytest
 

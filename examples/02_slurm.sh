@@ -1,0 +1,25 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+# Several nodes under SLURM: one agent per node, one rank per GPU.
+#   sbatch --nodes 4 examples/02_slurm.sh gpt_1b_nodes --data /data/tokens.bin
+#SBATCH --job-name=shardwise
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+# Two minutes before the time limit every rank is asked to save and stop; it then exits with 0.
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+set -euo pipefail
+
+RUN="${RUN:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}"   # on a file system that all nodes share
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+# A job that was requeued goes on from its newest checkpoint.
+RESUME=()
+if compgen -G "$RUN/checkpoints/step-*" > /dev/null; then RESUME=(--resume); fi
+
+srun torchrun \
+  --nnodes "$SLURM_NNODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id "$SLURM_JOB_ID" \
+  --max-restarts 3 --signals-to-handle SIGHUP,SIGQUIT \
+  -m shardwise.cli train "$@" --out "$RUN" "${RESUME[@]}"
