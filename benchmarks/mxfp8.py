@@ -24,6 +24,12 @@ from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
 BAR, GOAL = 0.70, 0.85
+# Strips, warps, registers at most: the tiles that --sweep tries.
+SWEPT: tuple[tuple[int, int, int | None], ...] = (
+    (2, 1, None), (4, 1, None), (2, 2, None), (4, 2, None), (8, 2, None), (4, 4, None),
+    (8, 4, None), (8, 4, 96), (8, 8, None), (8, 8, 64), (16, 8, None), (16, 16, None),
+    (32, 16, None),
+)  # fmt: skip
 
 
 def milliseconds(work: Callable[[], object], repeat: int) -> float:
@@ -152,14 +158,7 @@ def sweep(copy: float, repeat: int, shape: tuple[int, int]) -> report.Table:
 
     case = Case(shape)
     rows: list[report.Row] = []
-    tiles = [
-        kernels.Tile(strips=strips, warps=warps, registers=registers)
-        for strips, warps, registers in (
-            (2, 1, None), (4, 1, None), (2, 2, None), (4, 2, None), (8, 2, None), (4, 4, None),
-            (8, 4, None), (8, 4, 96), (8, 8, None), (8, 8, 64), (16, 8, None), (16, 16, None),
-            (32, 16, None),
-        )
-    ]  # fmt: skip
+    tiles = [kernels.Tile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
     for blocks in ((ROW, COLUMN), (ROW,), (COLUMN,), (SQUARE,)):
         planes = empty_planes(shape, blocks, "cuda")
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}

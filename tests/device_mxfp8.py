@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.mxfp8 import SWEPT
 from shardwise.kernels import mxfp8 as kernels
 from shardwise.precision.mxfp8 import (
     COLUMN,
@@ -43,6 +44,7 @@ from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from tests.reference import mxfp8 as reference
 
 logger = logging.getLogger("device_mxfp8")
+DEVICE = torch.device("cuda")
 ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
 
 
@@ -52,23 +54,24 @@ def check_planes(
     rounding: Rounding = "rceil",
     native: bool | None = None,
     offset: int = 0,
+    tile: kernels.Tile | None = None,
 ) -> None:
     """Kernel against definition; ``offset`` puts the codes at an unaligned address."""
     planes = []
-    for block, plane in zip(blocks, empty_planes(x.shape, blocks, "cuda"), strict=True):
-        memory = torch.full((x.numel() + offset,), 0xAB, dtype=torch.uint8, device="cuda")
+    for block, plane in zip(blocks, empty_planes(x.shape, blocks, DEVICE), strict=True):
+        memory = torch.full((x.numel() + offset,), 0xAB, dtype=torch.uint8, device=DEVICE)
         plane.scales.fill_(0xAB)
         planes.append(Plane(codes=memory[offset:].view(x.shape), scales=plane.scales, block=block))
     by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
-    kernels.encode(x.cuda(), by_block, rceil=rounding == "rceil", native=native)
+    kernels.encode(x.to(DEVICE), by_block, rceil=rounding == "rceil", native=native, tile=tile)
     for plane in planes:
         codes, scales = encode_reference(x.cpu(), plane.block, rounding)
-        what = f"{tuple(x.shape)} {x.dtype} {plane.block} of {blocks} {rounding} native={native}"
+        what = f"{tuple(x.shape)} {x.dtype} {plane.block} of {blocks} {rounding} {native=} {tile=}"
         wrong = int((plane.scales.cpu() != scales).sum()), int((plane.codes.cpu() != codes).sum())
         assert wrong == (0, 0), f"{what}: {wrong[0]} scales and {wrong[1]} codes differ"
         for dtype in (torch.bfloat16, torch.float32):
-            out = torch.full(x.shape, 7.0, dtype=dtype, device="cuda")
-            kernels.decode(plane.codes, plane.scales, plane.block, out, native=native)
+            out = torch.full(x.shape, 7.0, dtype=dtype, device=DEVICE)
+            kernels.decode(plane.codes, plane.scales, plane.block, out, native=native, tile=tile)
             same_values(out, decode_reference(codes, scales, plane.block, dtype), what)
 
 
@@ -87,7 +90,7 @@ def same_values(found: Tensor, expected: Tensor, what: str) -> None:
 def definition_on_this_torch() -> None:
     recorded = {"rceil": reference.ROW_DIGEST, "floor": reference.FLOOR_DIGEST}
     for rounding in ROUNDINGS:
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", DEVICE):
             found = reference.digest(
                 part
                 for _, x in reference.exhaustive()
@@ -145,6 +148,17 @@ def any_shape_and_address() -> None:
     check_planes(x, (SQUARE,), offset=4)
 
 
+def every_tile_that_is_used_or_swept() -> None:
+    x = torch.cat([x for _, x in reference.exhaustive()][::9])  # every ninth scale
+    x = x[: len(x) // 2048 * 2048].view(-1, 2048)
+    x[7, 5::97] = float("nan")
+    swept = [kernels.Tile(strips=s, warps=w, registers=r) for s, w, r in SWEPT]
+    for tile in {*kernels.TILES.values(), kernels.DECODE_TILE, *swept}:
+        check_planes(x, (ROW, COLUMN), tile=tile)
+        check_planes(x, (SQUARE,), tile=tile)
+        check_planes(x[:, : 2048 - 32].contiguous(), (COLUMN,), tile=tile)  # a rim
+
+
 def every_code_under_every_scale() -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 8).contiguous()
@@ -153,15 +167,15 @@ def every_code_under_every_scale() -> None:
     for block, (c, s) in ((ROW, (codes, scales)), (COLUMN, turned), (SQUARE, squares)):
         for dtype in (torch.bfloat16, torch.float32):
             for native in (True, False):
-                out = torch.full(c.shape, 7.0, dtype=dtype, device="cuda")
-                kernels.decode(c.cuda(), s.cuda(), block, out, native=native)
+                out = torch.full(c.shape, 7.0, dtype=dtype, device=DEVICE)
+                kernels.decode(c.to(DEVICE), s.to(DEVICE), block, out, native=native)
                 expected = decode_reference(c, s, block, dtype)
                 same_values(out, expected, f"{block} {dtype} native={native}")
 
 
 def more_elements_than_31_bits_count() -> None:
     rows, columns = 65536, 40960  # 2.7e9
-    x = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_()
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
     whole = encode(x)
     for start in (0, 52416, rows - 32):  # 52428.8 is where 2^31 elements end
         part = encode(x[start : start + 32])
@@ -175,10 +189,10 @@ def more_elements_than_31_bits_count() -> None:
 
 
 def linear() -> None:
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    weight = torch.randn(1024, 512, device="cuda", generator=generator) / 23
-    x = torch.randn(4, 100, 512, device="cuda", generator=generator).bfloat16()
-    grad = torch.randn(4, 100, 1024, device="cuda", generator=generator).bfloat16()
+    generator = torch.Generator(device=DEVICE).manual_seed(5)
+    weight = torch.randn(1024, 512, device=DEVICE, generator=generator) / 23
+    x = torch.randn(4, 100, 512, device=DEVICE, generator=generator).bfloat16()
+    grad = torch.randn(4, 100, 1024, device=DEVICE, generator=generator).bfloat16()
     parameter = torch.nn.Parameter(weight)
     for format in ("mxfp8", "mxfp8_2d"):
         stored = MXFP8Tensor.encode(weight, format)  # type: ignore[arg-type]
@@ -202,7 +216,7 @@ def linear() -> None:
     flat, flat_grad = x.view(-1, 512), grad.view(-1, 1024)
     exact = flat_grad.double().t() @ flat.double()
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        into = torch.full((1024, 512), float("nan"), device="cuda", dtype=dtype)
+        into = torch.full((1024, 512), float("nan"), device=DEVICE, dtype=dtype)
         add_weight_gradient(into, flat_grad, flat, fresh=True)
         assert (into.double() - exact).norm() / exact.norm() < bound
         add_weight_gradient(into, flat_grad, flat, fresh=False)
@@ -213,7 +227,7 @@ def linear() -> None:
 
 
 def native_products_are_refused_below_capability_10() -> None:
-    problem = native_problem(torch.device("cuda"))
+    problem = native_problem(DEVICE)
     capability = torch.cuda.get_device_capability()
     assert (problem is None) == (capability >= (10, 0) and hasattr(F, "scaled_mm")), problem
     logger.info("native: %s", problem)
@@ -225,6 +239,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     every_value_with_nan_among_them,
     any_fp32,
     any_shape_and_address,
+    every_tile_that_is_used_or_swept,
     every_code_under_every_scale,
     more_elements_than_31_bits_count,
     linear,
