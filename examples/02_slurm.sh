@@ -6,8 +6,8 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
-# Two minutes before the time limit every rank is asked to save and stop; it then exits with 0.
-#SBATCH --signal=TERM@120
+# Two minutes before the time limit this script hears of it, and asks the ranks to save and stop.
+#SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 set -euo pipefail
 
@@ -18,8 +18,14 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 RESUME=()
 if compgen -G "$RUN/checkpoints/step-*" > /dev/null; then RESUME=(--resume); fi
 
+# Ranks look for this file after every step; one that finds it makes all save and exit with 0.
+export SHARDWISE_STOP="$RUN.stop"
+rm -f "$SHARDWISE_STOP"
+trap 'touch "$SHARDWISE_STOP"' TERM
+
 srun torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
   --rdzv-backend c10d --rdzv-endpoint "$HEAD:29500" --rdzv-id "$SLURM_JOB_ID" \
-  --max-restarts 3 --signals-to-handle SIGHUP,SIGQUIT \
-  -m shardwise.cli train "$@" --out "$RUN" "${RESUME[@]}"
+  --max-restarts 3 \
+  -m shardwise.cli train "$@" --out "$RUN" "${RESUME[@]}" &
+wait $! || wait $!   # the first wait ends when the signal comes
