@@ -18,6 +18,7 @@ HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 RESUME=()
 if compgen -G "$RUN/checkpoints/step-*" > /dev/null; then RESUME=(--resume); fi
 
+mkdir -p "$(dirname "$RUN")"
 # Ranks look for this file after every step; one that finds it makes all save and exit with 0.
 export SHARDWISE_STOP="$RUN.stop"
 rm -f "$SHARDWISE_STOP"

@@ -22,7 +22,7 @@ from tyro.conf import Positional, subcommand
 
 from shardwise.train.config import OptimizerName, PrecisionName, Strategy
 
-LogName = Literal["tensorboard", "wandb"]
+LoggerName = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ class Train:
     """latest (also when nothing follows), or the path of a checkpoint or a run."""
     max_restarts: int = 0
     """How often failed ranks are started again, from the newest checkpoint (not under torchrun)."""
-    log: tuple[LogName, ...] = ()
+    # Not --log, which torchrun's parser takes for an abbreviation of its own flags.
+    loggers: tuple[LoggerName, ...] = ()
     """More places to log to; events.jsonl is always written."""
 
     def changes(self) -> dict[str, Any]:
@@ -180,12 +181,14 @@ def train(command: Train, words: list[str]) -> int:
         recipe=command.recipe, changes=command.changes(), out=command.out, resume=command.resume
     )
     if is_rank():
-        return session.train(request, lambda folder, config: _sinks(command.log, folder, config))
+        return session.train(
+            request, lambda folder, config: _sinks(command.loggers, folder, config)
+        )
     session.check(session.settle(request), command.nproc or default_ranks())
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 
-def _sinks(names: Sequence[LogName], folder: Path, config: Any) -> list[Any]:
+def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
     modules = [importlib.import_module(f"shardwise.integrations.{name}") for name in names]
     return [module.Sink(folder, config.to_json()) for module in modules]
 

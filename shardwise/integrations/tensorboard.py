@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise train --log tensorboard``: scalars under the run's folder."""
+"""``shardwise train --loggers tensorboard``: scalars under the run's folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "--log tensorboard needs the package tensorboard: pip install "
+                "--loggers tensorboard needs the package tensorboard: pip install "
                 "'shardwise[tensorboard]'"
             ) from error
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise train --log wandb``: a Weights & Biases run (WANDB_MODE=offline works too)."""
+"""``shardwise train --loggers wandb``: a Weights & Biases run (WANDB_MODE=offline works too)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sink:
             import wandb
         except ImportError as error:
             raise ImportError(
-                "--log wandb needs the package wandb: pip install 'shardwise[wandb]'"
+                "--loggers wandb needs the package wandb: pip install 'shardwise[wandb]'"
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
