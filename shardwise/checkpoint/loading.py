@@ -139,6 +139,7 @@ class _Job:
         self, path: Path, model: nn.Module, optimizer: Optimizer | None, world: World
     ) -> None:
         self.path, self.model, self.optimizer, self.world = path, model, optimizer, world
+        self.new_states: list[tuple[Tensor, dict[str, Any]]] = []  # given out when all is read
 
     # ------------------------------------------------------------------ before anything is changed
 
@@ -217,7 +218,7 @@ class _Job:
     def _state_problems(
         self, optimizer: Optimizer, name: str, parameter: Tensor, saved: Any, kind: str
     ) -> list[str]:
-        """Compare one parameter's state; make what this optimizer has not made yet."""
+        """Compare one parameter's state; prepare what this optimizer has not made yet."""
         tensors = saved["tensors"].get(name, [])
         scalars = saved["scalars"].get(name, {})
         wanted = {*tensors, *scalars}
@@ -227,11 +228,11 @@ class _Job:
             raise DamagedError(f"{self.path}: optimizer states of '{name}' are not in the index")
         if not here and wanted:
             # It makes its states later than now, or never for this parameter.
-            here = {key: _new_state(parameter, entry) for key, entry in entries.items() if entry}
+            here = {key: _new_state(parameter, key, e) for key, e in entries.items() if e}
             here |= scalars
-            optimizer.state[parameter] = here
+            self.new_states.append((parameter, here))
         elif here and not wanted and saved["class"] == kind:
-            del optimizer.state[parameter]  # as new as it was when it was saved
+            self.new_states.append((parameter, {}))  # as new as it was when it was saved
             return []
         if set(here) != wanted:
             return [
@@ -252,6 +253,9 @@ class _Job:
 
     def read(self, restore_random: bool) -> None:
         self.copies.run()
+        for parameter, new in self.new_states:
+            assert self.optimizer is not None
+            self.optimizer.state[parameter] = new
         values = self.checkpoint.values
         state.set_extra_states(self.model, values["extra_states"])
         if self.optimizer is not None:
@@ -273,8 +277,9 @@ class _Job:
         return values
 
 
-def _new_state(parameter: Tensor, entry: metadata.Entry) -> Tensor:
-    if entry.shape == tuple(parameter.shape) and entry.shape:
+def _new_state(parameter: Tensor, key: str, entry: metadata.Entry) -> Tensor:
+    """Like the parameter, unless it is a count beside one; in the layout of the parameter then."""
+    if entry.shape == tuple(parameter.shape) and (entry.shape or key != "step"):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     return torch.zeros(entry.shape, dtype=entry.dtype)
 

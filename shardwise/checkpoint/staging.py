@@ -51,7 +51,7 @@ def on_host(data: Tensor) -> Tensor:
     """The tensor in host memory, with a storage of exactly its bytes; copied only if it must be."""
     data = data.detach()
     if data.device.type != "cpu" or not data.is_contiguous():
-        return data.to("cpu").contiguous().clone()
+        return data.to("cpu").contiguous()
     if data.untyped_storage().nbytes() == data.nbytes:
         return data
     return _exactly(data.reshape(-1).view(torch.uint8), data) if data.numel() else data.clone()

@@ -284,7 +284,9 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
 
 def _remove(path: Path) -> None:
     """A whole directory; whatever can't be removed stays until the next time."""
-    problems: list[str] = []
-    shutil.rmtree(path, onerror=lambda _, name, info: problems.append(f"{name}: {info[1]}"))
-    if problems and path.exists():
-        log.warning("%s can't be removed, and stays for now: %s", path, problems[0])
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # somebody else was at it
+    except OSError as error:
+        log.warning("%s can't be removed, and stays for now: %s", path, error)

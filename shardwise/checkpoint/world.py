@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -80,11 +81,11 @@ def _joint_error(found: dict[int, tuple[str, str]], world_size: int) -> Exceptio
 
 def share(items: Sequence[T], weights: Sequence[int], rank: int, size: int) -> list[T]:
     """This rank's part of a list, the heavy ones dealt out first; every item has one rank."""
-    load = [0] * size
+    load = [(0, other) for other in range(size)]  # a heap: who has least comes first
     mine = []
     for index in sorted(range(len(items)), key=lambda i: (-weights[i], i)):
-        lightest = min(range(size), key=lambda r: (load[r], r))
-        load[lightest] += weights[index] + 1
+        weight, lightest = load[0]
+        heapq.heapreplace(load, (weight + weights[index] + 1, lightest))
         if lightest == rank:
             mine.append(items[index])
     return mine

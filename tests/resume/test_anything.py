@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
-from shardwise.checkpoint import MismatchError, verify
+from shardwise.checkpoint import DamagedError, MismatchError, verify
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, trained
@@ -293,6 +293,20 @@ def test_another_optimizer_is_refused(sources: tuple[dict[str, str], dict[str, A
         with pytest.raises(MismatchError, match=r"exp_avg.*AdamW.*momentum_buffer"):
             sw.load(path, net, stepper)
         assert_equal(everything(net, stepper), before)
+
+
+def test_a_load_that_fails_gives_an_optimizer_no_state(tmp_path: Path) -> None:
+    """SGD takes its first gradient as momentum, and zeros are no gradient."""
+    sw.save(tmp_path / "one", *trained("plain", "sgd", 0, 1, seed=3))
+    net, stepper = make("plain", "sgd", 1, 4)
+    whole = (tmp_path / "one" / "__0_0.distcp").read_bytes()
+    (tmp_path / "one" / "__0_0.distcp").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(DamagedError, match="sha256"):
+        sw.load(tmp_path / "one", net, stepper)
+    assert not stepper.state
+    (tmp_path / "one" / "__0_0.distcp").write_bytes(whole)
+    sw.load(tmp_path / "one", net, stepper)
+    assert len(stepper.state) == 13
 
 
 def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
