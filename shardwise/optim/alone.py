@@ -18,7 +18,12 @@ from torch import Tensor
 
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.routing import Route, recorded
-from shardwise.optim.sharded import ShardedOptimizer, matrix_group, parameter_problems
+from shardwise.optim.sharded import (
+    ShardedOptimizer,
+    matrix_group,
+    parameter_problems,
+    raise_together,
+)
 
 _SETTINGS = {entry.name for entry in fields(MuonSettings)}
 
@@ -53,8 +58,7 @@ class Muon(ShardedOptimizer):
                 problems.append(f"{name} is given twice")
         whole = [(name, p, recorded(p) or _MATRIX) for name, p in found]
         problems += parameter_problems(found, [(n, p, _as_matrix(r)) for n, p, r in whole])
-        if problems:
-            raise ValueError("sw.Muon cannot work: " + "; ".join(problems))
+        raise_together("sw.Muon", problems, [parameter for _, parameter in found])
         super().__init__(groups, names)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import comm
 from shardwise.optim import adamw as elementwise_step
 from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
@@ -27,6 +28,10 @@ from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, recorded, route_problems, routes_of
 from shardwise.optim.storage import home_of, local_of, problem_of, written
+
+# Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
+# __torch_function__, which some torch versions give our DTensors.
+_plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -83,12 +88,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped: list[Tensor] = []
-        for group in self.param_groups:
-            if group["kind"] == "elementwise":
-                stepped += elementwise_step.step(group, self.state)
         assert self._fleets is not None
-        for fleet in self._fleets:
-            stepped += fleet.step(self.state)
+        with _plain_attributes():
+            for group in self.param_groups:
+                if group["kind"] == "elementwise":
+                    stepped += elementwise_step.step(group, self.state)
+            for fleet in self._fleets:
+                stepped += fleet.step(self.state)
         written(stepped)
         return loss
 
@@ -99,7 +105,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clip the gradients of all groups by one global norm, before anything is orthogonalised;
         the norm before clipping, the same on every rank."""
         parameters = [p for group in self.param_groups for p in group["params"]]
-        return clip.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        with _plain_attributes():
+            return clip.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     # ------------------------------------------------------------------ state dicts
 
@@ -168,8 +175,7 @@ def optimizer(
         [(one.name, one.parameter) for one in found],
         [(one.name, one.parameter, one.route) for one in whole],
     )
-    if problems:
-        raise ValueError("this optimizer cannot work: " + "; ".join(problems))
+    raise_together("this optimizer", problems, [one.parameter for one in found])
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
@@ -189,6 +195,22 @@ def elementwise_group(settings: AdamWSettings, parameters: Sequence[Tensor]) -> 
 def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     """The settings as a parameter group holds them: values that a checkpoint can keep."""
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+
+
+def raise_together(what: str, problems: Sequence[str], parameters: Iterable[Tensor]) -> None:
+    """Raise on every rank what any rank found: the others would wait for it in a collective."""
+    axes: dict[int, comm.Axis] = {}
+    for parameter in parameters:
+        mesh = home_of(parameter).mesh
+        for axis in comm.mesh_axes(mesh) if mesh is not None else ():
+            if axis.size > 1:
+                axes.setdefault(id(axis.group), axis)
+    known = list(problems)
+    for axis in axes.values():  # one after another: at the end everybody has heard of everything
+        everyone = comm.agree(known, axis)
+        known = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
+    if known:
+        raise ValueError(f"{what} cannot work: " + "; ".join(known))
 
 
 def parameter_problems(

@@ -14,6 +14,9 @@ from shardwise import comm
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0  # seconds, on a machine that others use too
+
 SIDE = 16
 
 
@@ -70,7 +73,7 @@ def count_sharded(rank: int, world_size: int, stage: int, wire: str) -> tuple[in
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (2, 3), (4, 2), (4, 3)])
 def test_a_sharded_step_sends_the_formula(world_size: int, stage: int, wire: str) -> None:
     """2 (N - 1) / N^2 of the matrices' bytes, and in fp16 an exponent for each piece."""
-    for sent, total in run_ranks(count_sharded, world_size, stage, wire):
+    for sent, total in run_ranks(count_sharded, world_size, stage, wire, timeout=PATIENCE):
         exact = 2 * (world_size - 1) * total // world_size**2
         if wire == "fp32":
             assert sent == 4 * exact
@@ -88,7 +91,7 @@ def count_uneven(rank: int, world_size: int) -> tuple[int, int, int]:
 
 
 def test_uneven_rows_send_what_the_plan_says_and_nothing_more() -> None:
-    found = run_ranks(count_uneven, 3)
+    found = run_ranks(count_uneven, 3, timeout=PATIENCE)
     assert sum(held for _, _, held in found) == 5 * SIDE * SIDE
     assert sum(there for there, _, _ in found) == sum(back for _, back, _ in found) > 0
 
@@ -105,13 +108,13 @@ def count_replicas(rank: int, world_size: int, replicas: str) -> dict[str, list[
 def test_replicas_split_the_exchange_and_share_updates_by_the_formula() -> None:
     """Inside, 1/R of the exchange; between replicas, (R - 1)/R of the shard once."""
     total, shards, copies = 8 * SIDE * SIDE * 4, 2, 2
-    for sent in run_ranks(count_replicas, 4, "spread"):
+    for sent in run_ranks(count_replicas, 4, "spread", timeout=PATIENCE):
         inside = (shards - 1) * total // (shards**2 * copies)
         assert sent == {
             "dp": [inside, inside],
             "dp_outer": [(copies - 1) * total // (copies * shards)],
         }
-    for sent in run_ranks(count_replicas, 4, "repeat"):
+    for sent in run_ranks(count_replicas, 4, "repeat", timeout=PATIENCE):
         inside = (shards - 1) * total // shards**2
         assert sent == {"dp": [inside, inside]}
 
@@ -125,7 +128,7 @@ def test_plain_replicas_share_updates() -> None:
     total = 4 * SIDE * SIDE * 4
     for world_size in (2, 4):
         expected = [("all_to_all", (world_size - 1) * total // world_size)]
-        assert run_ranks(count_unsharded, world_size) == [expected] * world_size
+        assert run_ranks(count_unsharded, world_size, timeout=PATIENCE) == [expected] * world_size
 
 
 def count_whole(rank: int, world_size: int) -> int:
@@ -134,8 +137,8 @@ def count_whole(rank: int, world_size: int) -> int:
 
 
 def test_whole_tensors_and_single_ranks_send_nothing() -> None:
-    assert run_ranks(count_whole, 2) == [0, 0]
-    assert run_ranks(count_unsharded, 1) == [[]]
+    assert run_ranks(count_whole, 2, timeout=PATIENCE) == [0, 0]
+    assert run_ranks(count_unsharded, 1, timeout=PATIENCE) == [[]]
 
 
 def count_outer(rank: int, world_size: int) -> tuple[list[int], int]:
@@ -146,7 +149,7 @@ def count_outer(rank: int, world_size: int) -> tuple[list[int], int]:
 
 
 def test_hfsdp_exchanges_over_both_axes_at_once() -> None:
-    for sent, total in run_ranks(count_outer, 4):
+    for sent, total in run_ranks(count_outer, 4, timeout=PATIENCE):
         assert sent == [3 * total // 16] * 2
 
 
@@ -195,11 +198,11 @@ def test_matrix_aligned_replicas_send_no_more_than_an_all_reduce() -> None:
     replicas that is what HSDP's all-reduce costs under AdamW, (R-1)/R P/N (b_g + b_p)."""
     total, shards, copies = 8 * SIDE * SIDE * 4, 2, 2
     formula = 2 * (copies - 1) * total // (copies * shards)
-    for sent in run_ranks(count_between_replicas, 4, "adamw"):
+    for sent in run_ranks(count_between_replicas, 4, "adamw", timeout=PATIENCE):
         assert sent["dp_outer"] == formula
-    for sent in run_ranks(count_between_replicas, 4, "hfsdp"):
+    for sent in run_ranks(count_between_replicas, 4, "hfsdp", timeout=PATIENCE):
         assert set(sent) == {"dp", "dp_outer"}, "no exchange over both"
         assert sent["dp_outer"] == formula
-    for sent in run_ranks(count_between_replicas, 4, "hsdp"):
+    for sent in run_ranks(count_between_replicas, 4, "hsdp", timeout=PATIENCE):
         # Rows cut, main weights on every replica: the updates come on top.
         assert sent["dp_outer"] == formula + formula // 2

@@ -19,6 +19,9 @@ from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_mo
 from tests.parity.helpers import ONE_AXIS, STRATEGIES, full_parameters
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0  # seconds, on a machine that others use too
+
 STEPS = 10
 SPLITS = {
     "layers.0.up.weight": Split.stacked(7, 13, 10),
@@ -101,13 +104,19 @@ def check_strategies(rank: int, world_size: int, names: list[str]) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ten_steps_of_every_stage_equal_the_unsharded_optimizer(world_size: int) -> None:
-    assert run_ranks(check_strategies, world_size, list(ONE_AXIS)) == [4] * world_size
+    assert (
+        run_ranks(check_strategies, world_size, list(ONE_AXIS), timeout=PATIENCE)
+        == [4] * world_size
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_steps_on_two_axes_equal_the_unsharded_optimizer(world_size: int) -> None:
     """2 x 1, 1 x 3 and 2 x 2."""
-    assert run_ranks(check_strategies, world_size, ["hsdp", "hfsdp"]) == [2] * world_size
+    assert (
+        run_ranks(check_strategies, world_size, ["hsdp", "hfsdp"], timeout=PATIENCE)
+        == [2] * world_size
+    )
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -130,7 +139,10 @@ def check_settings(rank: int, world_size: int, strategy: str) -> int:
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
 def test_settings_keep_their_bits(strategy: str) -> None:
     world_size = 2 if strategy == "zero3" else 4
-    assert run_ranks(check_settings, world_size, strategy) == [len(OPTIONS)] * world_size
+    assert (
+        run_ranks(check_settings, world_size, strategy, timeout=PATIENCE)
+        == [len(OPTIONS)] * world_size
+    )
 
 
 def check_grains(rank: int, world_size: int) -> list[int]:
@@ -148,7 +160,7 @@ def check_grains(rank: int, world_size: int) -> list[int]:
 
 
 def test_any_grain_gives_the_same_bits_and_whole_tensors_stay_where_they_are() -> None:
-    moved = run_ranks(check_grains, 3)
+    moved = run_ranks(check_grains, 3, timeout=PATIENCE)
     assert all(sum(ranks[grain] for ranks in moved) > 0 for grain in (0, 1))
     assert [ranks[2] for ranks in moved] == [0, 0, 0], "the owner of a whole tensor holds it"
 
@@ -170,7 +182,7 @@ def check_rounds(rank: int, world_size: int, strategy: str) -> int:
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
 def test_many_rounds_in_flight_give_the_same_bits(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
-    rounds = run_ranks(check_rounds, world_size, strategy)
+    rounds = run_ranks(check_rounds, world_size, strategy, timeout=PATIENCE)
     assert len(set(rounds)) == 1 and rounds[0] >= 3
 
 
@@ -198,7 +210,7 @@ def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> 
 )
 def test_every_matrix_is_orthogonalised_once(strategy: str, replicas: str, times: int) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
-    counted = run_ranks(count_products, world_size, strategy, replicas)
+    counted = run_ranks(count_products, world_size, strategy, replicas, timeout=PATIENCE)
     assert sum(counted) == times * MATRICES
     assert max(counted) < times * MATRICES, "no rank does it all"
 
@@ -250,7 +262,7 @@ def check_expert_mesh(rank: int, world_size: int) -> float:
 
 
 def test_dense_and_expert_meshes_in_one_optimizer() -> None:
-    sums = run_ranks(check_expert_mesh, 4)
+    sums = run_ranks(check_expert_mesh, 4, timeout=PATIENCE)
     assert sums[0] == sums[1] != sums[2] == sums[3]
 
 
@@ -280,4 +292,26 @@ def check_missing(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_missing_gradient_stops_nobody() -> None:
-    assert run_ranks(check_missing, 2, timeout=30) == [[], []]
+    assert run_ranks(check_missing, 2, timeout=PATIENCE) == [[], []]
+
+
+# ------------------------------------------------------------------------------ bad input
+
+
+def check_one_bad_rank(rank: int, world_size: int, strategy: str) -> str:
+    """The last rank forgot half of it; nobody waits for it."""
+    model = make_model(depth=2)
+    wrap(STRATEGIES[strategy], world_size, model)
+    last = rank == world_size - 1
+    with pytest.raises(ValueError, match="this optimizer cannot work") as caught:
+        sw.optimizer(model, matrix=settings(), elementwise=None if last else sw.adamw())
+    with pytest.raises(ValueError, match=r"sw\.Muon cannot work: group 0 has"):
+        sw.Muon([{"params": [model.layers[0].up.weight]} | ({"beta": 1} if last else {})])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+def test_what_one_rank_finds_wrong_is_raised_by_all(strategy: str) -> None:
+    world_size = 4 if strategy == "hsdp" else 2
+    messages = run_ranks(check_one_bad_rank, world_size, strategy, timeout=PATIENCE)
+    assert len(set(messages)) == 1 and "belong to no optimizer" in messages[0]
