@@ -114,6 +114,9 @@ class Watcher(Protocol):
 
     def mark(self) -> Any: ...
 
+    def begins(self, name: str) -> None:
+        """A phase of that label begins; :meth:`phase` tells when it is over."""
+
     def phase(self, name: str, begin: Any, end: Any) -> None:
         """A piece of the library's own work, by its label."""
 
@@ -154,6 +157,7 @@ def stalling(reason: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _watched_phase(who: Watcher, name: str) -> Iterator[None]:
+    who.begins(name)
     begin = who.mark()
     try:
         yield

@@ -58,7 +58,9 @@ def memory_canvas(profile: Profile) -> Canvas | None:
     peak_at, peak = max(((at, sum(held.values())) for at, held in moments), key=lambda m: m[1])
     keys = [Key(KINDS.get(kind, kind), KIND_COLOURS.get(kind, GREY)) for kind in kinds]
     about = f"peak {size_text(peak)} at {seconds_text(peak_at)} of {seconds_text(seconds)}"
-    about += "; the library's own buffers on this rank, activations are not among them"
+    if profile.get("clock") == "device":
+        about += " by the host's clock, which runs ahead of the device"
+    about += "; the library's own buffers, no activations"
     height = title_height(about, keys, WIDTH) + 300
     canvas = Canvas(WIDTH, height, f"memory by kind over one step, {about}")
     top = draw_title(canvas, "Memory over one step", about, keys)

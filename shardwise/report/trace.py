@@ -56,17 +56,22 @@ class _Recording:
         self.memory_start = ledger.snapshot()
         self.memory: list[tuple[float, str, int]] = []
         self._open_steps: list[Any] = []
+        self._open_phases: list[str] = []
         self._lock = threading.Lock()
 
     def mark(self) -> Any:
         return self.clock.mark()
 
+    def begins(self, name: str) -> None:
+        self._open_phases.append(name)
+
     def phase(self, name: str, begin: Any, end: Any) -> None:
+        self._open_phases.pop()
         self.phases.append((name, begin, end))
 
     def lane(self, lane: str, begin: Any, end: Any) -> None:
-        name = self.phases[-1][0].split(":")[0] if self.phases else ""
-        self.lanes.append((lane, name, begin, end))
+        issuer = self._open_phases[-1] if self._open_phases else "the caller"
+        self.lanes.append((lane, f"issued in '{issuer}'", begin, end))
 
     def stall(self, reason: str, begin: Any, end: Any) -> None:
         self.stalls.append((reason, begin, end))

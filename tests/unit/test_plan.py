@@ -13,6 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import layout
+from shardwise.models.config import GPTConfig
+from shardwise.models.gpt import GPT
 from shardwise.optim.newton_schulz import cost
 from shardwise.report import simulate, units
 from shardwise.report.dry_run import dry_run
@@ -94,6 +96,22 @@ def test_a_dry_run_agrees_on_what_is_kept_after_forward(reshard: bool | int) -> 
         planned = plan(small(), MESHES[strategy], strategy, **options)
         measured = dry_run(small(), MESHES[strategy], strategy, rank=63, **options)
         assert facts(measured) == facts(planned)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_dry_run_of_the_reference_model_agrees(experts: int) -> None:
+    config = GPTConfig(num_layers=3, num_experts=experts, tied=not experts)
+
+    def build() -> GPT:
+        with torch.device("meta"):
+            return GPT(config)
+
+    for strategy in ("zero1", "zero3", "hfsdp"):
+        options: dict[str, Any] = {"precision": BF16, "microbatches": 2, "optimizer": "muon"}
+        planned = plan(build(), MESHES[strategy], strategy, **options)
+        measured = dry_run(build(), MESHES[strategy], strategy, rank=5, **options)
+        assert facts(measured) == facts(planned), strategy
+        assert planned.matrices is not None and planned.matrices.num_matrices >= 3 * 5
 
 
 def test_a_dry_run_leaves_the_ledger_as_it_was() -> None:

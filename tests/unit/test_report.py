@@ -185,6 +185,24 @@ def test_the_checks_of_pictures_see_what_is_wrong() -> None:
     assert cut_off(canvas) == ["too long to fit", "below", "box at 90.0, 10.0"]
 
 
+def test_names_are_shown_as_they_are_never_run() -> None:
+    """Parameters, spans, waits and corpora are named by others."""
+    named = plan(model(), {"dp": 2}).as_dict()["shard_map"]
+    named["units"][0]["name"] = named["units"][0]["items"][0]["name"] = EVIL
+    recorded = profile()
+    recorded["spans"][0]["name"] = recorded["stalls"][0][2] = EVIL
+    run = events()
+    run[0]["corpus"]["name"] = EVIL
+    for canvas in (map_canvas(named), lanes_canvas(recorded), loss_canvas(run)):
+        assert canvas is not None
+        for standalone in (True, False):
+            text = canvas.render(standalone=standalone)
+            assert EVIL not in text and "<script" not in text
+            everything = ElementTree.fromstring(text).iter()
+            values = [value for e in everything for value in (e.text, *e.attrib.values()) if value]
+            assert any(EVIL in value for value in values), "and yet it is there to read"
+
+
 def test_labels_do_not_lie_on_each_other(drawn: dict[str, Canvas]) -> None:
     root = ElementTree.fromstring(drawn["loss"].render())
     right = [e for e in root.iter(f"{SVG}text") if float(e.attrib["x"]) > 700]
