@@ -98,10 +98,13 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
     # Rank 0 decides: files may have come or gone while the others looked.
     choice = world.together(lambda: settle(request) if world.first else None)
     settled: Settled = comm.agree(choice, world.axis)[0]
-    sinks: Sequence[Sink] = ()
-    if world.first:
-        sinks = [Console(settled.config.steps), *make_sinks(settled.folder, settled.config)]
-    trainer = Trainer(settled.config, world, settled.folder, resume=settled.checkpoint, sinks=sinks)
+    config, folder = settled.config, settled.folder
+
+    def make() -> Sequence[Sink]:
+        return [Console(config.steps), *make_sinks(folder, config)] if world.first else ()
+
+    sinks = world.together(make)
+    trainer = Trainer(config, world, folder, resume=settled.checkpoint, sinks=sinks)
     try:
         outcome = trainer.run()
     except (Exception, KeyboardInterrupt) as error:
@@ -109,7 +112,7 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
         leave(code)
         return code
     if world.first:
-        _conclude(outcome, trainer, settled.folder)
+        _conclude(outcome, trainer, folder)
     leave(0)
     return 0
 

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from shardwise.models.config import GPTConfig
+from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
+from shardwise.train.console import Console
+from shardwise.train.events import EventFile, Events, scalars
 from shardwise.train.folder import find_resume, new_folder, newest_folder
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
 
@@ -27,14 +33,14 @@ def test_a_value_of_another_version_is_named() -> None:
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(ValueError, match="steps=0.*lr=-1.*decay=2.*strategy='zero9'"):
+    with pytest.raises(ValueError, match=r"steps=0.*lr=-1.*decay=2.*strategy='zero9'"):
         TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
 
 
 def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
     config = TrainConfig(strategy="hsdp", replicas=2)
     assert config.mesh_shape(4) == {"dp_outer": 2, "dp": 2}
-    with pytest.raises(ValueError, match="3 ranks do not fall into 2 replicas.*divisor of 3"):
+    with pytest.raises(ValueError, match=r"3 ranks do not fall into 2 replicas.*divisor of 3"):
         config.mesh_shape(3)
     with pytest.raises(ValueError, match="replicas=2 belongs to hsdp"):
         dataclasses.replace(config, strategy="zero3").mesh_shape(4)
@@ -59,7 +65,7 @@ def test_learning_rates_rise_stay_and_fall() -> None:
     factors = [config.factor(step) for step in range(101)]
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[50]
     assert factors[75] == pytest.approx(0.5) and factors[100] == 0.1
-    assert all(low <= high for low, high in zip(factors[:9], factors[1:10], strict=True))
+    assert all(low <= high for low, high in itertools.pairwise(factors[:10]))
 
 
 def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
@@ -77,9 +83,9 @@ def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
         load_recipe(f"{file}:small")
     with pytest.raises(ValueError, match=r"no file .*none\.py"):
         load_recipe("none.py:large")
-    with pytest.raises(ValueError, match="'no.such.module' cannot be imported"):
+    with pytest.raises(ValueError, match=r"'no.such.module' cannot be imported"):
         load_recipe("no.such.module:large")
-    with pytest.raises(ValueError, match="no recipe 'tiny'.*default, smoke"):
+    with pytest.raises(ValueError, match=r"no recipe 'tiny'.*default, smoke"):
         load_recipe("tiny")
 
 
@@ -111,8 +117,6 @@ def test_the_newest_run_of_a_recipe_is_the_one_that_wrote_last(tmp_path: Path) -
     assert newest_folder("default", None, str(tmp_path)) is None
     older, newer = run_in(tmp_path / "default-2"), run_in(tmp_path / "default")
     run_in(tmp_path / "default_other")
-    import os
-
     os.utime(older / "events.jsonl", (1, 1))
     os.utime(newer / "events.jsonl", (2, 2))
     assert newest_folder("default", None, str(tmp_path)) == newer
@@ -135,3 +139,51 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 def test_gpt_configs_refuse_what_cannot_be_built() -> None:
     with pytest.raises(ValueError, match="dim=100"):
         TrainConfig(model=GPTConfig(dim=100, num_heads=3))
+
+
+# ------------------------------------------------------------------------------ events
+
+
+def test_events_survive_a_torn_line_and_numbers_that_json_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events([EventFile(path)])
+    events("step", step=1, loss=float("nan"), lr=[0.1, float("inf")])
+    events.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 2, "lo')  # the power went
+    events = Events([EventFile(path)])
+    events("step", step=3, loss=1.5, path=tmp_path)
+    events.close()
+    found = read_events(path)
+    assert [event["step"] for event in found] == [1, 3]
+    assert found[0]["loss"] == "nan" and found[0]["lr"] == [0.1, "inf"]
+    assert all("time" in event for event in found)
+
+
+def step_event(step: int) -> dict[str, object]:
+    figures = {"loss": 2.0, "bits_per_byte": 2.9, "grad_norm": 0.5, "tokens_per_second": 12345.0}
+    rest = {"mfu": 0.25, "memory": 3 << 29, "seconds": 0.1, "lr": [0.1], "time": 0.0}
+    return {"kind": "step", "step": step, **figures, **rest}
+
+
+def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
+    stream = io.StringIO()
+    console = Console(60, stream=stream)
+    for step in range(1, 61):
+        console.log(step_event(step))
+    console.log({"kind": "eval", "step": 60, "loss": 1.0, "bits_per_byte": 1.44})
+    console.log({"kind": "skip", "step": 61, "grad_norm": "nan", "where": ["a [b] c"]})
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 33 and "\x1b" not in stream.getvalue()
+    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  norm 0.50  12k tok/s")
+    assert "25% mfu" in lines[1] and "1.50 GiB" in lines[1] and "left" in lines[1]
+    assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
+    assert "[b]" in lines[-1], "nothing in a message is markup"
+
+
+def test_trackers_get_the_numbers() -> None:
+    found = scalars(step_event(4))
+    assert found["train/loss"] == 2.0 and "train/step" not in found and "train/lr" not in found
+    assert scalars({"kind": "eval", "step": 4, "loss": 1.0}) == {"held_out/loss": 1.0}
+    assert scalars({"kind": "save", "step": 4}) == {}
