@@ -31,7 +31,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
 from shardwise.checkpoint.loading import Checkpoint, read_whole
 from shardwise.checkpoint.state import model_key
-from shardwise.checkpoint.values import decode, dtype_name
+from shardwise.checkpoint.values import dtype_name
 from shardwise.models.config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
 
@@ -100,7 +100,7 @@ def _as_gpt(
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
     """The names and the configuration of our own models, where the checkpoint is of one."""
     path = checkpoint.path
-    described = decode(checkpoint.manifest.config or {}, str(path)).get("model")
+    described = (checkpoint.manifest.config or {}).get("model")
     if described is None:
         log.warning("%s does not say what its model is: names stay as they are", path)
         return None, None

@@ -28,12 +28,13 @@ import torch
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError
 from shardwise.checkpoint.files import File, check_name, check_size, read_listed, write_file
-from shardwise.checkpoint.values import from_bytes
+from shardwise.checkpoint.values import decode, encode, from_bytes
 
 NAME = "manifest.json"
 FORMAT = "shardwise checkpoint 1"
 METADATA, STATE = ".metadata", "state.json"
 _MAX_BYTES = 1 << 28
+_VALUES = ("config", "optimizer")  # fields that hold any values, tagged in JSON
 
 
 def rank_file(rank: int) -> str:
@@ -50,7 +51,7 @@ class Manifest:
     world_size: int
     num_tensors: int
     placements: list[str]
-    optimizer: dict[str, Any] | None  # class and defaults: the momentum convention is among them
+    optimizer: dict[str, Any] | None  # class and options: the momentum convention is among them
     config: dict[str, Any] | None
     versions: dict[str, str]
     created: str
@@ -68,6 +69,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         body = asdict(self)
+        for name in _VALUES:
+            body[name] = encode(body[name], name)
         text = json.dumps({"format": FORMAT, "sha256": _digest(body), "body": body}, indent=1)
         write_file(folder / NAME, text.encode())
 
@@ -129,13 +132,15 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
     """A sound sha256 says that the bytes are as written, not who wrote them: check the types."""
     try:
         files = tuple(File(**entry) for entry in body["files"])
-        manifest = Manifest(**{**body, "files": files})
+        values = {name: decode(body[name], str(path)) for name in _VALUES}
+        manifest = Manifest(**{**body, **values, "files": files})
         names = [check_name(file.name, str(path)) for file in files]
         sound = (
             all(type(f.size) is int and f.size >= 0 and type(f.sha256) is str for f in files)
             and all(type(n) is int for n in (manifest.sequence, manifest.world_size))
             and manifest.world_size >= 1
             and (manifest.step is None or type(manifest.step) is int)
+            and all(value is None or type(value) is dict for value in values.values())
             and len(set(names)) == len(names)
             and {METADATA, STATE, *map(rank_file, range(manifest.world_size))} <= set(names)
         )

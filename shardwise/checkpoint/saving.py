@@ -106,10 +106,9 @@ def take(
     problems = found.problems
     if not found.tensors:
         problems.append(f"{type(model).__name__} has neither parameters nor buffers")
-    encoded: dict[str, Any] = {}
     for name, value in (("extra", extra), ("config", config)):
         try:
-            encoded[name] = None if value is None else encode(dict(value), name)
+            encode(dict(value or {}), name)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -123,8 +122,8 @@ def take(
         rank_values=to_bytes(rank_values, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=state.placements_of(model),
-        optimizer=state.defaults_of(optimizer) if optimizer is not None else None,
-        config=encoded["config"],
+        optimizer=state.described(optimizer) if optimizer is not None else None,
+        config=None if config is None else dict(config),
     )
 
 

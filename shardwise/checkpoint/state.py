@@ -319,12 +319,10 @@ def as_saved(state: State, optimizer: dict[str, Any] | None) -> Any:
     return {"tied": state.tied, "extra_states": state.extra_states, "optimizer": optimizer}
 
 
-def defaults_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The class and its options, for the manifest; what JSON can't hold as text."""
-    options: dict[str, Any] = {}
-    for key, value in optimizer.defaults.items():
-        try:
-            options[key] = encode(value, key)
-        except CheckpointError:
-            options[key] = repr(value)
-    return {"class": type(optimizer).__name__, "defaults": options}
+def described(optimizer: Optimizer) -> dict[str, Any]:
+    """The class and the options of its groups, for the manifest; what JSON can't hold as text."""
+    groups = []
+    for group in optimizer.param_groups:
+        options, texts = _options(group)
+        groups.append({**options, **texts, "num_parameters": len(group["params"])})
+    return {"class": type(optimizer).__name__, "groups": groups}
