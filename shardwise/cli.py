@@ -46,6 +46,10 @@ class Train:
     precision: PrecisionName | None = None
     batch: int | None = None
     """Sequences of one step, over all ranks."""
+    lr: float | None = None
+    """Of AdamW."""
+    matrix_lr: float | None = None
+    """Of Muon."""
     seed: int | None = None
     nproc: int | None = None
     """Ranks to start on this machine (not under torchrun)."""
@@ -62,7 +66,7 @@ class Train:
     def changes(self) -> dict[str, Any]:
         """What the flags change in a configuration."""
         names = ["steps", "data", "tokenizer", "strategy", "optimizer", "precision"]
-        names += ["batch", "seed"]
+        names += ["batch", "lr", "matrix_lr", "seed"]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

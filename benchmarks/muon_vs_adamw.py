@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardwise bench muon-vs-adamw``: the same run with both optimizers, by tokens and by time.
+
+Each curve is a `shardwise train` of its own, one after another. AdamW gets several learning rates
+and is judged by its best; Muon runs at the recipe's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from benchmarks import report
+from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
+from shardwise.report.html import read_events
+from shardwise.report.sizes import count_text, seconds_text, tick_text
+from shardwise.report.svg import BLUE, GREEN, ORANGE, Canvas
+
+PANEL = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Held-out bits per byte of one run."""
+
+    name: str
+    tokens: list[float]
+    seconds: list[float]  # of training steps, evaluation and saving left out
+    bits: list[float]
+    bigram: float
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="shardwise bench muon-vs-adamw",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("recipe", nargs="?", default="default")
+    add("--steps", type=int, help="default: the recipe's")
+    add("--adamw-lr", type=float, nargs="+", default=[2e-3, 5e-3, 1e-2])
+    add("--name", help="of the result files; default: muon-vs-adamw-<recipe>")
+    add("--results", type=Path, default=report.RESULTS, help="folder for .md, .json and .svg")
+    return parser.parse_args(arguments)
+
+
+def train(name: str, words: Sequence[str], folder: Path) -> Curve:
+    command = [sys.executable, "-m", "shardwise.cli", "train", *words, "--out", str(folder)]
+    print("running", shlex.join(command[2:]), flush=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    events = read_events(folder / "events.jsonl")
+    steps = [event for event in events if event["kind"] == "step"]
+    spent = dict(
+        zip(
+            (event["step"] for event in steps),
+            accumulate(event["seconds"] for event in steps),
+            strict=True,
+        )
+    )
+    tokens = {event["step"]: event["tokens"] for event in steps}
+    scored = [event for event in events if event["kind"] == "eval"]
+    run = next(event for event in events if event["kind"] == "run")
+    return Curve(
+        name=name,
+        tokens=[tokens[event["step"]] for event in scored],
+        seconds=[spent[event["step"]] for event in scored],
+        bits=[event["bits_per_byte"] for event in scored],
+        bigram=run["corpus"]["bigram"],
+    )
+
+
+def picture(muon: Curve, adamw: Curve) -> str:
+    """Two panels, one axis of loss: against tokens, and against the time that they took."""
+    keys = [Key("Muon", BLUE), Key(adamw.name, ORANGE), Key("bigram", GREEN, dashed=True)]
+    about = f"held-out bits per byte: Muon {muon.bits[-1]:.3f}, {adamw.name} {adamw.bits[-1]:.3f}"
+    top = title_height(about, keys, WIDTH)
+    canvas = Canvas(WIDTH, top + 2 * (PANEL + 70), about)
+    draw_title(canvas, "Muon and AdamW", about, keys)
+    values = [*muon.bits, *adamw.bits, muon.bigram]
+    panels: list[tuple[Callable[[Curve], list[float]], str, Callable[[float], str]]] = [
+        (lambda curve: curve.tokens, "tokens", lambda value: tick_text(count_text(value))),
+        (lambda curve: curve.seconds, "training time", seconds_text),
+    ]
+    for number, (along, label, text) in enumerate(panels):
+        frame = draw_axes(
+            canvas,
+            top=top + number * (PANEL + 70),
+            height=PANEL,
+            x_range=(0, max(along(muon) + along(adamw))),
+            y_range=(min(values) - 0.1, max(values) + 0.1),
+            x_label=label,
+            y_label="bits per byte",
+            x_text=text,
+            y_text=lambda value: f"{value:g}",
+        )
+        level = frame.y(muon.bigram)
+        canvas.line(frame.x.begin, level, frame.x.end, level, stroke=GREEN, stroke_dasharray="6 4")
+        for curve, colour in ((adamw, ORANGE), (muon, BLUE)):
+            points = [
+                (frame.x(x), frame.y(y)) for x, y in zip(along(curve), curve.bits, strict=True)
+            ]
+            canvas.path(points, stroke=colour, stroke_width=2.2)
+            for (x, y), bits in zip(points, curve.bits, strict=True):
+                canvas.circle(x, y, 3.5, fill=colour, tip=f"{curve.name}: {bits:.3f}")
+    return canvas.render()
+
+
+def table(curves: Sequence[Curve], best: Curve) -> report.Table:
+    rows: list[report.Row] = [
+        {
+            "case": curve.name,
+            "bits": curve.bits[-1],
+            "tokens": curve.tokens[-1] / 1e6,
+            "seconds": curve.seconds[-1],
+            "there": reached(curve, best.bits[-1]),
+        }
+        for curve in curves
+    ]
+    columns = {
+        "case": ("optimizer", "s"),
+        "bits": ("held-out bits/byte", ".3f"),
+        "tokens": ("M tokens", ".2f"),
+        "seconds": ("training s", ".1f"),
+        "there": ("s to AdamW's best", ".1f"),
+    }
+    note = (
+        f"Bigram model of the same text: {best.bigram:.3f} bits/byte. *s to AdamW's best*: seconds\n"
+        f"of training until {best.bits[-1]:.3f}, along a line between evaluations; empty: never."
+    )
+    return report.Table(title="Muon and AdamW", note=note, columns=columns, rows=rows)
+
+
+def reached(curve: Curve, bits: float) -> float | None:
+    """When the curve came down to ``bits``."""
+    before: tuple[float, float] | None = None
+    for at, value in zip(curve.seconds, curve.bits, strict=True):
+        if value <= bits:
+            if before is None:
+                return at
+            share = (before[1] - bits) / (before[1] - value)
+            return before[0] + share * (at - before[0])
+        before = (at, value)
+    return None
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
+    facts = report.circumstances(arguments)
+    facts["command"] = "shardwise bench muon-vs-adamw " + shlex.join(arguments)
+    words = [options.recipe, *(["--steps", str(options.steps)] if options.steps else [])]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        muon = train("Muon", [*words, "--optimizer", "muon"], folder / "muon")
+        others = [
+            train(
+                f"AdamW, lr {lr:g}",
+                [*words, "--optimizer", "adamw", "--lr", str(lr)],
+                folder / f"adamw-{lr}",
+            )
+            for lr in options.adamw_lr
+        ]
+    best = min(others, key=lambda curve: curve.bits[-1])
+    name = options.name or f"muon-vs-adamw-{options.recipe}"
+    paths = report.write([table([muon, *others], best)], facts, name, options.results)
+    drawing = options.results / f"{name}.svg"
+    drawing.write_text(picture(muon, best))
+    print(paths[0].read_text())
+    print("written:", *paths, drawing)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
