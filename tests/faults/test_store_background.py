@@ -98,6 +98,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
     store = Store(tmp_path)
     store.save(1, model, optimizer, {"note": [1]})
     assert store.latest() is None, "not there before it is whole"
+    assert not store.idle
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(2.0)
@@ -105,6 +106,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
             state["exp_avg"].fill_(9.0)
     release.set()
     assert store.wait() == tmp_path / "step-000001" == store.latest()
+    assert store.idle
     sw.load(tmp_path / "step-000001", model, optimizer)
     assert all((parameter == 1.0).all() for parameter in model.parameters())
     assert all((state["exp_avg"] == 0).all() for state in optimizer.state.values())
