@@ -17,6 +17,7 @@ from shardwise.layout import Layout
 
 if TYPE_CHECKING:
     from shardwise.report.plan import Plan
+    from shardwise.report.units import PlannedUnit
 
 MAX_ROWS = 8
 
@@ -33,7 +34,7 @@ def shard_map(plan: Plan, max_rows: int = MAX_ROWS) -> dict[str, Any]:
         ],
         "units": [
             {
-                "name": unit.name,
+                "name": buffer_name(unit, number),
                 "count": len(unit.names),
                 "shard_size": group.layout.shard_size,
                 "itemsize": group.dtype.itemsize,
@@ -49,9 +50,15 @@ def shard_map(plan: Plan, max_rows: int = MAX_ROWS) -> dict[str, Any]:
                 ],
             }
             for unit in plan.units
-            for group in unit.groups
+            for number, group in enumerate(unit.groups)
         ],
     }
+
+
+def buffer_name(unit: PlannedUnit, number: int) -> str:
+    """A unit's name, and which of its buffers where it has several."""
+    several = f", buffer {number + 1} of {len(unit.groups)}" if len(unit.groups) > 1 else ""
+    return unit.name + several
 
 
 def chosen_shards(num_shards: int, max_rows: int) -> list[int]:
@@ -85,11 +92,11 @@ def map_text(plan: Plan, width: int = 72, max_rows: int = MAX_ROWS) -> str:
     margin = max(map(len, labels))
     lines = []
     for unit in plan.units:
-        for group in unit.groups:
+        for number, group in enumerate(unit.groups):
             layout = group.layout
             share = 100 * layout.padding / layout.numel
             lines.append(
-                f"{unit.name}: {len(layout.items)} parameters, {layout.num_shards} shards of "
+                f"{buffer_name(unit, number)}: {len(layout.items)} parameters, {layout.num_shards} shards of "
                 f"{layout.shard_size:,} elements, {share:.2f} % padding"
             )
             for position, (shard, label) in enumerate(zip(rows, labels, strict=True)):

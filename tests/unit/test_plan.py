@@ -266,6 +266,7 @@ def test_405_billion_parameters_over_4096_ranks() -> None:
     assert made.rest["main"] == 4 * made.num_elements // 4096
     assert layout._plan.cache_info().currsize > 0
     assert [unit.name for unit in made.units] == ["Llama", "blocks.0 and 125 alike"]
+    assert "blocks.0 and 125 alike, buffer 2 of 2: " in map_text(made)
     gathers = made.collectives[0]
     assert gathers.operation == "all_gather"
     json.dumps(made.as_dict())
