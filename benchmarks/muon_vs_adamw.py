@@ -132,8 +132,8 @@ def table(curves: Sequence[Curve], best: Curve) -> report.Table:
         "there": ("s to AdamW's best", ".1f"),
     }
     note = (
-        f"Bigram model of the same text: {best.bigram:.3f} bits/byte. *s to AdamW's best*: seconds\n"
-        f"of training until {best.bits[-1]:.3f}, along a line between evaluations; empty: never."
+        f"Bigram model of the same text: {best.bigram:.3f} bits/byte. *s to AdamW's best*: the\n"
+        f"seconds of training until {best.bits[-1]:.3f}, along a line between evaluations; empty: never."
     )
     return report.Table(title="Muon and AdamW", note=note, columns=columns, rows=rows)
 
