@@ -49,7 +49,7 @@ def write_report(run_directory: str | Path) -> Path:
     profile = _last(events, "profile")
     if profile is not None and profile.get("spans"):
         _write(folder / "trace.json", json.dumps(chrome_trace(profile)))
-    return _write(folder / "report.html", report_html(events))
+    return _write(folder / "report.html", report_html(events, folder.resolve().name))
 
 
 def read_events(path: Path) -> list[Event]:
@@ -71,8 +71,8 @@ def loss_svg(events: Sequence[Event]) -> str | None:
     return None if canvas is None else canvas.render()
 
 
-def report_html(events: Sequence[Event]) -> str:
-    """The whole page."""
+def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
+    """The whole page; ``name`` is for a run that has not been given one."""
     run = _last(events, "run") or {}
     plan = _last(events, "plan") or {}
     planned = plan.get("plan") or {}
@@ -89,7 +89,7 @@ def report_html(events: Sequence[Event]) -> str:
     figures = "".join(
         f"<figure>{canvas.render(standalone=False)}</figure>" for canvas in pictures if canvas
     )
-    name = str(run.get("name") or _dig(run, "config", "name") or "shardwise run")
+    name = str(run.get("name") or _dig(run, "config", "name") or name)
     about = plan_text_line(planned) if planned else ""
     sample = _last(events, "sample")
     parts = [

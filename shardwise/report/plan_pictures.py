@@ -109,7 +109,8 @@ def _draw_row(
         tip += f"{first + (high - low) * width:,} of the shard"
         colour = PALETTE[index % len(PALETTE)]
         canvas.rect(left, y, right - left, ROW, fill=colour, class_="edge", stroke_width=1, tip=tip)
-        for label in (item["name"] + rows, item["name"], item["name"].split(".")[0]):
+        short = item["name"].removesuffix(".weight")
+        for label in (item["name"] + rows, item["name"], short, short.rsplit(".", 1)[-1]):
             if text_width(label, 11) + 8 < right - left:
                 canvas.text(
                     left + 5,

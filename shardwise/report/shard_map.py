@@ -96,8 +96,9 @@ def map_text(plan: Plan, width: int = 72, max_rows: int = MAX_ROWS) -> str:
             layout = group.layout
             share = 100 * layout.padding / layout.numel
             lines.append(
-                f"{buffer_name(unit, number)}: {len(layout.items)} parameters, {layout.num_shards} shards of "
-                f"{layout.shard_size:,} elements, {share:.2f} % padding"
+                f"{buffer_name(unit, number)}: {len(layout.items)} parameters, "
+                f"{layout.num_shards} shards of {layout.shard_size:,} elements, "
+                f"{share:.2f} % padding"
             )
             for position, (shard, label) in enumerate(zip(rows, labels, strict=True)):
                 if position and shard != rows[position - 1] + 1:
