@@ -164,9 +164,12 @@ def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.d
     """The definition: what the planes say, rounded to ``dtype`` (to bf16: exact)."""
     rows, columns = codes.shape
     high, wide = block
-    blocks = codes.view(torch.float8_e4m3fn).view(rows // high, high, columns // wide, wide)
-    factors = powers(scales)[:, None, :, None]
-    return (blocks.float() * factors).to(dtype).view(rows, columns)
+    # Looked up: four times as fast as torch's cast on a CPU.
+    every = torch.arange(256, dtype=torch.uint8, device=codes.device)
+    table = every.view(torch.float8_e4m3fn).float()
+    values = torch.index_select(table, 0, codes.reshape(-1).int())
+    blocks = values.view(rows // high, high, columns // wide, wide)
+    return (blocks * powers(scales)[:, None, :, None]).to(dtype).view(rows, columns)
 
 
 # ----------------------------------------------------------------------------------- the two verbs
