@@ -189,3 +189,42 @@ def check_nothing_twice(rank: int, world_size: int) -> list[int]:
 
 def test_weights_are_gathered_once_after_a_step() -> None:
     assert run_ranks(check_nothing_twice, 2) == [[5, 0, 5, 0]] * 2
+
+
+# ------------------------------------------------------------------------------ where
+
+
+def check_owners(rank: int, world_size: int) -> tuple[int, int]:
+    """The report's owners are the layout's; parameters are views of their buckets, nothing else."""
+    model = make(world_size)
+    groups = model._shardwise_unit.groups
+    holders = {
+        item.name: (str(group.layout.holders(index)[0]),)
+        for group in groups
+        for index, item in enumerate(group.items)
+        if item.grain == sw.TENSOR
+    }
+    report = sw.routing_report(model)
+    owners = {row.name: row.owners for row in report.rows if row.optimizer == "muon"}
+    assert owners == holders
+    views = 0
+
+    def look(module: Any, args: Any) -> None:
+        nonlocal views
+        for parameter in module.parameters():
+            first, size = parameter.data_ptr(), parameter.element_size()
+            views += any(
+                group.whole.flat.data_ptr() <= first
+                and first + parameter.numel() * size
+                <= group.whole.flat.data_ptr() + group.whole.block.nbytes
+                for group in groups
+            )
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(look)
+    model(tokens(0, 0, rank, world_size))
+    return len(owners), views
+
+
+def test_owners_are_the_layouts_and_parameters_are_views() -> None:
+    assert run_ranks(check_owners, 2) == [(2 * DEPTH, 6 * DEPTH)] * 2

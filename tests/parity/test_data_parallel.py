@@ -295,6 +295,12 @@ def check_experts(rank: int, world_size: int) -> int:
         weights = dict(plain.named_parameters())
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), weights[name]), "no rank lost its experts"
+    model.double()  # new buffers: the divisor stays
+    model.zero_grad()
+    model(batch(rank).double()).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        expected = (sum(grads[name]) / world_size).double()
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=0, atol=1e-6)
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
     with sw.comm.record() as calls:
         optimizer.step()
