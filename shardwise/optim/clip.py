@@ -5,8 +5,9 @@
     all homes   added up, root taken
 
 Replicas hold the same gradients, so they are not added; ranks that hold different pieces are, each
-once. The sums are float64: the norm, and with it the clipped gradient, is then the same float32
-whatever the sharding. A NaN or an infinity anywhere makes the norm so on every rank.
+once. So are ranks outside a parameter's mesh: they hold other experts. The sums are float64: the
+norm, and with it the clipped gradient, is then the same float32 whatever the sharding. A NaN or an
+infinity anywhere makes the norm so on every rank.
 """
 
 from __future__ import annotations
@@ -67,9 +68,15 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
             members.append(local_of(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
+    widest = max((home for home, _ in homes.values()), key=_num_ranks, default=None)
     for home, members in homes.values():
         value = _partial(members, norm_type, device)
-        for axis in home.axes:
+        axes = home.axes
+        if widest is not None and 0 < _num_ranks(home) < _num_ranks(widest):
+            # An expert mesh: everybody adds its part of its experts, copies sharing theirs.
+            axes = widest.every_axis
+            value = value if largest else value / home.num_replicas
+        for axis in axes:
             # A maximum of gathered values: NCCL's own drops a NaN.
             if largest:
                 gathered = value.new_empty(axis.size)
@@ -81,6 +88,10 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
                 value = value.view(())
         total = torch.maximum(total, value) if largest else total + value
     return (total if largest else total.pow(1.0 / norm_type)).float()
+
+
+def _num_ranks(home: Home) -> int:
+    return math.prod(home.sizes) if home.mesh is not None else 0
 
 
 def _partial(members: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -97,6 +97,12 @@ class Home:
         triples = zip(comm.mesh_axes(self.mesh), self.sharded, cut, strict=True)
         return tuple(a for a, sharded, block in triples if (sharded or block) and a.size > 1)
 
+    @property
+    def every_axis(self) -> tuple[comm.Axis, ...]:
+        """All axes of the mesh that have several ranks, outer to inner."""
+        axes = comm.mesh_axes(self.mesh) if self.mesh is not None else ()
+        return tuple(axis for axis in axes if axis.size > 1)
+
     def _joint(self, chosen: tuple[bool, ...]) -> comm.Axis | None:
         if self.mesh is None or not any(chosen):
             return None

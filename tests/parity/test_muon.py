@@ -261,6 +261,34 @@ def check_expert_mesh(rank: int, world_size: int) -> float:
     return models[0].experts.weight.full_tensor().sum().item()
 
 
+def check_expert_norm(rank: int, world_size: int, kind: float, placements: str) -> float:
+    """Every expert counts once, wherever it is, and all ranks clip alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    seed = mesh.get_local_rank("ep")
+    model = TwoMeshes(seed)
+    sw.fully_shard(model.experts, mesh=mesh["dp"], placements=STRATEGIES[placements])
+    sw.fully_shard(model, mesh=mesh_of(4), placements=sw.zero(3))
+    optimizer = sw.optimizer(model, matrix=settings(), elementwise=sw.adamw())
+    fulls = [torch.full((2, 5, 7), 1.0 + expert) for expert in range(2)]  # by expert-parallel rank
+    for name, parameter in model.named_parameters():
+        full = fulls[seed] if "experts" in name else torch.full(parameter.shape, 0.5)
+        parameter.grad = torch.zeros_like(parameter).copy_(full)
+    everything = [one.flatten() for one in fulls] + [torch.full((6 * 9 + 9,), 0.5)]
+    expected = torch.linalg.vector_norm(torch.cat(everything), kind)
+    norm = optimizer.clip_grad_norm(1.0, norm_type=kind)
+    torch.testing.assert_close(norm, expected)
+    dense = model.dense.weight.grad.full_tensor()
+    torch.testing.assert_close(dense, torch.full((9, 6), 0.5 / expected.item()))
+    return norm.item()
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")], ids=str)
+@pytest.mark.parametrize("placements", ["zero3", "zero0"])
+def test_one_norm_over_dense_and_expert_meshes(kind: float, placements: str) -> None:
+    norms = run_ranks(check_expert_norm, 4, kind, placements, timeout=PATIENCE)
+    assert len(set(norms)) == 1
+
+
 def test_dense_and_expert_meshes_in_one_optimizer() -> None:
     sums = run_ranks(check_expert_mesh, 4, timeout=PATIENCE)
     assert sums[0] == sums[1] != sums[2] == sums[3]
