@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import shardwise as sw
 from shardwise import comm
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
@@ -196,3 +198,103 @@ def capped(rank: int, world_size: int) -> None:
 
 def test_capacity_over_ranks() -> None:
     run_ranks(capped, 4)
+
+
+# ------------------------------------------------------------------------------ under strategies
+
+
+class Net(nn.Module):
+    """A linear, experts, a linear."""
+
+    def __init__(self, axis: comm.Axis | None = None, **layer: Any) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.before = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = build(axis, {"balance_loss": 0.1}, **layer)
+        torch.manual_seed(12)
+        self.after = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, routes = self.moe(self.before(x))
+        return self.after(x + mixed), routes.loss
+
+
+def loss_of(net: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    out, balance = net(x)
+    return (out - target).square().sum() / len(x) + balance
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[no-any-return]
+
+
+def sharded(rank: int, world_size: int, strategy: str, layer: dict[str, Any]) -> None:
+    """Data parallel alone: every rank has all experts, cut by the strategy."""
+    net, plain = Net(**layer), Net(**layer)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    placements = sw.zero(int(strategy[-1]))
+    sw.fully_shard(net.moe.experts, mesh=mesh, placements=placements)
+    sw.fully_shard(net, mesh=mesh, placements=placements)
+    x, target = batch(world_size)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (net, plain)]
+    for _ in range(2):
+        for micro in range(2):
+            net.set_is_last_backward(micro == 1)  # type: ignore[operator]
+            parts = slice(rank * TOKENS, (rank + 1) * TOKENS)
+            loss_of(net, x[parts] + micro, target[parts]).backward()
+            for other in range(world_size):
+                parts = slice(other * TOKENS, (other + 1) * TOKENS)
+                (loss_of(plain, x[parts] + micro, target[parts]) / world_size).backward()
+        named = dict(net.named_parameters())
+        assert len(named) == len(list(plain.parameters()))
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(
+                whole_gradient(named[name]), parameter.grad, rtol=1e-4, atol=1e-5, msg=name
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+def test_experts_train_under_strategies(strategy: str, layout: str) -> None:
+    run_ranks(sharded, 2, strategy, {"weight_layout": layout})
+
+
+def spread_and_sharded(rank: int, world_size: int, delay: bool) -> None:
+    """2 x 2 ranks: experts over ``ep``, each cut over the two ranks of ``dp`` that hold it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    axis = comm.as_axis(mesh.get_group("ep"), "ep")
+    net = Net(axis, delay_weight_gradient=delay)
+    plain = Net()
+    sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=sw.zero(3))
+    net.moe.experts.set_gradient_divide_factor(net.moe.gradient_divisor(world_size))  # type: ignore[operator]
+    everybody = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    sw.fully_shard(net, mesh=everybody, placements=sw.zero(3))
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    loss_of(net, x[mine], target[mine]).backward()
+    # The balance loss counts shares over ``ep``; so does the truth, pair by pair.
+    for pair in range(2):
+        both = slice(2 * pair * TOKENS, 2 * (pair + 1) * TOKENS)
+        (loss_of(plain, x[both], target[both]) / 2).backward()
+    first = net.moe.first_expert
+    truth = dict(plain.named_parameters())
+    compared = 0
+    for name, parameter in net.named_parameters():
+        want = truth[name].grad
+        assert want is not None
+        if name.startswith("moe.experts."):
+            want = want[first : first + EXPERTS // 2]
+        torch.testing.assert_close(whole_gradient(parameter), want, rtol=1e-4, atol=1e-5, msg=name)
+        compared += 1
+    assert compared == len(truth) == 9
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_experts_spread_over_one_axis_and_sharded_over_another(delay: bool) -> None:
+    run_ranks(spread_and_sharded, 4, delay)
