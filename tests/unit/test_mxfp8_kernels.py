@@ -58,14 +58,21 @@ def test_in_the_interpreter() -> None:
     assert " passed, 1 skipped" in done.stdout, done.stdout[-500:]
 
 
+def guarded(like: Tensor) -> Tensor:
+    """Memory of this shape, with more behind it that nobody may write to."""
+    return torch.full((like.numel() + 8192,), 0xAB, dtype=torch.uint8)[: like.numel()].view_as(like)
+
+
 def check(x: Tensor, blocks: tuple[Block, ...], rounding: Rounding, strips: int = 4) -> None:
     tile = kernels.Tile(strips=strips, warps=4)
     planes = empty_planes(x.shape, blocks, "cpu")
-    for plane in planes:
-        plane.codes.fill_(0xAB)
-        plane.scales.fill_(0xAB)
-    by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
+    by_block = {plane.block: (guarded(plane.codes), guarded(plane.scales)) for plane in planes}
     kernels.encode(x, by_block, rceil=rounding == "rceil", native=False, tile=tile)
+    for plane in planes:
+        for target, memory in zip((plane.codes, plane.scales), by_block[plane.block], strict=True):
+            whole = memory._base
+            assert whole is not None and (whole[memory.numel() :] == 0xAB).all()  # and no further
+            target.copy_(memory)
     for plane in planes:
         codes, scales = encode_reference(x, plane.block, rounding)
         assert torch.equal(plane.scales, scales), plane.block
