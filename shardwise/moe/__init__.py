@@ -11,3 +11,35 @@ delayed         weight gradients later than those of the inputs
 keys            names of expert weights in state dicts
 layer           all of it as one module
 """
+
+from __future__ import annotations
+
+from shardwise.moe.activation import (
+    Activation,
+    clamped_quick_geglu,
+    clamped_swiglu,
+    convert_gate_up,
+    squared_relu,
+    swiglu,
+)
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.keys import declare_gate_up
+from shardwise.moe.layer import MixtureOfExperts
+from shardwise.moe.router import Router, Routes, Routing
+
+__all__ = [
+    "Activation",
+    "GroupedLinear",
+    "GroupedMLP",
+    "MixtureOfExperts",
+    "Router",
+    "Routes",
+    "Routing",
+    "clamped_quick_geglu",
+    "clamped_swiglu",
+    "convert_gate_up",
+    "declare_gate_up",
+    "squared_relu",
+    "swiglu",
+]

@@ -21,7 +21,7 @@ known to the host: that is the one wait here, and only where experts are spread.
 Within an expert, rows stand in the order of ranks and tokens: the order that one rank with the
 whole batch would have.
 """
-# mypy: allow-untyped-calls
+# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shardwise import comm
 from shardwise.moe.router import Routes
@@ -214,6 +215,7 @@ class _TakeOff(torch.autograd.Function):
         return flight.start(source, flight.sizes, flight.out_sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return ctx.flight.wait(), None  # not ``grad``: that has only marked the way
 
@@ -230,6 +232,7 @@ class _Land(torch.autograd.Function):
         return arrived.view_as(arrived)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         flight: _Flight = ctx.flight
         flight.start(grad, flight.out_sizes, flight.sizes)

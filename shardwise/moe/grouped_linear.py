@@ -13,7 +13,7 @@ A state dict in the other layout is taken as well (``moe/keys.py``). The order o
 rows of a first linear is part of the state dict: one in another order is converted, one that does
 not say is refused.
 """
-# mypy: allow-untyped-calls
+# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
@@ -248,6 +249,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, ends, *_ = ctx.saved_tensors
         bundles, products = ctx.bundles, ctx.products

@@ -12,7 +12,7 @@
 makes it again. The module is one autograd node whichever path computes it, over the Parameter
 objects that its two linears have at that moment.
 """
-# mypy: allow-untyped-calls
+# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shardwise.moe.activation import Activation
 from shardwise.moe.delayed import DelayedGradients
@@ -198,6 +199,7 @@ class _MLP(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, z, p, ends, *_ = ctx.saved_tensors
         spec: _Spec = ctx.spec
