@@ -24,6 +24,7 @@ from shardwise.optim.sharded import optimizer
 from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.fully_shard import fully_shard
@@ -62,6 +63,7 @@ __all__ = [
     "muon",
     "optimizer",
     "parameter_norms",
+    "plan",
     "register_fsdp_forward_method",
     "route",
     "routing_report",

@@ -98,9 +98,9 @@ def test_a_dry_run_agrees_on_what_is_kept_after_forward(reshard: bool | int) -> 
         assert facts(measured) == facts(planned)
 
 
-@pytest.mark.parametrize("experts", [0, 4])
-def test_a_dry_run_of_the_reference_model_agrees(experts: int) -> None:
-    config = GPTConfig(num_layers=3, num_experts=experts, tied=not experts)
+@pytest.mark.parametrize(("experts", "recompute"), [(0, "none"), (4, "none"), (0, "block")])
+def test_a_dry_run_of_the_reference_model_agrees(experts: int, recompute: Any) -> None:
+    config = GPTConfig(num_layers=3, num_experts=experts, tied=not experts, recompute=recompute)
 
     def build() -> GPT:
         with torch.device("meta"):
