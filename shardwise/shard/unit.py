@@ -327,7 +327,7 @@ class Unit:
         if self.release_after_backward:
             self._release()
         self._open_calls.clear()
-        # torch's checkpoint stops a recomputation once it has what it needs: its forward never ends.
+        # torch's checkpoint stops a recomputation once it has all: that forward never ends.
         self._running.clear()
         self._go(Phase.RESTING)
         if any(group.trainable for group in self.groups):
