@@ -133,7 +133,7 @@ def table(curves: Sequence[Curve], best: Curve) -> report.Table:
     }
     note = (
         f"Bigram model of the same text: {best.bigram:.3f} bits/byte. *s to AdamW's best*: the\n"
-        f"seconds of training until {best.bits[-1]:.3f}, along a line between evaluations; empty: never."
+        f"seconds of training until {best.bits[-1]:.3f}, on a line between evaluations."
     )
     return report.Table(title="Muon and AdamW", note=note, columns=columns, rows=rows)
 
