@@ -23,13 +23,14 @@ from shardwise.moe.activation import (
     swiglu,
 )
 from shardwise.moe.grouped_linear import GroupedLinear
-from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
 from shardwise.moe.keys import declare_gate_up
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Router, Routes, Routing
 
 __all__ = [
     "Activation",
+    "FullPrecision",
     "GroupedLinear",
     "GroupedMLP",
     "MixtureOfExperts",

@@ -47,6 +47,16 @@ from shardwise.moe.products import (
 from shardwise.moe.weights import ExpertTensor
 
 
+class FullPrecision:
+    """A tensor that no precision policy casts on its way into a module: router weights are fp32
+    whatever the rows are, and a wrapper casts only what it finds among the inputs."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
 class GroupedMLP(nn.Module):
     """``num_experts`` feed-forwards of ``hidden -> width -> hidden`` on rows sorted by expert.
 
@@ -114,14 +124,15 @@ class GroupedMLP(nn.Module):
         self._chosen = None
         return super()._apply(fn, recurse)
 
-    def forward(self, x: Tensor, ends: Tensor, p: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
+        p = p.value if isinstance(p, FullPrecision) else p
         check_rows(x, self.hidden)
         check_ends(ends, self.num_experts, len(x))
         if p.shape != (len(x),) or p.dtype != torch.float32:
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
-                f"torch.float32, one per row"
+                f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
         self._run_inner_hooks()
         bundles = self._bundles()

@@ -20,7 +20,7 @@ from shardwise import comm
 from shardwise.moe.activation import Activation
 from shardwise.moe.dispatch import Dispatcher, check_axis, plan_dispatch
 from shardwise.moe.grouped_linear import LayoutName
-from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
 from shardwise.moe.products import PathName
 from shardwise.moe.router import Router, Routes, Routing
 
@@ -81,7 +81,8 @@ class MixtureOfExperts(nn.Module):
         beside = None if self.shared is None else self.shared(tokens)
         delayed = self.axis is not None and self.experts.delay_weight_gradient
         rows, weights = arrival.wait(self.experts.backward_dw if delayed else None)
-        mixed = self._dispatcher.collect(self.experts(rows, plan.ends, weights), plan)
+        rows = self.experts(rows, plan.ends, FullPrecision(weights))
+        mixed = self._dispatcher.collect(rows, plan)
         if beside is not None:
             mixed = mixed + beside
         return mixed.view_as(hidden), routes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from shardwise import comm
@@ -298,3 +299,28 @@ def spread_and_sharded(rank: int, world_size: int, delay: bool) -> None:
 @pytest.mark.parametrize("delay", [False, True])
 def test_experts_spread_over_one_axis_and_sharded_over_another(delay: bool) -> None:
     run_ranks(spread_and_sharded, 4, delay)
+
+
+def in_bf16(rank: int, world_size: int) -> None:
+    """A precision policy casts rows and weights; router weights stay fp32, gradients too."""
+    net, plain = Net(), Net().bfloat16()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (net.moe.experts, net):
+        sw.fully_shard(module, mesh=mesh, placements=sw.zero(3), mp_policy=policy)
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    loss_of(net, x[mine], target[mine]).backward()
+    for other in range(world_size):
+        parts = slice(other * TOKENS, (other + 1) * TOKENS)
+        (loss_of(plain, x[parts].bfloat16(), target[parts]) / world_size).backward()
+    named = dict(net.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        got, want = whole_gradient(named[name]), parameter.grad.float()
+        assert got.dtype == torch.float32
+        assert (got - want).norm() < 2e-2 * want.norm(), name
+
+
+def test_experts_under_a_precision_policy() -> None:
+    run_ranks(in_bf16, 2)
