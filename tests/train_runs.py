@@ -51,7 +51,13 @@ def make_world(rank: int, world_size: int) -> World:
 
 
 def make_trainer(
-    rank: int, world_size: int, folder: str, resume: str | None = None, **changes: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    resume: str | None = None,
+    *,
+    or_older: bool = False,
+    **changes: Any,
 ) -> Trainer:
     config = dataclasses.replace(TINY, **changes)
     path = Path(folder)
@@ -60,6 +66,7 @@ def make_trainer(
         make_world(rank, world_size),
         path,
         resume=None if resume is None else Path(resume),
+        or_older=or_older,
     )
 
 

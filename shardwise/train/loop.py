@@ -9,6 +9,7 @@ that a rank decides is decided from those, so that no rank ever goes on alone.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.checkpoint import SaveError, Store, load
+from shardwise.checkpoint import DamagedError, SaveError, Store, load
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
 from shardwise.report.compare import plan_event
@@ -34,6 +35,8 @@ from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
 from shardwise.train.guard import Guard, Skips
 from shardwise.train.speed import Speed
 from shardwise.train.world import World
+
+logger = logging.getLogger(__name__)
 
 PROMPT = "def "
 
@@ -57,6 +60,7 @@ class Trainer:
         folder: Path,
         *,
         resume: Path | None = None,
+        or_older: bool = False,
         sinks: Iterable[Sink] = (),
     ) -> None:
         if config.deterministic:
@@ -75,7 +79,7 @@ class Trainer:
             timeout=self.config.timeout,
         )
         if resume is not None:
-            self._restore(load(resume, self.parts.model, self.parts.optimizer))
+            resume = self._restore(resume, or_older)
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: SaveError | None = None  # why the last save failed
         self.events = Events()
@@ -229,11 +233,24 @@ class Trainer:
         self._unsaved = error
         self.events("warning", text=f"not saved: {error}")
 
-    def _restore(self, extra: dict[str, Any]) -> None:
-        self.step = extra["step"]
-        self.parts.scheduler.load_state_dict(extra["scheduler"])
-        self.parts.sampler.load_state_dict(extra["data"])
-        self.skips.total = extra["skipped"]
+    def _restore(self, path: Path, or_older: bool) -> Path:
+        """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""
+        mine = [known for known in self.store.checkpoints() if known != path.absolute()]
+        older: list[Path] = comm.agree(mine, self.world.axis)[0]
+        for candidate in [path, *(reversed(older) if or_older else ())]:
+            try:
+                extra = load(candidate, self.parts.model, self.parts.optimizer)
+            except DamagedError as error:
+                if not (or_older and older):
+                    raise
+                logger.error("%s is damaged and passed over: %s", candidate, error)
+                continue
+            self.step = extra["step"]
+            self.parts.scheduler.load_state_dict(extra["scheduler"])
+            self.parts.sampler.load_state_dict(extra["data"])
+            self.skips.total = extra["skipped"]
+            return candidate
+        raise DamagedError(f"no checkpoint in {self.store.root} is sound; start the run anew")
 
     def sample(self) -> None:
         """Text that the model writes; all ranks take part."""

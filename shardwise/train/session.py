@@ -54,6 +54,7 @@ class Settled:
     config: TrainConfig
     folder: Path
     checkpoint: Path | None
+    or_older: bool = False  # whether an older one will do if it is damaged
 
 
 def settle(request: Request) -> Settled:
@@ -67,7 +68,8 @@ def settle(request: Request) -> Settled:
         return Settled(config=config, folder=folder, checkpoint=None)
     folder, checkpoint = find_resume(request.recipe, request.out, request.resume)
     config = dataclasses.replace(saved_config(checkpoint), **request.changes)
-    return Settled(config=config, folder=folder, checkpoint=checkpoint)
+    newest = request.resume == LATEST
+    return Settled(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
 
 
 def _after_a_failure(request: Request) -> Settled:
@@ -104,7 +106,14 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
         return [Console(config.steps), *make_sinks(folder, config)] if world.first else ()
 
     sinks = world.together(make)
-    trainer = Trainer(config, world, folder, resume=settled.checkpoint, sinks=sinks)
+    trainer = Trainer(
+        config,
+        world,
+        folder,
+        resume=settled.checkpoint,
+        or_older=settled.or_older,
+        sinks=sinks,
+    )
     try:
         outcome = trainer.run()
     except (Exception, KeyboardInterrupt) as error:

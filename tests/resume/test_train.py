@@ -131,3 +131,27 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
     other.write_text("something else entirely. " * 400)
     said = run_ranks(refuse, 2, str(tmp_path / "c"), path, {"data": str(other)})
     assert "other data" in said[0]
+
+
+def older_one(rank: int, world_size: int, folder: str, path: str, data: str, older: bool) -> Any:
+    try:
+        trainer = make_trainer(rank, world_size, folder, path, or_older=older, data=data)
+    except ValueError as error:
+        return str(error)
+    return trainer.step
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
+    tmp_path: Path,
+) -> None:
+    data = write_text(tmp_path)
+    run = tmp_path / "run"
+    run_ranks(straight, 2, str(run), {"data": data})
+    newest = run / "checkpoints" / "step-000008"
+    shard = newest / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert run_ranks(older_one, 2, str(run), str(newest), data, True) == [4, 4]
+    said = run_ranks(older_one, 2, str(run), str(newest), data, False)
+    assert all("__1_0.distcp" in text for text in said), "asked for by name, it is refused by name"
