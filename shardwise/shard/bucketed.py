@@ -113,6 +113,9 @@ class BucketedUnit(Unit):
             self._reduce_next()
 
     def rest(self) -> None:
+        if self._runtime is not None:
+            for group in self.groups:  # messages under way cannot be called back
+                group.wait(self.runtime)
         super().rest()
         self._next = 0
 

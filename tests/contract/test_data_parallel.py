@@ -385,6 +385,9 @@ def check_refusals(rank: int, world_size: int) -> dict[str, str]:
     }
     found = {name: raised(call, ValueError) for name, call in calls.items()}
     found["reader"] = raised(lambda: reader(vectors(rank)), Exception)
+    pending = [group.pending for group in reader._shardwise_unit.groups]
+    reader.reset_iter_state()  # as after any exception: what is under way arrives
+    assert any(pending) and not any(group.pending for group in reader._shardwise_unit.groups)
     return found
 
 
