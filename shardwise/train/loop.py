@@ -236,12 +236,13 @@ class Trainer:
     def _restore(self, path: Path, or_older: bool) -> Path:
         """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""
         mine = [known for known in self.store.checkpoints() if known != path.absolute()]
-        older: list[Path] = comm.agree(mine, self.world.axis)[0]
-        for candidate in [path, *(reversed(older) if or_older else ())]:
+        older: list[Path] = comm.agree(mine, self.world.axis)[0] if or_older else []
+        candidates = [path, *reversed(older)]
+        for candidate in candidates:
             try:
                 extra = load(candidate, self.parts.model, self.parts.optimizer)
             except DamagedError as error:
-                if not (or_older and older):
+                if candidate == candidates[-1]:
                     raise
                 logger.error("%s is damaged and passed over: %s", candidate, error)
                 continue
@@ -250,7 +251,7 @@ class Trainer:
             self.parts.sampler.load_state_dict(extra["data"])
             self.skips.total = extra["skipped"]
             return candidate
-        raise DamagedError(f"no checkpoint in {self.store.root} is sound; start the run anew")
+        raise AssertionError("the last candidate was loaded, or raised")
 
     def sample(self) -> None:
         """Text that the model writes; all ranks take part."""
