@@ -83,10 +83,14 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
 
 
 def _explain(error: object) -> int:
-    """One line for a rank that could not speak for itself; the exit code of the first to fail."""
+    """One line for a rank that could not speak for itself; the exit code of the first to fail.
+
+    A killed rank comes first: when the others notice, the clock may still show the same second.
+    """
     failures = getattr(error, "failures", {})
     code = 1
-    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)[:1]:
+    order = sorted(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+    for rank, failure in order[:1]:
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
