@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.placements import Placements
-from shardwise.report.plan import STRATEGIES, as_placements, plan, strategy_name
+from shardwise.placements import STRATEGIES, Placements
+from shardwise.report.plan import as_placements, plan, strategy_name
 from shardwise.report.plan_pictures import bars_of
 
 

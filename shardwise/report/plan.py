@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import Placements, hfsdp, hsdp, shard_range, zero
+from shardwise.placements import STRATEGIES, Placements, shard_range
 from shardwise.precision import Precision
 from shardwise.report.exchange import Orthogonalisation, orthogonalisation
 from shardwise.report.footprint import Mesh
@@ -40,8 +40,6 @@ from shardwise.report.units import (
 )
 from shardwise.shard.find import GrainChoice
 
-STRATEGIES: dict[str, Placements] = {f"zero{stage}": zero(stage) for stage in range(4)}
-STRATEGIES |= {"hsdp": hsdp(), "hfsdp": hfsdp()}
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
 OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import comm
 from shardwise.optim.routing import routes_of
-from shardwise.placements import REPLICATE, SHARD
+from shardwise.placements import REPLICATE, SHARD, STRATEGIES
 from shardwise.report.exchange import exchange_calls, owners_of
-from shardwise.report.plan import STRATEGIES, Plan, plan
+from shardwise.report.plan import Plan, plan
 from shardwise.report.units import lay_out, owners, places
 from shardwise.shard.find import wrap_units
 from tests.memory.helpers import Books
