@@ -9,6 +9,8 @@ PIP_FLAGS ?=
 TRAIN_FLAGS ?=
 # More for pytest, for example `make pytest PYTEST_FLAGS="-x tests/unit"`.
 PYTEST_FLAGS ?=
+# Test files run at the same time; each worker has ranks of its own.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # One thread per rank: two ranks with a pool of threads each fight over the same cores.
@@ -51,7 +53,7 @@ contracts: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/.installed
-	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.fsdp
