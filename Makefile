@@ -30,6 +30,11 @@ help:
 # An environment that somebody else made is completed, not replaced.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	touch $@
+
+# The tools, and triton for its interpreter (a large wheel): what training does not need.
+$(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -38,21 +43,21 @@ train: $(VENV)/.installed
 
 test: lint types contracts pytest
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
-format: $(VENV)/.installed
+format: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-types: $(VENV)/.installed
+types: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 
-contracts: $(VENV)/.installed
+contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
-pytest: $(VENV)/.installed
+pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
 
 bench: $(VENV)/.installed
