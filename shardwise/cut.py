@@ -15,6 +15,7 @@ run over the sharded axes alone: ranks of a replicated axis hold the same bytes 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -32,9 +33,18 @@ from shardwise.placements import REPLICATE, SHARD, shard_range
 
 @dataclass(eq=False)
 class Version:
-    """Counts the writes to a buffer that went through its ShardedTensors."""
+    """Counts the writes to a buffer that went through its ShardedTensors.
+
+    ``settled`` is told when an optimizer has written all that it will write in this step, on every
+    rank in the same order: whoever wants the new weights early may begin to gather them.
+    """
 
     count: int = 0
+    settled: Callable[[], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Version:
+        copied = memo[id(self)] = Version(self.count)  # nobody has asked about the copy
+        return copied
 
 
 class Rows(Shard):
@@ -278,15 +288,20 @@ class Cut:
             comm.all_reduce(words, axis).wait()
         return full
 
-    def reduce(self, values: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
-        """Every rank's ``values`` (one dimension) made one (collective over the sharded axes).
+    def reduce(
+        self, values: Tensor, op: Literal["sum", "max", "min"], *, everywhere: bool = False
+    ) -> Tensor:
+        """Every rank's ``values`` (one dimension) made one (collective over the sharded axes, or
+        over all of them).
 
         A maximum is taken of gathered values: NCCL's own drops a NaN, torch's keeps it.
         """
-        if values.is_meta or not self.axes:
+        axes = [axis for axis in comm.mesh_axes(self.mesh) if axis.size > 1]
+        axes = axes if everywhere else list(self.axes)
+        if values.is_meta or not axes:
             return values
         result = values.to(self.mesh.device_type)
-        for axis in self.axes:
+        for axis in axes:
             if op == "sum":
                 comm.all_reduce(result, axis).wait()
             else:

@@ -387,14 +387,23 @@ class Operations:
         return tensor.full_tensor().item()
 
     def _unscale(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Unscale local gradients; an inf on one rank stops the step on all of them."""
+        """Unscale local gradients; an inf on one rank stops the step on all of them.
+
+        Those of an expert mesh are some of the ranks. The widest mesh of the list has all: there
+        the others learn of it, who hold other experts.
+        """
         tensors, found_inf, *rest = args
         locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
         self._written(*tensors)
         # One collective per kind of cut, in order of first appearance.
-        for cut in {(cut.mesh, cut.sharded): cut for cut in self._cuts(list(tensors))}.values():
-            found_inf.copy_(cut.reduce(found_inf.reshape(1), "max").view_as(found_inf))
+        cuts = {(cut.mesh, cut.sharded): cut for cut in self._cuts(list(tensors))}.values()
+        widest = max(cuts, key=lambda cut: cut.mesh.size())
+        for cut in cuts:
+            within = cut.mesh.size() < widest.mesh.size()
+            over = widest if within else cut
+            value = over.reduce(found_inf.reshape(1), "max", everywhere=within)
+            found_inf.copy_(value.view_as(found_inf))
 
 
 def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:

@@ -10,7 +10,7 @@ Momentum stays with the weight's pieces, so it is saved and resharded like any o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise import comm
 from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
-from shardwise.optim.newton_schulz import cost, newton_schulz, preset_of
+from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import Home, block_shape, home_of, like, local_of, pieces_of
 from shardwise.optim.tensor_parallel import Blocks
@@ -41,8 +42,22 @@ def new_state(parameter: Tensor) -> dict[str, Any]:
     return {"momentum_buffer": like(parameter)}
 
 
-def freight(matrices: Sequence[Matrix]) -> list[Freight]:
-    """The parcels of parameters of one home, in order."""
+def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -> bool:
+    """Whether kernels serve on every rank of the axes, so that all weigh by what was measured.
+
+    Collective on GPUs, of which a cluster may have several kinds.
+    """
+    if device.type != "cuda":
+        return False
+    served = has_kernels(device)
+    for axis in axes:
+        if axis is not None:
+            served = all(comm.agree(served, axis))
+    return served
+
+
+def freight(matrices: Sequence[Matrix], *, measured: bool) -> list[Freight]:
+    """The parcels of parameters of one home, in order, with the price of each."""
     found: list[Freight] = []
     for position, matrix in enumerate(matrices):
         parameter, group = matrix.parameter, matrix.group
@@ -52,7 +67,7 @@ def freight(matrices: Sequence[Matrix]) -> list[Freight]:
             position,
             parcels_of(block_shape(parameter), matrix.split),
             pieces_of(parameter),
-            partial(cost, preset=preset, form=group["form"]),
+            partial(price, preset=preset, form=group["form"], measured=measured),
             pinned=kept_whole(parameter),
         )
     return found
@@ -74,10 +89,11 @@ class Fleet:
         first = matrices[0]
         self.preset = preset_of(first.group["preset"])
         self.form, self.scale = first.group["form"], first.group["scale"]
+        device = local_of(first.parameter).device
         self.exchange = Exchange(
             home,
-            freight(matrices),
-            local_of(first.parameter).device,
+            freight(matrices, measured=kernels_everywhere(device, (home.shards, home.replicas))),
+            device,
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )

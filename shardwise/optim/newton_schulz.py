@@ -9,7 +9,8 @@ transposed), with r = n / m:
     gram      R = X X'    Z = a I + b R + c R R    Q = Z Q    R = Z R Z    and Q X at the end
 
 The Gram form works on m x m matrices alone and wins for r > 1.5. Rounding grows in R, so it
-restarts (X = Q X, Q = I) after the second step.
+restarts (X = Q X, Q = I) half way: of five steps after the second, as the kernels' block form does.
+(Their Gram form mirrors its products, which rounds otherwise, and restarts after the third.)
 
 Bits: a matrix's result depends on nothing but the matrix. On a CPU each one is computed by itself
 in fp32, from memory of its own; batched products happen to agree bit for bit with MKL on one
@@ -20,10 +21,13 @@ where Triton is missing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwise.kernels.forms import Polynomial
 
 Form = Literal["auto", "direct", "gram"]
 Triple = tuple[float, float, float]
@@ -41,7 +45,9 @@ class Preset:
     coefficients: tuple[Triple, ...]
     norm: Literal["frobenius", "schatten4"] = "frobenius"
     safety: float = 1.0
-    restart: int = 2  # Gram form: the steps before X is formed anew; 0: never
+    # Gram form: the steps before X is formed anew; 0: never; None: about half, where the one who
+    # computes (torch, a kernel) loses least
+    restart: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -49,7 +55,7 @@ class Preset:
             problems.append("coefficients need one (a, b, c) per step, one step or more")
         if self.safety < 1:
             problems.append(f"safety={self.safety} divides by less than the norm; use 1 or more")
-        if self.restart < 0:
+        if self.restart is not None and self.restart < 0:
             problems.append(f"restart={self.restart} counts steps; use 0 for none")
         if self.norm not in ("frobenius", "schatten4"):
             problems.append(f"norm={self.norm!r} is unknown; use 'frobenius' or 'schatten4'")
@@ -58,6 +64,28 @@ class Preset:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def first_steps(self) -> int:
+        """The Gram form's steps before its restart, in torch; all of them where there is none.
+
+        Half of them lose least over even, 1/i, 1/i^2, logarithmic and spiky spectra.
+        """
+        steps = len(self.coefficients)
+        restart = steps // 2 if self.restart is None else self.restart
+        return restart if 0 < restart < steps else steps
+
+    @property
+    def polynomial(self) -> Polynomial:
+        """The same for the kernels."""
+        from shardwise.kernels.forms import Polynomial
+
+        return Polynomial(
+            coefficients=self.coefficients,
+            norm=self.norm,
+            safety=self.safety,
+            restart=self.restart,
+        )
 
 
 def _at_ease(triples: tuple[Triple, ...], margin: float) -> tuple[Triple, ...]:
@@ -124,7 +152,7 @@ def preset_of(name: str | Preset) -> Preset:
 
 
 def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
-    """Floating-point operations of one matrix: what owners are balanced by."""
+    """Floating-point operations of one matrix."""
     if form == "auto":
         return min(cost(rows, cols, preset, "direct"), cost(rows, cols, preset, "gram"))
     m, n = min(rows, cols), max(rows, cols)
@@ -136,7 +164,7 @@ def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
     total, fresh = wide, True
     for step, quintic in enumerate(products):
         last = step + 1 == len(products)
-        restart = step + 1 == preset.restart and not last
+        restart = step + 1 == preset.first_steps and not last
         total += square * quintic + (0 if fresh else square)  # Z, then Q
         fresh = False
         if restart:
@@ -146,6 +174,22 @@ def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
         else:
             total += 2 * square
     return total
+
+
+def price(
+    rows: int, cols: int, preset: Preset, form: Form = "auto", *, measured: bool = False
+) -> int:
+    """What owners are balanced by: nanoseconds of the kernels as ``measured``, else operations.
+
+    Of the shape alone, so that all ranks agree: nothing is timed here. Operations say too little of
+    small matrices on a GPU, which runs them at a quarter of the rate of large ones.
+    """
+    if not measured:
+        return cost(rows, cols, preset, form)
+    from shardwise.kernels.forms import milliseconds
+
+    chosen = None if form == "auto" else form
+    return max(1, round(1e6 * milliseconds(rows, cols, preset.polynomial, chosen)))
 
 
 def choose_form(rows: int, cols: int, preset: Preset) -> Form:
@@ -240,7 +284,7 @@ def _iterate_gram(x: Tensor, preset: Preset) -> Tensor:
         product = z if product is None else z @ product
         if step + 1 == steps:
             break
-        if step + 1 == preset.restart:
+        if step + 1 == preset.first_steps:
             x, product = product @ x, None
             gram = x @ x.mT
         else:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwise.optim.exchange import plan_exchange
 from shardwise.optim.matrices import Matrix, freight
 from shardwise.optim.muon import MuonSettings, muon, scale_of
+from shardwise.optim.newton_schulz import has_kernels
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.sharded import matrix_group
 from shardwise.optim.split import parcels_of
@@ -125,7 +126,8 @@ def _owners(found: Sequence[Routed], settings: MuonSettings) -> dict[int, tuple[
         if home.mesh is None:
             continue
         replicas = home.num_replicas if settings.replicas == "spread" else 1
-        parcels = freight(members)
+        here = has_kernels(members[0].parameter.device)  # as everywhere, on GPUs of one kind
+        parcels = freight(members, measured=here)
         plan = plan_exchange(parcels, home.num_shards, replicas)
         for parcel, (replica, rank) in zip(parcels, plan.owners, strict=True):
             label = f"{replica}.{rank}" if replicas > 1 else str(rank)

@@ -42,17 +42,11 @@ def kernels_serve(tensors: Sequence[Tensor]) -> bool:
 
 def step(pieces: Sequence[Piece], group: dict[str, Any], preset: Preset, scale: float) -> None:
     """One step of matrices [rows, cols] of one shape and one parameter group."""
-    from shardwise.kernels.forms import Polynomial
     from shardwise.kernels.momentum import pack
     from shardwise.kernels.newton_schulz import orthogonalise_packed
     from shardwise.kernels.update import apply
 
-    polynomial = Polynomial(
-        coefficients=preset.coefficients,
-        norm=preset.norm,
-        safety=preset.safety,
-        restart=preset.restart,
-    )
+    polynomial = preset.polynomial
     lr = float(group["lr"])
     most = max(1, BATCH_ELEMENTS // pieces[0].weight.numel())
     for first in range(0, len(pieces), most):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, recorded, route_problems, routes_of
-from shardwise.optim.storage import home_of, local_of, problem_of, written
+from shardwise.optim.storage import buffer_of, home_of, local_of, problem_of, written
 
 # Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
 # __torch_function__, which some torch versions give our DTensors.
@@ -82,20 +83,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter; compute weights are refreshed once, by the next gather."""
+        """Update every parameter; compute weights are refreshed once, by the next gather.
+
+        Elementwise groups come first: theirs may be on their way (``overlap_gather="step"``) while
+        the matrices are orthogonalised.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepped: list[Tensor] = []
         assert self._fleets is not None
-        with _plain_attributes():
-            for group in self.param_groups:
-                if group["kind"] == "elementwise":
-                    stepped += elementwise_step.step(group, self.state)
-            for fleet in self._fleets:
-                stepped += fleet.step(self.state)
-        written(stepped)
+        groups = [group for group in self.param_groups if group["kind"] == "elementwise"]
+        stages = [
+            (group["params"], partial(elementwise_step.step, group, self.state)) for group in groups
+        ]
+        for fleet in self._fleets:
+            members = [matrix.parameter for matrix in fleet.matrices]
+            stages.append((members, partial(fleet.step, self.state)))
+        # A buffer is settled by the last of the stages that write to it.
+        last = {
+            id(buffer): number
+            for number, (members, _) in enumerate(stages)
+            for parameter in members
+            if (buffer := buffer_of(parameter)) is not None
+        }
+        stepped: list[Tensor] = []
+        for number, (_, advance) in enumerate(stages):
+            with _plain_attributes():
+                stepped += advance()
+            settled = [p for p in stepped if last.get(id(buffer_of(p))) == number]
+            written(settled)
         return loss
 
     @torch.no_grad()

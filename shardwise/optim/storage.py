@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.placements import REPLICATE, SHARD, shard_range
-from shardwise.tensor import ShardedTensor
+from shardwise.tensor import ShardedTensor, Version
 
 Piece = tuple[int, int, int]  # (rank on the shard axis, lo, hi)
 
@@ -238,16 +238,20 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def buffer_of(parameter: Tensor) -> Version | None:
+    """The version of the buffer that a parameter lives in: one object for all that live there."""
+    return parameter.version if isinstance(parameter, ShardedTensor) else None
+
+
 def written(parameters: Sequence[Tensor]) -> None:
-    """Tell whoever watches these weights that they changed: once per buffer, on every rank, those
-    with nothing to write included."""
-    watched = {
-        id(parameter.version): parameter.version
-        for parameter in parameters
-        if isinstance(parameter, ShardedTensor) and parameter.version is not None
-    }
+    """Tell whoever watches these weights that they changed and are settled for this step: once per
+    buffer, on every rank, those with nothing to write included."""
+    found = [version for parameter in parameters if (version := buffer_of(parameter)) is not None]
+    watched = {id(version): version for version in found}
     for version in watched.values():
         version.count += 1
+        if version.settled is not None:
+            version.settled()
 
 
 def like(parameter: Tensor) -> Tensor:

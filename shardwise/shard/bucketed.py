@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A unit whose groups are buckets: the whole model, gathered and reduced bucket by bucket.
 
-    forward     gathers  3 2 1 0        in forward order; each awaited before all of it, or, with
-                                        ``stages``, when the first module that reads it runs
+    step        gathers  3 2            ``early``: what the optimizer is done with, meanwhile
+    forward     gathers  1 0            the rest, in forward order; each awaited before all of it,
+                                        or, with ``stages``, when the first module to read it runs
     backward    reduces  0 1 2 3        each as soon as its gradients and those before it are there
 
 The weights stay whole between steps, so nothing is released and a bucket need not wait for the rest
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Phase, Unit
 from shardwise.streams import annotate
 
@@ -26,7 +28,14 @@ from shardwise.streams import annotate
 class BucketedUnit(Unit):
     """The state behind one ``data_parallel`` call; groups in the order of backward."""
 
-    def __init__(self, *args: Any, stages: Mapping[nn.Module, list[int]] | None, **kw: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        stages: Mapping[nn.Module, list[int]] | None,
+        early: bool = False,
+        **kw: Any,
+    ) -> None:
+        self._early = early
         self._shown: list[bool] = []  # by bucket: whether the modules hold its whole weights
         self._next = 0  # the bucket whose turn it is to reduce
         self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
@@ -41,6 +50,21 @@ class BucketedUnit(Unit):
         ]
 
     # ------------------------------------------------------------------ weights
+
+    def adopt_runtime(self, runtime: Runtime) -> None:
+        super().adopt_runtime(runtime)
+        if self._early:
+            for number, group in enumerate(self.groups):
+                group.main.version.settled = partial(_settle, weakref.ref(self), number)
+
+    def settled(self, number: int) -> None:
+        """The optimizer is done with this bucket: bring its weights while it computes the others.
+
+        Whoever writes to them once more makes them stale, and the next forward gathers again.
+        """
+        if self.phase is Phase.RESTING and not self.expects_backward:
+            self.runtime.lanes.join("gather", "compute")
+            self.groups[number].gather(self.runtime)
 
     def expose(self) -> None:
         """Begin every gather; then wait for all of them, unless modules will wait for theirs."""
@@ -118,6 +142,12 @@ class BucketedUnit(Unit):
                 group.wait(self.runtime)
         super().rest()
         self._next = 0
+
+
+def _settle(unit: weakref.ref[BucketedUnit], number: int) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.settled(number)
 
 
 def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None:

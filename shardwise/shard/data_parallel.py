@@ -26,8 +26,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise.buffer import Ranks
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
 from shardwise.mesh import data_mesh, default_mesh
+from shardwise.optim.matrices import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.newton_schulz import cost
+from shardwise.optim.newton_schulz import price
 from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import parcels_of
 from shardwise.placements import SHARD, Placements, zero
@@ -61,7 +62,7 @@ def data_parallel(
     bucket_mb: float = 256,
     meshes: MeshChoice | None = None,
     matrix: MuonSettings | None = None,
-    overlap_gather: bool = False,
+    overlap_gather: bool | str = False,
     precision: Precision | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -85,6 +86,8 @@ def data_parallel(
             other.
         overlap_gather: wait for a bucket when the first module that reads it runs, not before the
             model's forward. Modules must read the weights of those they call through calls.
+            "step": also begin, inside ``sw.optimizer``'s step, with the buckets that it is done
+            with: the elementwise ones (embeddings first of all) while matrices are orthogonalised.
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
         ignored_params: left alone: not sharded, not moved, not reduced.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
@@ -101,7 +104,7 @@ def data_parallel(
     found = find_parameters([model], ignored_params or set())
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     homes, problems = _homes(found, meshes, mesh)
-    problems += _own_problems(model, placements, bucket_mb, matrix)
+    problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
     problems += module_problems([model], found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, None)
     for other in dict.fromkeys(home for home in homes if home != mesh):
@@ -128,8 +131,9 @@ def data_parallel(
         chosen = [position for position, other in enumerate(homes) if other == home]
         same = same_values([found[position] for position in chosen], over, device)
         values.update(zip(chosen, same, strict=True))
+    measured = kernels_everywhere(device, ranks.axes)
     for home, members, bucket in _plan(
-        found, routes, homes, spread, placements, settings, bucket_mb
+        found, routes, homes, spread, placements, settings, bucket_mb, measured
     ):
         for index, position in enumerate(members):
             places_of[position] = (len(groups), index)
@@ -158,6 +162,7 @@ def data_parallel(
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
         stages=_stages(model, places) if overlap_gather else None,
+        early=overlap_gather == "step",
     )
     install([model], unit, device, found)
     return model
@@ -174,6 +179,7 @@ def _plan(
     placements: Placements,
     settings: MuonSettings,
     bucket_mb: float,
+    measured: bool,
 ) -> list[tuple[DeviceMesh, tuple[int, ...], Bucket]]:
     """(mesh, positions of its parameters, bucket), in the order in which backward fills them.
 
@@ -196,7 +202,9 @@ def _plan(
             for position, parameter in zip(positions, parameters, strict=True)
         ]
         if whole:
-            costs = [matrix_cost(p.shape, routes[id(p)], settings) for p in parameters]
+            costs = [
+                matrix_cost(p.shape, routes[id(p)], settings, measured=measured) for p in parameters
+            ]
             buckets = plan_matrices(items, costs, num_shards, bucket_size)
         else:
             buckets = plan_elements(items, num_shards, bucket_size)
@@ -213,9 +221,11 @@ def _grain(parameter: Tensor, whole: bool) -> Any:
     return TENSOR if parameter.ndim < 3 else tensor_fraction(parameter.shape[0])
 
 
-def matrix_cost(shape: Sequence[int], route: Route, settings: MuonSettings) -> int:
+def matrix_cost(
+    shape: Sequence[int], route: Route, settings: MuonSettings, *, measured: bool = False
+) -> int:
     """What Newton-Schulz spends on all matrices of one parameter."""
-    one = partial(cost, preset=settings.polynomials, form=settings.form)
+    one = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
     parcels = parcels_of(tuple(shape), route.split)
     return sum(one(rows, cols) for parcel in parcels for rows, cols in parcel.shapes)
 
@@ -277,9 +287,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _own_problems(
-    model: nn.Module, placements: Placements, bucket_mb: Any, matrix: Any
+    model: nn.Module, placements: Placements, bucket_mb: Any, matrix: Any, overlap: Any
 ) -> list[str]:
     problems = []
+    if overlap is not True and overlap is not False and overlap != "step":
+        problems.append(f"overlap_gather={overlap!r}: True, False or 'step'")
     if SHARD in placements.compute:
         problems.append(
             f"{placements} shards the compute weights; data_parallel keeps them whole: use "

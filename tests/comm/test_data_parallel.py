@@ -19,6 +19,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import comm
+from shardwise.optim import matrices
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import run_ranks
 
@@ -169,6 +170,61 @@ def test_a_bucket_is_awaited_by_the_first_module_that_reads_it() -> None:
         assert together == ["....."] * DEPTH
         # Bucket 4 (elements) is the embedding's; then layer 0 awaits bucket 3, and so on.
         assert overlapped == ["???..", "??...", "?....", "....."]
+
+
+def check_step_overlap(rank: int, world_size: int, stage: int) -> list[str]:
+    """The order of one step: gathers of buckets, and matrices being orthogonalised."""
+    events: list[str] = []
+    original = matrices.newton_schulz
+
+    def noting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        events.extend(f"{call.operation} {call.nbytes}" for call in calls)
+        calls.clear()
+        events.append("matrices")
+        return original(batch, *args, **kwargs)
+
+    trained = []
+    for overlap in (True, "step"):
+        model = make(world_size, stage, overlap_gather=overlap)
+        optimizer = optimizer_of(model)
+        for step in range(4):
+            with comm.record() as calls:
+                loss = loss_of(model, tokens(step, 0, rank, world_size))
+            expected = len(sizes_of(model)) if overlap is True or step == 0 else 0
+            if step == 3:  # somebody wrote to the weights after the step: all see it
+                expected = len(sizes_of(model)) if overlap is True else 1
+            assert [call.operation for call in calls] == ["all_gather"] * expected
+            loss.backward()
+            matrices.newton_schulz = noting  # type: ignore[assignment]
+            events.clear()
+            try:
+                with comm.record() as calls:
+                    optimizer.step()
+                    events += [f"{call.operation} {call.nbytes}" for call in calls]
+            finally:
+                matrices.newton_schulz = original
+            optimizer.zero_grad()
+            if step == 2:
+                with torch.no_grad():
+                    model.embedding.weight.mul_(0.5)
+        trained.append([p.full_tensor() for p in model.parameters()])
+        if overlap is True:
+            assert set(events) <= {"matrices"}
+    for ours, theirs in zip(*trained, strict=True):
+        assert torch.equal(ours, theirs)
+    assert [f"all_gather {4 * size}" for size in reversed(sizes_of(model))] == [
+        event for event in events if event != "matrices"
+    ]
+    return [event.split()[0] for event in events]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_gathers_what_it_is_done_with_while_it_orthogonalises(stage: int) -> None:
+    for events in run_ranks(check_step_overlap, 2, stage):
+        # The elements' bucket, with the embedding, is first in forward and first on its way.
+        assert events[0] == "all_gather" and events[1] == "matrices"
+        rest = [event for event in events[1:] if event == "all_gather"]
+        assert len(rest) == 4 and events[-4:] == rest
 
 
 def check_nothing_twice(rank: int, world_size: int) -> list[int]:

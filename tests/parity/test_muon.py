@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -287,6 +288,49 @@ def check_expert_norm(rank: int, world_size: int, kind: float, placements: str) 
 def test_one_norm_over_dense_and_expert_meshes(kind: float, placements: str) -> None:
     norms = run_ranks(check_expert_norm, 4, kind, placements, timeout=PATIENCE)
     assert len(set(norms)) == 1
+
+
+def matrices_of(model: TwoMeshes) -> list[Any]:
+    """What decays even where its gradient is zero."""
+    return [model.dense.weight, model.experts.weight]
+
+
+def check_expert_overflow(rank: int, world_size: int, placements: str) -> list[bool]:
+    """An infinity in one rank's experts, then in its dense weights, then nowhere."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    model = TwoMeshes(mesh.get_local_rank("ep"))
+    sw.fully_shard(model.experts, mesh=mesh["dp"], placements=sw.zero(3))
+    sw.fully_shard(model, mesh=mesh_of(4), placements=STRATEGIES[placements])
+    optimizer = sw.optimizer(model, matrix=settings(), elementwise=sw.adamw())
+    scaler = GradScaler("cpu", init_scale=4.0)
+    moved = []
+    for broken in ("experts", "dense.weight", "nothing"):
+        before = [parameter.to_local().clone() for parameter in matrices_of(model)]
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        for name, parameter in model.named_parameters():
+            # Its last element: of one rank alone, but for replicas, whose gradients are the same.
+            here = parameter.cut.piece[1] == parameter.numel() and (rank > 1 or "dense" in name)
+            if broken in name and here:
+                parameter.grad.to_local().view(-1)[-1:].fill_(float("inf"))
+        scaler.unscale_(optimizer)
+        heard = sum(one.item() for one in scaler._found_inf_per_device(optimizer).values())
+        assert (heard > 0) == (broken != "nothing"), broken  # else some would wait in the step
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = [parameter.to_local() for parameter in matrices_of(model)]
+        pairs = [(a, b) for a, b in zip(after, before, strict=True) if a.numel()]
+        changed = {not torch.equal(a, b) for a, b in pairs}
+        assert len(changed) == 1, (broken, "all of it steps, or nothing")
+        moved.append(changed.pop())
+    assert scaler.get_scale() == 1.0
+    return moved
+
+
+@pytest.mark.parametrize("placements", ["zero3", "zero0"])
+def test_an_overflow_in_one_expert_stops_the_step_of_all_ranks(placements: str) -> None:
+    moved = run_ranks(check_expert_overflow, 4, placements, timeout=PATIENCE)
+    assert moved == [[False, False, True]] * 4
 
 
 def test_dense_and_expert_meshes_in_one_optimizer() -> None:
