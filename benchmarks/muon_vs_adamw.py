@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import report
 from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
 from shardwise.report.html import read_events
-from shardwise.report.sizes import count_text, seconds_text, tick_text
+from shardwise.report.sizes import count_text, tick_text
 from shardwise.report.svg import BLUE, GREEN, ORANGE, Canvas
 
 PANEL = 300
@@ -87,7 +87,7 @@ def picture(muon: Curve, adamw: Curve) -> str:
     values = [*muon.bits, *adamw.bits, muon.bigram]
     panels: list[tuple[Callable[[Curve], list[float]], str, Callable[[float], str]]] = [
         (lambda curve: curve.tokens, "tokens", lambda value: tick_text(count_text(value))),
-        (lambda curve: curve.seconds, "training time", seconds_text),
+        (lambda curve: curve.seconds, "seconds of training", lambda value: f"{value:g}"),
     ]
     for number, (along, label, text) in enumerate(panels):
         frame = draw_axes(
