@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -90,6 +91,8 @@ def events_of(folder: str | Path, kind: str) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------ the command
 
+_STARTED: list[subprocess.Popen[str]] = []
+
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "shardwise.cli", *words]
@@ -115,7 +118,7 @@ def shardwise(*words: str, cwd: Path, timeout: float = 200) -> subprocess.Comple
 
 def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
     """Run the command in the background, in a session of its own."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command(*words),
         cwd=cwd,
         env=environment(),
@@ -124,6 +127,19 @@ def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    _STARTED.append(process)
+    return process
+
+
+def stop_all() -> None:
+    """End what was started and still runs."""
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:
+            for pid in [*ranks_of(process), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate()
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 200) -> tuple[int, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.train_runs import (
     shardwise,
     start,
     steps_done,
+    stop_all,
     values_of,
     wait_until,
     write_text,
@@ -51,6 +53,13 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-
         return f"{file}:tiny"
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """A test that fails half way leaves a run going, which would slow down all that come after."""
+    yield
+    stop_all()
 
 
 def losses(folder: Path) -> dict[int, float]:
