@@ -21,6 +21,7 @@ from shardwise.comm import _ONE_ROUND_BYTES, Call
 from shardwise.layout import Layout
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import Format
 
 Calls = tuple[Call, ...]
 
@@ -90,6 +91,7 @@ def footprint(
     precision: Precision,
     dtype: torch.dtype,
     *,
+    format: Format | None = None,
     trainable: bool = True,
     kept_ranks: int | None = None,
 ) -> Footprint:

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CodedGroup: a group whose whole weights are MXFP8 planes, and the parameters that stand for them.
+
+    main      fp32, placements.main     the only truth, as in every group
+    planes    uint8, all replicated     | codes of every weight, as main lies |.pad.| scales |
+                                        a row and a column plane, or one of squares
+    whole     bf16, all replicated      scratch: alive inside a gather, where bf16 travels
+
+    zero(3)   forward   main |##| --encode--> |#| --all-gather--> row plane     1.03 bytes
+              backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
+    zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole given back
+
+What is encoded is always main rounded to bf16, never a decoded plane. An optimizer writes no codes:
+each plane remembers the version of main that it was made from, and a gather makes it anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardwise import comm
+from shardwise.buffer import Buffer
+from shardwise.layout import Layout
+from shardwise.memory import Block as Memory
+from shardwise.memory import Caching
+from shardwise.precision.mxfp8 import Block, Plane, encode, scale_shape
+from shardwise.precision.mxfp8_linear import mxfp8_linear
+from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, MXFP8Tensor, Phase
+from shardwise.shard.formats import plane_layout, planes_of, sends_codes
+from shardwise.shard.gradient import WholeParameter
+from shardwise.shard.group import Group
+from shardwise.shard.runtime import Runtime
+
+
+class GroupPlane:
+    """One plane of every weight of a group, in one block of bytes: codes, then scales."""
+
+    def __init__(self, block: Block, layout: Layout, device: torch.device) -> None:
+        self.block, self.layout = block, layout
+        self.share = block[0] * block[1]  # elements with one scale
+        numel = layout.numel + layout.numel // self.share
+        self.memory = Memory(numel, torch.uint8, device, "compute", lane="gather")
+        self.memory.moved = _forget_views(self)
+        self.filled: Any = None  # main.state when it was made; None: never, or released since
+        self.views: list[Plane] | None = None
+
+    def view(self, index: int, low: int, high: int) -> Plane:
+        """Elements [low, high) of one weight, which must be whole blocks."""
+        columns = self.layout.items[index].shape[1]
+        shape = ((high - low) // columns, columns)
+        first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
+        codes, scales = self.ranges(first, last)
+        return Plane(
+            codes=codes.view(shape), scales=scales.view(scale_shape(shape, self.block)),
+            block=self.block,
+        )
+
+    def ranges(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The codes at addresses [first, last), and their scales."""
+        begin = self.layout.numel
+        share, memory = self.share, self.memory.tensor
+        return memory[first:last], memory[begin + first // share : begin + last // share]
+
+    def whole(self, index: int) -> Plane:
+        """One weight."""
+        if self.views is None:
+            items = enumerate(self.layout.items)
+            self.views = [self.view(position, 0, item.numel) for position, item in items]
+        return self.views[index]
+
+    def encode(self, source: Buffer) -> None:
+        """From what ``source`` holds, into the same places here."""
+        for index, (low, high, _) in enumerate(source.pieces):
+            if high > low:
+                into = self.view(index, low, high)
+                value = source.view(index).view(into.codes.shape)
+                if value.device != into.codes.device:  # offloaded: half the bytes go over
+                    value = value.to(torch.bfloat16).to(into.codes.device)
+                encode(value, (self.block,), out=(into,))
+
+
+class CodedGroup(Group):
+    """A group in MXFP8. Gathers bring what the phase reads; see the picture above."""
+
+    format: Format
+    scratch = "staging"
+
+    def _build_compute(self) -> None:
+        super()._build_compute()
+        self.whole.block.release(Caching())
+        self.direct = sends_codes(self.layout, self.format, self.persistent)
+        layout = plane_layout(self.layout, self.direct)
+        device = self._whole_device
+        self.planes = {block: GroupPlane(block, layout, device) for block in FORMATS[self.format]}
+        self._coming: list[comm.Pending] = []
+        self._runtime: Runtime | None = None
+
+    def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
+        weight = CodedWeight(weakref.ref(self), index)
+        return CodedParameter.of(weight, requires_grad)
+
+    def _point_at_whole(self) -> None:
+        """The parameters have a shape and a dtype for autograd, and no memory: see
+        :class:`CodedParameter`."""
+        self._plan = None
+        device = self._whole_device
+        if device.type == "meta":
+            return
+        for item, parameter in zip(self.items, self.unsharded, strict=True):
+            one = torch.zeros((), dtype=self.whole.dtype, device=device)
+            parameter.data = one.expand(item.shape)
+
+    @property
+    def blocks(self) -> list[Memory]:
+        return [plane.memory for plane in self.planes.values()]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._coming)
+
+    def _missing(self, phase: Phase) -> list[GroupPlane]:
+        """What ``phase`` reads and is not there, or no longer what main says."""
+        wanted = [self.planes[block] for block in planes_of(self.format, phase, self.persistent)]
+        state = self.main.state
+        return [plane for plane in wanted if not plane.memory.live or plane.filled != state]
+
+    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
+        missing = self._missing(phase)
+        self._runtime = runtime
+        room = all(runtime.source.ready_for(plane.memory) for plane in missing)
+        if not missing or (ahead and not room):
+            return
+        lanes = runtime.lanes
+        with lanes.on("gather"):
+            for pending in self._coming:
+                pending.wait()
+            for plane in missing:
+                plane.memory.acquire(runtime.source)
+            if self.direct:
+                self._coming = self._gather_codes(missing, self._source())
+            else:
+                self._coming = []
+                self._gather_staged(missing, runtime)
+            self._ready = lanes.mark("gather")
+        for plane in missing:
+            plane.filled = self.main.state
+
+    def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
+        """Encode what is here; then codes and scales travel, axis by axis."""
+        for plane in planes:
+            plane.encode(source)
+        coming: list[comm.Pending] = []
+        for axis, shard, whole in source.gather_steps(self.whole):
+            for pending in coming:
+                pending.wait()  # the next axis sends what this one brings
+            coming = [
+                comm.all_gather(into, part, axis)
+                for plane in planes
+                for part, into in zip(plane.ranges(*shard), plane.ranges(*whole), strict=True)
+            ]
+        return coming
+
+    def _gather_staged(self, planes: Sequence[GroupPlane], runtime: Runtime) -> None:
+        """bf16 travels through scratch that lives from here to the end of this function."""
+        self.whole.block.acquire(runtime.source)
+        source = self._source()
+        if self._plan is None:
+            self._plan = source.gather_plan(self.whole)
+        self._plan.run().wait()
+        for plane in planes:
+            plane.encode(self.whole)
+        self.whole.block.release(runtime.source)
+
+    def wait(self, runtime: Runtime) -> None:
+        for pending in self._coming:
+            pending.wait()
+        if self._ready is not None:
+            runtime.lanes.wait("compute", self._ready)
+        self._coming, self._ready = [], None
+
+    def release(self, runtime: Runtime) -> None:
+        if self.persistent or not any(memory.live for memory in self.blocks):
+            return
+        self.wait(runtime)
+        runtime.lanes.join("gather", "compute")
+        with runtime.lanes.on("gather"):
+            for plane in self.planes.values():
+                plane.memory.release(runtime.source)
+                plane.filled = None
+
+    def _rest(self) -> None:
+        for memory in () if self.persistent else self.blocks:
+            memory.release(Caching())
+
+    def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
+        raise AssertionError("reshard_after_forward=k is refused for MXFP8 at construction")
+
+    def plane(self, index: int, phase: Phase) -> Plane:
+        """What ``phase`` reads of one weight. A recomputation that no hook saw coming (torch's
+        checkpoint inside a unit) gathers here; every rank recomputes alike."""
+        plane = self.planes[READS[self.format][phase]]
+        if not plane.memory.live or plane.filled is None:
+            runtime = self._runtime
+            if runtime is None or not runtime.in_backward:
+                raise RuntimeError(
+                    f"the {NAMES[plane.block]} plane of '{self.items[index].name}' is not here: "
+                    f"an MXFP8 weight can be read inside its module's forward and backward, or "
+                    f"after unshard()"
+                )
+            self.gather(runtime, phase=phase)
+        if self.pending and self._runtime is not None:
+            self.wait(self._runtime)
+        return plane.whole(index)
+
+
+class MXFP8Group(CodedGroup):
+    """Row and column planes of 1x32 blocks."""
+
+    format = "mxfp8"
+
+
+class MXFP8SquareGroup(CodedGroup):
+    """One plane of 32x32 blocks for both directions."""
+
+    format = "mxfp8_2d"
+
+
+GROUPS: dict[Format | None, type[Group]] = {
+    None: Group,
+    "mxfp8": MXFP8Group,
+    "mxfp8_2d": MXFP8SquareGroup,
+}
+
+
+# ---------------------------------------------------------------------------------- what users see
+
+
+class CodedWeight(MXFP8Tensor):
+    """One weight of a group: planes are looked up when they are read, so that they may be released
+    and gathered again in between."""
+
+    __slots__ = ("_group", "_index")
+
+    def __init__(self, group: weakref.ref[CodedGroup], index: int) -> None:
+        self._group, self._index = group, index
+
+    @property
+    def group(self) -> CodedGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
+        return group
+
+    @property
+    def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
+        """Those that are here now."""
+        return {
+            block: plane.whole(self._index)
+            for block, plane in self.group.planes.items()
+            if plane.memory.live and plane.filled is not None
+        }
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.group.items[self._index].shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.group._whole_device
+
+    @property
+    def format(self) -> Format:
+        return self.group.format
+
+    def plane(self, phase: Phase) -> Plane:
+        return self.group.plane(self._index, phase)
+
+
+class CodedParameter(WholeParameter):
+    """A parameter as forward sees it, whose values are planes.
+
+    ``F.linear`` multiplies by them. Anything else that reads values gets them decoded to bf16, as
+    forward computes with them, and its gradient is this parameter's. ``coded`` are the planes.
+    """
+
+    coded: CodedWeight
+
+    @staticmethod
+    def of(weight: CodedWeight, requires_grad: bool) -> CodedParameter:
+        parameter = CodedParameter(torch.empty(0), requires_grad=requires_grad)
+        parameter._gradients, parameter._index, parameter._added = None, 0, False
+        parameter.coded = weight
+        return parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if _reads_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        rows, columns = self.coded.shape
+        return f"CodedParameter({rows}x{columns}, {self.coded.format})"
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, CodedParameter):
+        return F.linear(_decoded(input), weight, _decoded(bias))
+    runtime = weight.coded.group._runtime
+    return mxfp8_linear(
+        _decoded(input),
+        weight.coded,
+        _decoded(bias),
+        parameter=weight if weight.requires_grad else None,
+        matmul=None if runtime is None else runtime.matmul,
+    )
+
+
+# What of a tensor has values in it, of all its attributes.
+_VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
+_FACTS = (
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "__hash__",
+    "__len__",
+)
+
+
+def _reads_no_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
+    return name in ("__set__", "__delete__") or name in _FACTS
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, CodedParameter):
+        return value
+    if torch.is_grad_enabled() and value.requires_grad:
+        return _Decode.apply(value, value.coded)  # type: ignore[no-untyped-call]
+    return value.coded.dequantise("forward")
+
+
+class _Decode(torch.autograd.Function):
+    """The values that forward computes with; their gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, weight: CodedWeight) -> Tensor:
+        return weight.dequantise("forward")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _forget_views(plane: GroupPlane) -> Callable[[], None]:
+    """The views of a block that moved are made anew; the block must not keep its owner alive."""
+    reference = weakref.ref(plane)
+
+    def moved() -> None:
+        owner = reference()
+        if owner is not None:
+            owner.views = None
+
+    return moved
