@@ -26,7 +26,7 @@ from shardwise.report.footprint import Footprint, Mesh, footprint
 from shardwise.report.simulate import SimulatedUnit, Step
 from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
 from shardwise.shard.formats import stored_as
-from shardwise.shard.fully_shard import planned_groups
+from shardwise.shard.fully_shard import planned_groups as group_parameters
 from shardwise.shard.module import unit_of
 
 
@@ -169,7 +169,7 @@ def lay_out(
                     precision,
                     kept_ranks,
                 )
-                for members, layout, format in planned_groups(
+                for members, layout, format in group_parameters(
                     owner.found, mesh.num_shards(placements.main), grain, precision
                 )
             )

@@ -10,6 +10,7 @@ A check returns sentences: the value, the reason, the fix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -140,6 +141,16 @@ def forward_problems(
             f"forward reads is kept, and backward reads other bytes; pass True, False or None"
         ]
     return []
+
+
+def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:
+    """Of the whole model: a pattern that matches nothing was meant to do something."""
+    return [
+        f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
+        for field, patterns in (("include", precision.include), ("exclude", precision.exclude))
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def placement_problems(

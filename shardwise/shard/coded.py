@@ -106,13 +106,10 @@ class CodedGroup(Group):
         weight = CodedWeight(weakref.ref(self), index)
         return CodedParameter.of(weight, requires_grad)
 
-    def _point_at_whole(self) -> None:
+    def show_whole(self) -> None:
         """The parameters have a shape and a dtype for autograd, and no memory: see
         :class:`CodedParameter`."""
-        self._plan = None
         device = self._whole_device
-        if device.type == "meta":
-            return
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
             parameter.data = one.expand(item.shape)

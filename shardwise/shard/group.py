@@ -173,8 +173,10 @@ class Group:
         """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
         counters apart from the buffer's, so a gather is no in-place change to autograd."""
         self._plan = None
-        if self.whole.flat.is_meta:
-            return  # no values yet, and a parameter cannot move to the meta device in place
+        if not self.whole.flat.is_meta:
+            self.show_whole()  # else no values yet, and no parameter moves there in place
+
+    def show_whole(self) -> None:
         for index, parameter in enumerate(self.unsharded):
             parameter.data = self.whole.view(index).detach()
 
