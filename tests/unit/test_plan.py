@@ -388,7 +388,7 @@ def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
     sent = {}
     for weights in ("bf16", "mxfp8", "mxfp8_2d"):
         with torch.device("meta"):
-            model = Llama(1024, 256, 3072, 4, vocabulary=64)
+            model = Llama(2048, 512, 8192, 4, vocabulary=64)
         precision = sw.Precision(weights=weights, reduce="fp32")
         made = plan(model, {"dp": 8}, "zero3", precision=precision)
         sent[weights] = sum(
