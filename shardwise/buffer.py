@@ -186,9 +186,7 @@ class Buffer:
         aliased = mine.data_ptr() == self.flat.data_ptr()
         return GatherPlan(self.flat, None if direct or aliased else mine, stages)
 
-    def gather_steps(
-        self, out: Buffer
-    ) -> list[tuple[comm.Axis, tuple[int, int], tuple[int, int]]]:
+    def gather_steps(self, out: Buffer) -> list[tuple[comm.Axis, tuple[int, int], tuple[int, int]]]:
         """(axis, the range of ``out`` that a rank sends, the range that it has then), in order."""
         pairs = enumerate(zip(self.placements, out.placements, strict=True))
         axes = [axis for axis, (here, there) in pairs if here == SHARD and there != SHARD]

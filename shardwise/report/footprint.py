@@ -134,11 +134,11 @@ def footprint(
         assert kept_ranks is not None
         name = f"{mesh.names[-1]}/{kept_ranks}"
         regather = (Call("all_gather", name, kept_ranks, numel * compute.itemsize),)
-    if aliased:
-        held, gather = (), ()
-    elif coded is None:
+    held: tuple[int, ...] = ()
+    gather: tuple[Calls, ...] = ()
+    if coded is None and not aliased:
         held, gather = (numel * compute.itemsize,), (gathers(begin, everywhere),)
-    else:
+    elif coded is not None:
         held = coded.held
         shares: Sequence[int | None] = coded.shares if coded.direct else [None]
         gather = tuple(gathers(begin, everywhere, share) for share in shares)

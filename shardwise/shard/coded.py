@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CodedGroup: a group whose whole weights are MXFP8 planes, and the parameters that stand for them.
+"""CodedGroup: a group whose whole weights are MXFP8 planes.
 
     main      fp32, placements.main     the only truth, as in every group
     planes    uint8, all replicated     | codes of every weight, as main lies |.pad.| scales |
@@ -21,9 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from shardwise import comm
 from shardwise.buffer import Buffer
@@ -31,8 +29,9 @@ from shardwise.layout import Layout
 from shardwise.memory import Block as Memory
 from shardwise.memory import Caching
 from shardwise.precision.mxfp8 import Block, Plane, encode, scale_shape
-from shardwise.precision.mxfp8_linear import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, MXFP8Tensor, Phase
+from shardwise.precision.mxfp8_linear import Matmul
+from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
+from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.formats import plane_layout, planes_of, sends_codes
 from shardwise.shard.gradient import WholeParameter
 from shardwise.shard.group import Group
@@ -58,7 +57,8 @@ class GroupPlane:
         first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
         codes, scales = self.ranges(first, last)
         return Plane(
-            codes=codes.view(shape), scales=scales.view(scale_shape(shape, self.block)),
+            codes=codes.view(shape),
+            scales=scales.view(scale_shape(shape, self.block)),
             block=self.block,
         )
 
@@ -216,6 +216,18 @@ class CodedGroup(Group):
             self.wait(self._runtime)
         return plane.whole(index)
 
+    def planes_here(self, index: int) -> dict[Block, Plane]:
+        """What is gathered now."""
+        return {
+            block: plane.whole(index)
+            for block, plane in self.planes.items()
+            if plane.memory.live and plane.filled is not None
+        }
+
+    @property
+    def matmul(self) -> Matmul | None:
+        return None if self._runtime is None else self._runtime.matmul
+
 
 class MXFP8Group(CodedGroup):
     """Row and column planes of 1x32 blocks."""
@@ -234,144 +246,6 @@ GROUPS: dict[Format | None, type[Group]] = {
     "mxfp8": MXFP8Group,
     "mxfp8_2d": MXFP8SquareGroup,
 }
-
-
-# ---------------------------------------------------------------------------------- what users see
-
-
-class CodedWeight(MXFP8Tensor):
-    """One weight of a group: planes are looked up when they are read, so that they may be released
-    and gathered again in between."""
-
-    __slots__ = ("_group", "_index")
-
-    def __init__(self, group: weakref.ref[CodedGroup], index: int) -> None:
-        self._group, self._index = group, index
-
-    @property
-    def group(self) -> CodedGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
-        return group
-
-    @property
-    def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
-        """Those that are here now."""
-        return {
-            block: plane.whole(self._index)
-            for block, plane in self.group.planes.items()
-            if plane.memory.live and plane.filled is not None
-        }
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.group.items[self._index].shape)
-
-    @property
-    def device(self) -> torch.device:
-        return self.group._whole_device
-
-    @property
-    def format(self) -> Format:
-        return self.group.format
-
-    def plane(self, phase: Phase) -> Plane:
-        return self.group.plane(self._index, phase)
-
-
-class CodedParameter(WholeParameter):
-    """A parameter as forward sees it, whose values are planes.
-
-    ``F.linear`` multiplies by them. Anything else that reads values gets them decoded to bf16, as
-    forward computes with them, and its gradient is this parameter's. ``coded`` are the planes.
-    """
-
-    coded: CodedWeight
-
-    @staticmethod
-    def of(weight: CodedWeight, requires_grad: bool) -> CodedParameter:
-        parameter = CodedParameter(torch.empty(0), requires_grad=requires_grad)
-        parameter._gradients, parameter._index, parameter._added = None, 0, False
-        parameter.coded = weight
-        return parameter
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return _linear(*args, **kwargs)
-        if _reads_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        args, kwargs = tree_map(_decoded, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        rows, columns = self.coded.shape
-        return f"CodedParameter({rows}x{columns}, {self.coded.format})"
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, CodedParameter):
-        return F.linear(_decoded(input), weight, _decoded(bias))
-    runtime = weight.coded.group._runtime
-    return mxfp8_linear(
-        _decoded(input),
-        weight.coded,
-        _decoded(bias),
-        parameter=weight if weight.requires_grad else None,
-        matmul=None if runtime is None else runtime.matmul,
-    )
-
-
-# What of a tensor has values in it, of all its attributes.
-_VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
-_FACTS = (
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_floating_point",
-    "ndimension",
-    "nelement",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "size",
-    "__hash__",
-    "__len__",
-)
-
-
-def _reads_no_values(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
-    return name in ("__set__", "__delete__") or name in _FACTS
-
-
-def _decoded(value: Any) -> Any:
-    if not isinstance(value, CodedParameter):
-        return value
-    if torch.is_grad_enabled() and value.requires_grad:
-        return _Decode.apply(value, value.coded)  # type: ignore[no-untyped-call]
-    return value.coded.dequantise("forward")
-
-
-class _Decode(torch.autograd.Function):
-    """The values that forward computes with; their gradient is the weight's."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: CodedWeight) -> Tensor:
-        return weight.dequantise("forward")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def _forget_views(plane: GroupPlane) -> Callable[[], None]:

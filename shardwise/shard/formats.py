@@ -139,8 +139,10 @@ class PrecisionReport:
         ]
         held = sum(math.prod(row.shape) for row in self.rows if row.format)
         total = sum(math.prod(row.shape) for row in self.rows)
-        lines.append(f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
-                     f"elements, are stored in MXFP8")
+        lines.append(
+            f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
+            f"elements, are stored in MXFP8"
+        )
         return "\n".join(lines)
 
 
@@ -148,9 +150,7 @@ def precision_report(model: nn.Module) -> PrecisionReport:
     """Of a model wrapped by ``fully_shard`` or ``data_parallel``; names as the model has them."""
     stored = {
         (id(parameters), name): unit.stored[number, index]
-        for unit in (
-            getattr(module, "_shardwise_unit", None) for module in model.modules()
-        )
+        for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules())
         if unit is not None
         for parameters, name, number, index in unit.places
     }

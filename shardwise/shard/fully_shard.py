@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fully_shard``: from a module to a unit. Everything is checked before anything changes.
 
-module tree --> parameters not owned by an inner unit --> groups alike in dtype, format, trainability
+module tree --> parameters that no inner unit owns --> groups alike in dtype, format, trainability
             --> one flat buffer each --> the module's class and hooks
 """
 

@@ -56,7 +56,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A tied pair of linears, a frozen one, an embedding that stays bf16, an odd head."""
 
-    def __init__(self, linear: type[nn.Linear], *, outside: bool = False, inside: bool = False):
+    def __init__(
+        self, linear: type[nn.Linear], *, outside: bool = False, inside: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Layer(linear, inside) for _ in range(DEPTH))
