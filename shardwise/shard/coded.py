@@ -75,15 +75,17 @@ class GroupPlane:
             self.views = [self.view(position, 0, item.numel) for position, item in items]
         return self.views[index]
 
-    def encode(self, source: Buffer) -> None:
-        """From what ``source`` holds, into the same places here."""
-        for index, (low, high, _) in enumerate(source.pieces):
-            if high > low:
-                into = self.view(index, low, high)
-                value = source.view(index).view(into.codes.shape)
-                if value.device != into.codes.device:  # offloaded: half the bytes go over
-                    value = value.to(torch.bfloat16).to(into.codes.device)
-                encode(value, (self.block,), out=(into,))
+
+def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
+    """From what ``source`` holds, into the same places of each; each value is read once."""
+    for index, (low, high, _) in enumerate(source.pieces):
+        if high > low:
+            into = [plane.view(index, low, high) for plane in planes]
+            codes = into[0].codes
+            value = source.view(index).view(codes.shape)
+            if value.device != codes.device:  # offloaded: half the bytes go over
+                value = value.to(torch.bfloat16).to(codes.device)
+            encode(value, [plane.block for plane in planes], out=into)
 
 
 class CodedGroup(Group):
@@ -120,7 +122,11 @@ class CodedGroup(Group):
 
     @property
     def pending(self) -> bool:
-        return bool(self._coming)
+        return bool(self._coming) or self._ready is not None
+
+    @property
+    def fresh(self) -> bool:
+        return not self._missing("forward") and not self._missing("backward")
 
     def _missing(self, phase: Phase) -> list[GroupPlane]:
         """What ``phase`` reads and is not there, or no longer what main says."""
@@ -151,8 +157,7 @@ class CodedGroup(Group):
 
     def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
         """Encode what is here; then codes and scales travel, axis by axis."""
-        for plane in planes:
-            plane.encode(source)
+        encode_planes(planes, source)
         coming: list[comm.Pending] = []
         for axis, shard, whole in source.gather_steps(self.whole):
             for pending in coming:
@@ -171,8 +176,7 @@ class CodedGroup(Group):
         if self._plan is None:
             self._plan = source.gather_plan(self.whole)
         self._plan.run().wait()
-        for plane in planes:
-            plane.encode(self.whole)
+        encode_planes(planes, self.whole)
         self.whole.block.release(runtime.source)
 
     def wait(self, runtime: Runtime) -> None:
