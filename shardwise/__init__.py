@@ -27,6 +27,7 @@ from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
+from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import ShardedModule, register_fsdp_forward_method, share_comm_ctx
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
@@ -64,6 +65,7 @@ __all__ = [
     "optimizer",
     "parameter_norms",
     "plan",
+    "precision_report",
     "register_fsdp_forward_method",
     "route",
     "routing_report",

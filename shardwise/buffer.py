@@ -176,31 +176,39 @@ class Buffer:
 
     def gather_plan(self, out: Buffer) -> GatherPlan:
         """How to fill ``out`` (the same placements with fewer Shards). Made once, run often."""
-        pairs = enumerate(zip(self.placements, out.placements, strict=True))
-        steps = [axis for axis, (here, there) in pairs if here == SHARD and there != SHARD]
+        steps = self.gather_steps(out)
         mine = self.part_of(out)
         direct = len(steps) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
-        stages = []
-        placements = list(self.placements)
-        shard = self.flat if direct else mine
-        for axis in steps:  # outermost first: a gather joins neighbouring ranges
-            placements[axis] = REPLICATE
-            whole = self._range_of(out, placements)
-            stages.append((whole, shard, self.ranks.axes[axis]))
-            shard = whole
+        stages = [
+            (out.flat[slice(*whole)], self.flat if direct else out.flat[slice(*shard)], axis)
+            for axis, shard, whole in steps
+        ]
         aliased = mine.data_ptr() == self.flat.data_ptr()
         return GatherPlan(self.flat, None if direct or aliased else mine, stages)
+
+    def gather_steps(self, out: Buffer) -> list[tuple[comm.Axis, tuple[int, int], tuple[int, int]]]:
+        """(axis, the range of ``out`` that a rank sends, the range that it has then), in order."""
+        pairs = enumerate(zip(self.placements, out.placements, strict=True))
+        axes = [axis for axis, (here, there) in pairs if here == SHARD and there != SHARD]
+        placements, steps = list(self.placements), []
+        shard = self._range_of(out, placements)
+        for axis in axes:  # outermost first: a gather joins neighbouring ranges
+            placements[axis] = REPLICATE
+            whole = self._range_of(out, placements)
+            steps.append((self.ranks.axes[axis], shard, whole))
+            shard = whole
+        return steps
 
     def gather(self, out: Buffer) -> comm.Pending:
         """Fill ``out``, casting to its dtype on the way."""
         return self.gather_plan(out).run()
 
-    def _range_of(self, out: Buffer, placements: Sequence[Placement]) -> Tensor:
-        """The part of ``out`` that this rank holds once it is at ``placements``."""
+    def _range_of(self, out: Buffer, placements: Sequence[Placement]) -> tuple[int, int]:
+        """The elements of ``out`` that this rank holds once it is at ``placements``."""
         first, count = self.ranks.held(placements, self.layout.num_shards)
         size = self.layout.shard_size
         begin = (first - out.first_shard) * size
-        return out.flat[begin : begin + count * size]
+        return begin, begin + count * size
 
     def redistribute(
         self, placements: Sequence[Placement], *, average: bool = False, out: Buffer | None = None

@@ -233,12 +233,20 @@ def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:
 _Kind = tuple[int, int]  # (numel, grain)
 
 
-def plan(items: Sequence[Item], num_shards: int) -> Layout:
-    """Pack parameters into equal shards with little padding, alike on every rank."""
+def plan(items: Sequence[Item], num_shards: int, *, unit: int = 1) -> Layout:
+    """Pack parameters into equal shards with little padding, alike on every rank.
+
+    ``unit``: plan in units of so many elements, which every size and grain must be a multiple of;
+    every start is then a multiple of ``unit * ALIGNMENT``.
+    """
     if not items or num_shards < 1:
         raise ValueError(f"{len(items)} parameters over {num_shards} shards: need 1 or more each")
-    shard_size, starts = _plan(_kinds(items), num_shards)
-    return Layout(tuple(items), num_shards, shard_size, starts)
+    odd = [item.name for item in items if item.numel % unit or item.grain_size % unit]
+    if odd:
+        raise ValueError(f"{odd[0]!r} is no multiple of the unit of {unit} elements: plan by 1")
+    kinds = tuple((numel // unit, grain // unit) for numel, grain in _kinds(items))
+    shard_size, starts = _plan(kinds, num_shards)
+    return Layout(tuple(items), num_shards, shard_size * unit, tuple(unit * at for at in starts))
 
 
 CHEAP_PADDING = 1 << 17  # elements over all shards; a collective more would cost more than these

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
+from shardwise.precision.mxfp8_tensor import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,16 @@ class Choice:
 
     chosen: tuple[str, ...]
     kept: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How one parameter's compute weight is kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format | None  # None: in a dtype
+    why: str  # for those that stay in a dtype under an MXFP8 precision
 
 
 def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision: one frozen value that says in which dtype each of the three buffers lives."""
+"""Precision: one frozen value that says in which format each of the three buffers lives."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
+
+from shardwise.precision.mxfp8_choice import patterns_of
+from shardwise.precision.mxfp8_tensor import Format
 
 _NAMES = {
     "fp32": torch.float32,
@@ -24,6 +28,7 @@ def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
         raise ValueError(
             f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
             f"16, 32 or 64 bits, or None to keep what the parameter has"
+            + ("; or 'mxfp8' or 'mxfp8_2d'" if field == "weights" else "")
         )
     return dtype
 
@@ -33,11 +38,16 @@ class Precision:
     """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own.
 
     Args:
-        weights: the compute weights that forward and backward read.
+        weights: the compute weights that forward and backward read. ``"mxfp8"`` (a plane of 1x32
+            blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store those of
+            linear layers so, where both sides are multiples of 32, and compute in bf16; whatever
+            else there is stays bf16. ``sw.precision_report(model)`` lists which, and why.
         reduce: gradients on the wire. ``None``: the dtype of ``weights``.
         main: the main weights, their gradients and (by way of them) the optimizer state.
         outputs: floating-point outputs of a wrapped module are cast to it.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
+        include, exclude: shell patterns of the parameters that MXFP8 is for, by their names in the
+            module that is wrapped; ``exclude`` wins.
     """
 
     weights: DtypeLike = None
@@ -45,10 +55,22 @@ class Precision:
     main: DtypeLike = None
     outputs: DtypeLike = None
     cast_inputs: bool = True
+    include: Sequence[str] = ("*",)
+    exclude: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for field in ("weights", "reduce", "main", "outputs"):
+        for field in ("include", "exclude"):
+            object.__setattr__(self, field, patterns_of(getattr(self, field), field))
+        for field in ("reduce", "main", "outputs"):
             object.__setattr__(self, field, as_dtype(getattr(self, field), field))
+        if self.format is None:
+            object.__setattr__(self, "weights", as_dtype(self.weights, "weights"))
+            if (self.include, self.exclude) != (("*",), ()):
+                raise ValueError(
+                    f"Precision(weights={self.weights}) with include={self.include}, "
+                    f"exclude={self.exclude}: they say which weights are stored in MXFP8; "
+                    f"choose weights='mxfp8' or 'mxfp8_2d', or leave them out"
+                )
 
     @classmethod
     def from_torch(cls, policy: Any) -> Precision:
@@ -61,9 +83,19 @@ class Precision:
         )
 
     @property
+    def format(self) -> Format | None:
+        """How the weights of linear layers are stored, where that is no dtype."""
+        return self.weights if self.weights in get_args(Format) else None  # type: ignore[return-value]
+
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """In which they are computed with: bf16 for those in MXFP8."""
+        return torch.bfloat16 if self.format else as_dtype(self.weights, "weights")
+
+    @property
     def input_dtype(self) -> torch.dtype | None:
         """To which floating-point inputs of a wrapped module are cast."""
-        return as_dtype(self.weights, "weights") if self.cast_inputs else None
+        return self.weights_dtype if self.cast_inputs else None
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -72,7 +104,7 @@ class Precision:
 
     def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Of the compute weight of a parameter; integer parameters are never cast."""
-        return _choose(self.weights, parameter, parameter)
+        return _choose(self.weights_dtype, parameter, parameter)
 
     def main_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Of the main weight of a parameter, and of its gradient as the optimizer sees it."""

@@ -206,8 +206,7 @@ def _start(model: nn.Module) -> list[Unit]:
         unit.name = names[id(unit)] or type(model).__name__.removeprefix("FSDP")
         unit.adopt_runtime(runtime)
         for group in unit.groups:
-            for index, parameter in enumerate(group.unsharded):
-                parameter.data = group.whole.view(index).detach()
+            group.show_whole()
     return units
 
 

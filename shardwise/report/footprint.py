@@ -21,6 +21,8 @@ from shardwise.comm import _ONE_ROUND_BYTES, Call
 from shardwise.layout import Layout
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import FORMATS, Format, Phase
+from shardwise.shard.formats import plane_layout, planes_of, sends_codes
 
 Calls = tuple[Call, ...]
 
@@ -59,7 +61,10 @@ class Footprint:
     """One group on one rank. Bytes are 0 for buffers that never exist."""
 
     main: int  # the truth
-    whole: int  # gathered compute weights; 0 where main itself serves
+    planes: tuple[int, ...]  # gathered compute weights; none where main itself serves
+    reads: dict[Phase, tuple[int, ...]] = field(hash=False)  # which of them a gather brings
+    staging: int  # whole bf16 weights, inside a gather, where those travel instead of codes
+    workspace: int  # the largest matrix, decoded
     compute: int  # compute weights kept sharded between gathers (hfsdp)
     kept: int  # 1/k of the whole weights, between forward and backward
     packed: int  # one microbatch's gradients, whole, as they travel
@@ -73,7 +78,7 @@ class Footprint:
     alone: bool  # one rank: nothing is ever sent
     waits: tuple[bool, ...]  # per axis: do gradients wait there for the last microbatch?
     refresh: Calls
-    gather: Calls
+    gather: tuple[Calls, ...]  # for each of the planes; staged: for all of them at once
     regather: Calls  # from the parts kept by k neighbours
     reduce: dict[bool, Calls] = field(hash=False)  # by whether it is the last microbatch
     room: dict[bool, tuple[int, ...]] = field(hash=False)  # for each: gloo's, for peers' messages
@@ -90,6 +95,7 @@ def footprint(
     precision: Precision,
     dtype: torch.dtype,
     *,
+    format: Format | None = None,
     trainable: bool = True,
     kept_ranks: int | None = None,
 ) -> Footprint:
@@ -97,23 +103,30 @@ def footprint(
 
     ``kept_ranks``: the k of ``reshard_after_forward=k``, where it keeps a part.
     """
+    coded = coded_planes(layout, format, SHARD not in placements.compute)
     compute, wire = precision.compute_dtype(dtype), precision.wire_dtype(dtype)
     main = precision.main_dtype(dtype)
     numel, shards = layout.numel, mesh.num_shards(placements.main)
-    aliased = shards == 1 and compute == main
+    aliased = shards == 1 and compute == main and coded is None
     persistent = SHARD not in placements.compute
     staged = not aliased and not persistent and placements.compute != placements.main
     everywhere: tuple[Placement, ...] = (REPLICATE,) * len(mesh.sizes)
     begin = placements.compute if staged else placements.main
     keeps = kept_ranks is not None and not (persistent or aliased)
 
-    def gathers(here: Sequence[Placement], there: Sequence[Placement]) -> Calls:
+    def gathers(
+        here: Sequence[Placement], there: Sequence[Placement], share: int | None = None
+    ) -> Calls:
+        """Of the weights themselves; of codes, ``share`` of which have one scale."""
         found, now = [], list(here)
         for axis, (old, new) in enumerate(zip(here, there, strict=True)):
             if old == SHARD and new != SHARD:  # outermost first: a gather joins neighbours
                 now[axis] = REPLICATE
-                nbytes = numel // mesh.num_shards(now) * compute.itemsize
-                found.append(_call("all_gather", mesh, axis, nbytes))
+                there_now = numel // mesh.num_shards(now)
+                sizes = [there_now * compute.itemsize]
+                if share is not None:
+                    sizes = [there_now, there_now // share]
+                found += [_call("all_gather", mesh, axis, nbytes) for nbytes in sizes]
         return tuple(call for call in found if call.size > 1)
 
     regather: Calls = ()
@@ -121,12 +134,24 @@ def footprint(
         assert kept_ranks is not None
         name = f"{mesh.names[-1]}/{kept_ranks}"
         regather = (Call("all_gather", name, kept_ranks, numel * compute.itemsize),)
+    held: tuple[int, ...] = ()
+    gather: tuple[Calls, ...] = ()
+    if coded is None and not aliased:
+        held, gather = (numel * compute.itemsize,), (gathers(begin, everywhere),)
+    elif coded is not None:
+        held = coded.held
+        shares: Sequence[int | None] = coded.shares if coded.direct else [None]
+        gather = tuple(gathers(begin, everywhere, share) for share in shares)
+    every = tuple(range(len(held)))
     reductions = {
         last: _reductions(mesh, placements, numel * wire.itemsize, last) for last in (False, True)
     }
     return Footprint(
         main=numel // shards * main.itemsize,
-        whole=0 if aliased else numel * compute.itemsize,
+        planes=held,
+        reads={"forward": every, "backward": every} if coded is None else coded.reads,
+        staging=0 if coded is None or coded.direct else numel * compute.itemsize,
+        workspace=0 if coded is None else compute.itemsize * coded.largest,
         compute=numel // mesh.num_shards(placements.compute) * compute.itemsize if staged else 0,
         kept=numel // (kept_ranks or 1) * compute.itemsize if keeps else 0,
         packed=numel * wire.itemsize,
@@ -140,13 +165,44 @@ def footprint(
         alone=mesh.num_ranks == 1,
         waits=tuple(placement == PARTIAL for placement in placements.grad),
         refresh=gathers(placements.main, placements.compute) if staged else (),
-        gather=() if aliased else gathers(begin, everywhere),
+        gather=gather,
         regather=regather,
         reduce=reductions,
         room={
             last: tuple(_room(call, wire.itemsize) for call in calls)
             for last, calls in reductions.items()
         },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedPlanes:
+    """What ``shard/coded.py`` holds instead of whole weights."""
+
+    held: tuple[int, ...]  # bytes of each plane
+    shares: tuple[int, ...]  # of each: elements with one scale
+    reads: dict[Phase, tuple[int, ...]]
+    direct: bool  # codes travel
+    largest: int  # elements of the largest matrix
+
+
+def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> CodedPlanes | None:
+    if format is None:
+        return None
+    blocks = FORMATS[format]
+    shares = tuple(math.prod(block) for block in blocks)
+    direct = sends_codes(layout, format, persistent)
+    numel = plane_layout(layout, direct).numel
+    phases: tuple[Phase, Phase] = ("forward", "backward")
+    return CodedPlanes(
+        held=tuple(numel + numel // share for share in shares),
+        shares=shares,
+        reads={
+            phase: tuple(blocks.index(block) for block in planes_of(format, phase, persistent))
+            for phase in phases
+        },
+        direct=direct,
+        largest=max(item.numel for item in layout.items),
     )
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from shardwise.comm import Call
 from shardwise.memory import Ledger
+from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.footprint import Footprint
 from shardwise.shard.order import Order
 
@@ -95,7 +96,8 @@ class SimulatedGroup:
 
     def __init__(self, step: Step, size: Footprint) -> None:
         self.step, self.size = step, size
-        self.whole = Held(step, "compute", size.whole)
+        self.planes = [Held(step, "compute", nbytes) for nbytes in size.planes]
+        self.staging = Held(step, "staging", size.staging)
         self.kept = Held(step, "compute", size.kept)
         self.packed = Held(step, "grad_transient", size.packed)
         self.partial = Held(step, "grad_accumulator", size.partial)
@@ -103,36 +105,44 @@ class SimulatedGroup:
         self.grad = Held(step, "grad", size.grad)
         step.ledger.add("main", size.main)
         step.ledger.add("compute", size.compute)
-        if size.persistent and not size.aliased:
-            self.whole.acquire()
+        for plane in self.planes if size.persistent else ():
+            plane.acquire()
         # Between steps an optimizer writes what is trained: frozen weights are still as gathered.
         self.refreshed = not size.trainable
-        self.filled = self.whole.live and not size.trainable
+        self.filled = [plane.live and not size.trainable for plane in self.planes]
         self.published = False  # whether the parameters at rest show gradients
         self.in_flight = False
 
     # ------------------------------------------------------------------ weights
 
-    def gather(self) -> None:
-        if self.size.aliased or (self.whole.live and self.filled):
+    def gather(self, phase: Phase) -> None:
+        missing = [number for number in self.size.reads[phase] if not self.filled[number]]
+        if not missing:
             return
-        self.whole.acquire()
+        for number in missing:
+            self.planes[number].acquire()
+            self.filled[number] = True
         if self.kept.live:
             self.step.send(self.size.regather)
-        else:
-            if not self.refreshed:
-                self.step.send(self.size.refresh)
-                self.refreshed = True
-            self.step.send(self.size.gather)
-        self.filled = True
+            return
+        if self.size.staging:
+            self.staging.acquire()
+        if not self.refreshed:
+            self.step.send(self.size.refresh)
+            self.refreshed = True
+        for number in [0] if self.size.staging else missing:
+            self.step.send(self.size.gather[number])
+        if self.size.staging:
+            self.staging.release()
 
     def release(self, keep: bool = False) -> None:
         if self.size.persistent or self.size.aliased:
             return
         if keep and self.size.kept:
             self.kept.acquire()
-        self.whole.release()
-        self.filled = False
+        for number, plane in enumerate(self.planes):
+            plane.release()
+            self.filled[number] = False
 
     # ------------------------------------------------------------------ gradients
 
@@ -222,11 +232,11 @@ class SimulatedUnit:
         self.step.doing = f"forward {self.name}"
         expected = self.step.order.entered(self)
         for group in self.groups:
-            group.gather()
+            group.gather("forward")
         for group in self.groups:
             group.kept.release()
         if expected is not None and expected is not self:
-            expected.prefetch()
+            expected.prefetch("forward")
         for child in self.inner:
             child.forward()
         self.step.doing = f"forward {self.name}"
@@ -243,12 +253,12 @@ class SimulatedUnit:
         self._expected -= 1
         self._in_backward, self._last = True, last
         for group in self.groups:
-            group.gather()
+            group.gather("backward")
         for group in self.groups:
             group.kept.release()
         after = self.step.order.after(self)
         if after is not None and after is not self and after.gathers_in_backward:
-            after.prefetch()
+            after.prefetch("backward")
         if self._completes_first:
             self._complete()
         for child in reversed(self.inner):
@@ -278,9 +288,9 @@ class SimulatedUnit:
     def holds_turn(self) -> bool:
         return self._in_backward
 
-    def prefetch(self) -> None:
+    def prefetch(self, reads: Phase) -> None:
         for group in self.groups:
-            group.gather()
+            group.gather(reads)
 
     def tidy(self) -> None:
         for group in self.groups:
@@ -309,6 +319,9 @@ def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
     step, units = root.step, root.tree()
     step.order = Order(list(units))
     rest = step.ledger.snapshot()
+    # The steps before this one have made it as large as it gets; it is never given back.
+    decoded = [group.size.workspace for unit in units for group in unit.groups]
+    step.ledger.add("workspace", max(decoded, default=0))
     step.ledger.reset_peak()
     step.timeline.clear()
     played = min(microbatches, 3)

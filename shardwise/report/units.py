@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.layout import Item, Layout
-from shardwise.layout import plan as plan_layout
+from shardwise.layout import Layout
 from shardwise.placements import Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import Format
 from shardwise.report.footprint import Footprint, Mesh, footprint
 from shardwise.report.simulate import SimulatedUnit, Step
 from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
-from shardwise.shard.fully_shard import _groups as group_parameters
+from shardwise.shard.formats import stored_as
+from shardwise.shard.fully_shard import planned_groups as group_parameters
 from shardwise.shard.module import unit_of
 
 
@@ -114,6 +115,9 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
                 tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
             elif all(found.parameter is not parameter for found in owner.found):
                 owner.found.append(Found(prefix + name, parameter, []))
+            if keeper is owner:
+                entry = next(found for found in owner.found if found.parameter is parameter)
+                entry.owners.append(type(module))
             owner.trains_first |= parameter.requires_grad and not owner.inner
         for name, child in module.named_children():
             if id(child) in wrapped:
@@ -151,13 +155,22 @@ def lay_out(
         facts = tuple(
             (f.name, tuple(f.parameter.shape), f.parameter.dtype, f.parameter.requires_grad)
             + (grain_of(f, grain), id(f.parameter) in matrices)
+            + (stored_as(f, precision).format,)
             for f in owner.found
         )
         if facts not in known:
             known[facts] = tuple(
-                _planned_group(facts, members, mesh, placements, precision, kept_ranks)
-                for members in group_parameters(
-                    owner.found, mesh.num_shards(placements.main), grain
+                _planned_group(
+                    [facts[member] for member in members],
+                    layout,
+                    format,
+                    mesh,
+                    placements,
+                    precision,
+                    kept_ranks,
+                )
+                for members, layout, format in group_parameters(
+                    owner.found, mesh.num_shards(placements.main), grain, precision
                 )
             )
         result[owner] = known[facts]
@@ -165,16 +178,14 @@ def lay_out(
 
 
 def _planned_group(
-    facts: tuple[Any, ...],
-    members: Sequence[int],
+    chosen: Sequence[tuple[Any, ...]],
+    layout: Layout,
+    format: Format | None,
     mesh: Mesh,
     placements: Placements,
     precision: Precision,
     kept_ranks: int | None,
 ) -> PlannedGroup:
-    chosen = [facts[member] for member in members]
-    items = [Item(name, shape, grain) for name, shape, _, _, grain, _ in chosen]
-    layout = plan_layout(items, mesh.num_shards(placements.main))
     dtype = chosen[0][2]
     size = footprint(
         layout,
@@ -182,6 +193,7 @@ def _planned_group(
         placements,
         precision,
         dtype,
+        format=format,
         trainable=any(fact[3] for fact in chosen),
         kept_ranks=kept_ranks,
     )

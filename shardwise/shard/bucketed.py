@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Phase, Unit
 from shardwise.streams import annotate
@@ -66,11 +67,11 @@ class BucketedUnit(Unit):
             self.runtime.lanes.join("gather", "compute")
             self.groups[number].gather(self.runtime)
 
-    def expose(self) -> None:
+    def expose(self, reads: Reads) -> None:
         """Begin every gather; then wait for all of them, unless modules will wait for theirs."""
         runtime = self.runtime
         for group in reversed(self.groups):
-            group.gather(runtime)
+            group.gather(runtime, phase=reads)
         self._exposed = True
         if self._stages and self.phase is Phase.FORWARD:
             arrived = [number for number, group in enumerate(self.groups) if not group.pending]

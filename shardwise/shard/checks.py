@@ -10,6 +10,7 @@ A check returns sentences: the value, the reason, the fix.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.buffer import Ranks
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.shard.find import Found, GrainChoice, grain_of
+from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
 from shardwise.tensor import ShardedTensor
 
@@ -115,7 +117,9 @@ def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     return problems
 
 
-def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
+def forward_problems(
+    wanted: Any, ranks: Ranks, placements: Placements, precision: Precision
+) -> list[str]:
     if wanted is None or isinstance(wanted, bool):
         return []
     if not isinstance(wanted, int):
@@ -131,7 +135,22 @@ def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[
             f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
             f"'{axis.name}'"
         ]
+    if precision.format is not None and 1 < wanted < axis.size:
+        return [
+            f"reshard_after_forward={wanted} with weights={precision.format!r}: a part of what "
+            f"forward reads is kept, and backward reads other bytes; pass True, False or None"
+        ]
     return []
+
+
+def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:
+    """Of the whole model: a pattern that matches nothing was meant to do something."""
+    return [
+        f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
+        for field, patterns in (("include", precision.include), ("exclude", precision.exclude))
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def placement_problems(
@@ -149,11 +168,12 @@ def placement_problems(
     return problems
 
 
-def describe_parameter(found: Found, grain: GrainChoice | None) -> str:
+def describe_parameter(found: Found, grain: GrainChoice | None, precision: Precision) -> str:
     parameter = found.parameter
+    stored = stored_as(found, precision)
     return (
         f"{found.name} {list(parameter.shape)} {parameter.dtype} by {grain_of(found, grain)} "
-        f"{'trainable' if parameter.requires_grad else 'frozen'}"
+        f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''}"
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``data_parallel``: a whole model in buckets, its optimizer's work spread over the ranks.
 
-model --> parameters in backprop order --> matrices | the rest, by dtype, trainability and mesh
+model --> parameters in backprop order --> matrices | the rest, by dtype, format, trainability, mesh
       --> buckets, each one flat buffer --> the same groups and phases as under ``fully_shard``
 
     rank 0   main |q0 k0|         gradients reduce-scattered bucket by bucket while backward runs
@@ -33,6 +33,7 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import parcels_of
 from shardwise.placements import SHARD, Placements, zero
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import Format
 from shardwise.shard.bucketed import BucketedUnit, stages_of
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.shard.checks import (
@@ -40,9 +41,12 @@ from shardwise.shard.checks import (
     mesh_problems,
     module_problems,
     option_problems,
+    pattern_problems,
     raise_together,
 )
+from shardwise.shard.coded import GROUPS
 from shardwise.shard.find import Found, find_parameters
+from shardwise.shard.formats import stored_as
 from shardwise.shard.group import Group
 from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.module import unit_of, units_of
@@ -107,6 +111,7 @@ def data_parallel(
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
     problems += module_problems([model], found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, None)
+    problems += pattern_problems(precision, [f.name for f in found])
     for other in dict.fromkeys(home for home in homes if home != mesh):
         problems += mesh_problems(other, placements)
     for f in found:
@@ -117,7 +122,8 @@ def data_parallel(
     ] + [
         f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
         f"over {home.mesh_dim_names} {tuple(home.shape)} "
-        f"{'trainable' if f.parameter.requires_grad else 'frozen'}"
+        f"{'trainable' if f.parameter.requires_grad else 'frozen'} "
+        f"{stored_as(f, precision).format or ''}"
         for f, home in zip(found, homes, strict=True)
     ]
     raise_together(description, problems, ranks, verb=_VERB)
@@ -132,14 +138,16 @@ def data_parallel(
         same = same_values([found[position] for position in chosen], over, device)
         values.update(zip(chosen, same, strict=True))
     measured = kernels_everywhere(device, ranks.axes)
+    stored = [stored_as(f, precision) for f in found]
+    formats = [one.format for one in stored]
     for home, members, bucket in _plan(
-        found, routes, homes, spread, placements, settings, bucket_mb, measured
+        found, routes, homes, formats, spread, placements, settings, bucket_mb, measured
     ):
         for index, position in enumerate(members):
             places_of[position] = (len(groups), index)
         tensors = [values[position] for position in members]
         layout = bucket.layout
-        group = Group(
+        group = GROUPS[stored[members[0]].format](
             layout.items, tensors, spread[home], placements, precision, device, layout=layout
         )
         if home != mesh:
@@ -164,6 +172,7 @@ def data_parallel(
         stages=_stages(model, places) if overlap_gather else None,
         early=overlap_gather == "step",
     )
+    unit.stored = {places_of[position]: one for position, one in enumerate(stored)}
     install([model], unit, device, found)
     return model
 
@@ -175,6 +184,7 @@ def _plan(
     found: Sequence[Found],
     routes: Mapping[int, Route],
     homes: Sequence[DeviceMesh],
+    formats: Sequence[Format | None],
     spread: Mapping[DeviceMesh, Ranks],
     placements: Placements,
     settings: MuonSettings,
@@ -190,10 +200,10 @@ def _plan(
         parameter = found[position].parameter
         # A frozen matrix has no optimizer that could need it whole.
         whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
-        key = (homes[position], parameter.dtype, parameter.requires_grad, whole)
+        key = (homes[position], parameter.dtype, parameter.requires_grad, whole, formats[position])
         alike.setdefault(key, []).append(position)
     planned = []
-    for (home, dtype, _, whole), positions in alike.items():
+    for (home, dtype, _, whole, _), positions in alike.items():
         num_shards = spread[home].num_shards(placements.main)
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         parameters = [found[position].parameter for position in positions]

@@ -95,7 +95,8 @@ def describe(model: nn.Module) -> str:
             )
             lines.append(
                 f"    main {_size(main.block.nbytes)} {main.dtype} {sharded}; compute "
-                f"{_size(group.whole.block.nbytes)} {group.whole.dtype} "
+                f"{_size(sum(block.nbytes for block in group.blocks))} "
+                f"{group.format or group.whole.dtype} "
                 f"{'kept' if group.persistent or group.aliased else 'gathered on use'}"
             )
             for index, item in enumerate(group.items):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ class Found:
     name: str
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]]
+    owners: list[type[nn.Module]] = field(default_factory=list)  # whose parameter it is
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -51,6 +52,7 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
                 continue
             entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
             entry.places.append((module._parameters, name))
+            entry.owners.append(type(module))
         waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
     return list(found.values())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fully_shard``: from a module to a unit. Everything is checked before anything changes.
 
-module tree --> parameters not owned by an inner unit --> groups alike in dtype and trainability
+module tree --> parameters that no inner unit owns --> groups alike in dtype, format, trainability
             --> one flat buffer each --> the module's class and hooks
 """
 
@@ -17,10 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise import comm
 from shardwise.buffer import Ranks
-from shardwise.layout import Item, plan_groups
+from shardwise.layout import Layout, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_choice import Stored
+from shardwise.precision.mxfp8_tensor import Format
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,
@@ -31,7 +33,9 @@ from shardwise.shard.checks import (
     placement_problems,
     raise_together,
 )
-from shardwise.shard.find import Found, GrainChoice, find_parameters, grain_of, outermost
+from shardwise.shard.coded import GROUPS
+from shardwise.shard.find import Found, GrainChoice, find_parameters, outermost
+from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.group import Group
 from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.unit import Unit
@@ -91,12 +95,12 @@ def fully_shard(
     ranks = Ranks(mesh)
     problems = module_problems(roots, found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, offload_policy)
-    problems += forward_problems(reshard_after_forward, ranks, placements)
+    problems += forward_problems(reshard_after_forward, ranks, placements, precision)
     problems += placement_problems(shard_placement_fn, found)
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward}"
-    ] + [describe_parameter(f, grain) for f in found]
+    ] + [describe_parameter(f, grain, precision) for f in found]
     raise_together(description, problems, ranks)
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
     device = device_of(mesh)
@@ -105,14 +109,26 @@ def fully_shard(
     pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
     groups: list[Group] = []
     where: dict[int, tuple[int, int]] = {}
-    for members in _groups(found, ranks.num_shards(placements.main), grain):
-        chosen = [found[position] for position in members]
-        items = [Item(f.name, tuple(f.parameter.shape), grain_of(f, grain)) for f in chosen]
+    stored: dict[tuple[int, int], Stored] = {}
+    for members, layout, format in planned_groups(
+        found, ranks.num_shards(placements.main), grain, precision
+    ):
         tensors = [values[position] for position in members]
         for index, position in enumerate(members):
             where[position] = (len(groups), index)
+            stored[len(groups), index] = stored_as(found[position], precision)
         groups.append(
-            Group(items, tensors, ranks, placements, precision, device, offload=offload, pin=pin)
+            GROUPS[format](
+                layout.items,
+                tensors,
+                ranks,
+                placements,
+                precision,
+                device,
+                layout=layout,
+                offload=offload,
+                pin=pin,
+            )
         )
     del values
     places = [
@@ -131,6 +147,7 @@ def fully_shard(
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
     )
+    unit.stored = stored
     install(roots, unit, device, found)
     return module
 
@@ -138,22 +155,23 @@ def fully_shard(
 # ------------------------------------------------------------------------------ choices
 
 
-def _groups(
-    found: Sequence[Found], num_shards: int, grain: GrainChoice | None
-) -> list[tuple[int, ...]]:
-    """Positions of parameters that share a buffer: alike in dtype and trainability, and not so odd
-    in their rows that packing them together would cost more than it saves."""
-    alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+def planned_groups(
+    found: Sequence[Found], num_shards: int, grain: GrainChoice | None, precision: Precision
+) -> list[tuple[tuple[int, ...], Layout, Format | None]]:
+    """(positions, layout, format) of parameters that share a buffer: alike in dtype, format and
+    trainability, and not so odd in their rows that packing them together would cost more than it
+    saves."""
+    alike: dict[tuple[torch.dtype, bool, Format | None], list[int]] = {}
     for position, f in enumerate(found):
-        alike.setdefault((f.parameter.dtype, f.parameter.requires_grad), []).append(position)
+        format = stored_as(f, precision).format
+        key = (f.parameter.dtype, f.parameter.requires_grad, format)
+        alike.setdefault(key, []).append(position)
     groups = []
-    for positions in alike.values():
-        items = [
-            Item(found[p].name, tuple(found[p].parameter.shape), grain_of(found[p], grain))
-            for p in positions
-        ]
+    for (_, _, format), positions in alike.items():
+        items = [item_of(found[position], grain, format) for position in positions]
         for members in plan_groups(items, num_shards):
-            groups.append(tuple(positions[member] for member in members))
+            layout = lay_out([items[member] for member in members], num_shards, format)
+            groups.append((tuple(positions[member] for member in members), layout, format))
     return groups
 
 

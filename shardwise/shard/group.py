@@ -30,12 +30,16 @@ from shardwise.layout import Item, Layout, plan
 from shardwise.memory import Block, Caching
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import Format, Phase
 from shardwise.shard.gradient import Gradients, WholeParameter
 from shardwise.shard.runtime import Runtime
 
 
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
+
+    format: Format | None = None  # of the whole weights: in a dtype
+    scratch: str | None = None  # what ``whole`` counts as where it is no more than that
 
     def __init__(
         self,
@@ -71,11 +75,12 @@ class Group:
             nn.Parameter(self.main.dtensor(index), requires_grad=value.requires_grad)
             for index, value in enumerate(values)
         ]
-        self.unsharded = [WholeParameter.empty(value.requires_grad) for value in values]
+        self.unsharded = [
+            self._whole_parameter(index, value.requires_grad) for index, value in enumerate(values)
+        ]
         self.gradients = self._build_gradients()
         self._point_at_whole()
-        if not (self.persistent or self.aliased):
-            self.whole.block.release(Caching())
+        self._rest()
         for original, sharded, whole in zip(values, self.sharded, self.unsharded, strict=True):
             carry_attributes(original, sharded)
             carry_attributes(original, whole)
@@ -112,7 +117,7 @@ class Group:
         dtype = self.precision.compute_dtype(self.parameter_dtype)
         held_whole = self.ranks.num_shards(self.placements.main) == 1
         same = dtype == self.main.dtype and self.main.flat.device == self._whole_device
-        self.aliased = held_whole and same
+        self.aliased = held_whole and same and self.format is None
         self.persistent = SHARD not in self.placements.compute
         self.compute: Buffer | None = None
         # main.state when each buffer was last filled from it; None: never, or released since
@@ -128,9 +133,8 @@ class Group:
             self.whole = self.main
             return
         device = self._whole_device
-        self.whole = Buffer(
-            self.layout, self.ranks, everywhere, dtype, device, "compute", lane="gather"
-        )
+        kind = self.scratch or "compute"
+        self.whole = Buffer(self.layout, self.ranks, everywhere, dtype, device, kind, lane="gather")
         if not self.persistent and self.placements.compute != self.placements.main:
             self.compute = Buffer(
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
@@ -140,6 +144,19 @@ class Group:
     @property
     def _whole_device(self) -> torch.device:
         return torch.device("meta") if self.main.flat.is_meta else self.device
+
+    def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
+        return WholeParameter.empty(requires_grad)
+
+    def _rest(self) -> None:
+        """As between steps: whole weights only where they are kept."""
+        if not (self.persistent or self.aliased):
+            self.whole.block.release(Caching())
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The memory of the whole weights."""
+        return [self.whole.block]
 
     def _build_gradients(self) -> Gradients:
         return Gradients(
@@ -156,8 +173,10 @@ class Group:
         """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
         counters apart from the buffer's, so a gather is no in-place change to autograd."""
         self._plan = None
-        if self.whole.flat.is_meta:
-            return  # no values yet, and a parameter cannot move to the meta device in place
+        if not self.whole.flat.is_meta:
+            self.show_whole()  # else no values yet, and no parameter moves there in place
+
+    def show_whole(self) -> None:
         for index, parameter in enumerate(self.unsharded):
             parameter.data = self.whole.view(index).detach()
 
@@ -203,8 +222,7 @@ class Group:
         before, self.gradients = self.gradients, self._build_gradients()
         self.gradients.divisor, self.gradients.sum_only = before.divisor, before.sum_only
         self._point_at_whole()
-        if not (self.persistent or self.aliased):
-            self.whole.block.release(Caching())
+        self._rest()
 
     def settle_initial_values(self) -> None:
         """Values made after wrapping (meta device) may differ between replicas: take the
@@ -227,10 +245,11 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return self._pending is not None
 
-    def gather(self, runtime: Runtime, ahead: bool = False) -> None:
+    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
         """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`.
 
-        ``ahead`` of their use they come only where there is room for them.
+        ``ahead`` of their use they come only where there is room for them. ``phase``: what will
+        read them; here both read the same.
         """
         if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
             return

@@ -43,7 +43,7 @@ class UnshardHandle:
     def wait(self) -> None:
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.expose()
+            unit.expose("forward")
 
 
 class ShardedModule(FSDPModule):
@@ -72,9 +72,9 @@ class ShardedModule(FSDPModule):
         """Gather this module's own parameters (not those of wrapped modules inside it)."""
         unit = self._ready_unit()
         if not async_op:
-            unit.expose()
+            unit.expose("forward")
             return None
-        unit.prefetch()
+        unit.prefetch("forward")
         return UnshardHandle(unit)
 
     def reshard(self) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import ref
 
+from shardwise.precision.mxfp8_tensor import Phase
+
 
 class Member(Protocol):
     """A unit, as far as the order of units is concerned."""
@@ -31,7 +33,7 @@ class Member(Protocol):
     def holds_turn(self) -> bool:
         """Whether others must wait for it: it is in backward, or other ranks may be."""
 
-    def prefetch(self) -> None: ...
+    def prefetch(self, reads: Phase) -> None: ...
 
     def tidy(self) -> None: ...
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.memory import Caching, Source, TracePool
+from shardwise.precision.mxfp8_linear import Emulated, Workspace
 from shardwise.shard.order import Member, Order
 from shardwise.streams import Lanes
 
@@ -61,6 +62,8 @@ class Runtime:
         self._backward_task: int | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
+        # The products of all MXFP8 weights: each is decoded where the one before was.
+        self.matmul = Emulated(workspace=Workspace())
 
     # ------------------------------------------------------------------ forward
 

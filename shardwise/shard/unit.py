@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_choice import Stored
+from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.call import Call, cast_floats
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
@@ -89,6 +91,8 @@ class Unit:
         self.unused = unused
         self.options = options
         self.shared = SharedLanes()
+        # By (group, index): how each parameter is stored, for reports.
+        self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
         self.forsaken: list[tuple[str, weakref.ref[Tensor]]] = []
         self.phase = Phase.RESTING
@@ -115,8 +119,9 @@ class Unit:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = _weakly(self, number)
-            group.whole.block.viewed = _viewed_by(self)
-            group.whole.block.evict = _evict_weakly(self)
+            for block in group.blocks:
+                block.viewed = _viewed_by(self)
+                block.evict = _evict_weakly(self)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self._listen()
@@ -212,7 +217,7 @@ class Unit:
                     self.tidy()
                 self._tidy = False
             self._go(Phase.BACKWARD if self.phase is Phase.BACKWARD else Phase.FORWARD)
-            self.expose()
+            self.expose("forward")
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         self._to_run = (self._to_run or len(self.modules)) - 1
@@ -285,7 +290,7 @@ class Unit:
         self._expect_gradients()
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
-                self.expose()
+                self.expose("backward")
                 self._reached = True
                 after = runtime.order.after(self)
                 if after is not None and not after.gathers_in_backward:
@@ -303,7 +308,7 @@ class Unit:
     def pass_by(self) -> None:
         """Backward went past this unit here; other ranks may have entered it. Gather as they do."""
         if not self._reached and self.gathers_in_backward and self.phase is Phase.RESTING:
-            self.prefetch()
+            self.prefetch("backward")
             self._release()
             self._reached = True
 
@@ -377,10 +382,10 @@ class Unit:
 
     # ------------------------------------------------------------------ weights
 
-    def prefetch(self) -> None:
-        """Begin to gather ahead of use."""
+    def prefetch(self, reads: Reads) -> None:
+        """Begin to gather, ahead of use, what forward or backward will read."""
         for group in self.groups:
-            group.gather(self.runtime, ahead=True)
+            group.gather(self.runtime, ahead=True, phase=reads)
 
     def evict(self) -> None:
         """Give up what was gathered ahead, if it is not in use yet."""
@@ -392,14 +397,15 @@ class Unit:
         units = [reference() for reference in wanted] if wanted is not None else [guess]
         for unit in units:
             if unit is not None and unit is not self:
-                unit.prefetch()
+                unit.prefetch("backward" if self.phase is Phase.BACKWARD else "forward")
                 unit._reached = self.phase is Phase.BACKWARD
 
-    def expose(self) -> None:
-        """Gather, wait, and put the whole weights in the modules' hands."""
+    def expose(self, reads: Reads) -> None:
+        """Gather what forward or backward reads, wait, and put the whole weights in the modules'
+        hands."""
         runtime = self.runtime
         for group in self.groups:
-            group.gather(runtime)
+            group.gather(runtime, phase=reads)
         for group in self.groups:
             group.wait(runtime)
         if not self._exposed:

@@ -26,6 +26,8 @@ PRECISIONS = {
     "fp32": sw.Precision(),
     "bf16": sw.Precision(weights="bf16", reduce="fp32"),
     "bf16 wire": sw.Precision(weights="bf16"),
+    "mxfp8": sw.Precision(weights="mxfp8", reduce="fp32"),
+    "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
 }
 Facts = dict[str, Any]
 
@@ -68,7 +70,11 @@ MODELS: dict[str, Any] = {
     "backbone": Backbone,
     "half frozen": half_frozen,
     "uneven": uneven,
+    "blocks of 32": lambda: Model(32, 3),
 }
+# Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
+# and the memory for decoded matrices grows in it.
+SETTLES = ("half frozen", "blocks of 32")
 
 
 def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
@@ -179,8 +185,7 @@ def assert_planned(
         states = [result[position][3] for result in everyone]
         assert made.optimizer_bytes == max(states) > 0, (precision, states)
         for result in everyone:
-            # Frozen weights that stay whole are gathered by the very first step alone.
-            steps = result[position][2][1 if model_name == "half frozen" else 0 :]
+            steps = result[position][2][1 if model_name in SETTLES else 0 :]
             for number, step in enumerate(steps):
                 what = f"{strategy} {precision}, {microbatches} microbatches, step {number}"
                 for name, predicted in facts_of(made).items():
@@ -214,6 +219,12 @@ def test_plan_is_exact_for_weights_kept_or_not(reshard: bool) -> None:
 
 def test_plan_is_exact_for_parts_kept() -> None:
     assert_planned(4, "plain", "zero3", FEW, reshard_after_forward=2)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
+    world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
+    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8", 2), ("mxfp8_2d", 1)])
 
 
 def test_one_rank_alone() -> None:

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CodedGroup: a group whose whole weights are MXFP8 planes.
+
+    main      fp32, placements.main     the only truth, as in every group
+    planes    uint8, all replicated     | codes of every weight, as main lies |.pad.| scales |
+                                        a row and a column plane, or one of squares
+    whole     bf16, all replicated      scratch: alive inside a gather, where bf16 travels
+
+    zero(3)   forward   main |##| --encode--> |#| --all-gather--> row plane     1.03 bytes
+              backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
+    zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole given back
+
+What is encoded is always main rounded to bf16, never a decoded plane. An optimizer writes no codes:
+each plane remembers the version of main that it was made from, and a gather makes it anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.buffer import Buffer
+from shardwise.layout import Layout
+from shardwise.memory import Block as Memory
+from shardwise.memory import Caching
+from shardwise.precision.mxfp8 import Block, Plane, encode, scale_shape
+from shardwise.precision.mxfp8_linear import Matmul
+from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
+from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
+from shardwise.shard.formats import plane_layout, planes_of, sends_codes
+from shardwise.shard.gradient import WholeParameter
+from shardwise.shard.group import Group
+from shardwise.shard.runtime import Runtime
+
+
+class GroupPlane:
+    """One plane of every weight of a group, in one block of bytes: codes, then scales."""
+
+    def __init__(self, block: Block, layout: Layout, device: torch.device) -> None:
+        self.block, self.layout = block, layout
+        self.share = block[0] * block[1]  # elements with one scale
+        numel = layout.numel + layout.numel // self.share
+        self.memory = Memory(numel, torch.uint8, device, "compute", lane="gather")
+        self.memory.moved = _forget_views(self)
+        self.filled: Any = None  # main.state when it was made; None: never, or released since
+        self.views: list[Plane] | None = None
+
+    def view(self, index: int, low: int, high: int) -> Plane:
+        """Elements [low, high) of one weight, which must be whole blocks."""
+        columns = self.layout.items[index].shape[1]
+        shape = ((high - low) // columns, columns)
+        first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
+        codes, scales = self.ranges(first, last)
+        return Plane(
+            codes=codes.view(shape),
+            scales=scales.view(scale_shape(shape, self.block)),
+            block=self.block,
+        )
+
+    def ranges(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """The codes at addresses [first, last), and their scales."""
+        begin = self.layout.numel
+        share, memory = self.share, self.memory.tensor
+        return memory[first:last], memory[begin + first // share : begin + last // share]
+
+    def whole(self, index: int) -> Plane:
+        """One weight."""
+        if self.views is None:
+            items = enumerate(self.layout.items)
+            self.views = [self.view(position, 0, item.numel) for position, item in items]
+        return self.views[index]
+
+
+def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
+    """From what ``source`` holds, into the same places of each; each value is read once."""
+    for index, (low, high, _) in enumerate(source.pieces):
+        if high > low:
+            into = [plane.view(index, low, high) for plane in planes]
+            codes = into[0].codes
+            value = source.view(index).view(codes.shape)
+            if value.device != codes.device:  # offloaded: half the bytes go over
+                value = value.to(torch.bfloat16).to(codes.device)
+            encode(value, [plane.block for plane in planes], out=into)
+
+
+class CodedGroup(Group):
+    """A group in MXFP8. Gathers bring what the phase reads; see the picture above."""
+
+    format: Format
+    scratch = "staging"
+
+    def _build_compute(self) -> None:
+        super()._build_compute()
+        self.whole.block.release(Caching())
+        self.direct = sends_codes(self.layout, self.format, self.persistent)
+        layout = plane_layout(self.layout, self.direct)
+        device = self._whole_device
+        self.planes = {block: GroupPlane(block, layout, device) for block in FORMATS[self.format]}
+        self._coming: list[comm.Pending] = []
+        self._runtime: Runtime | None = None
+
+    def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
+        weight = CodedWeight(weakref.ref(self), index)
+        return CodedParameter.of(weight, requires_grad)
+
+    def show_whole(self) -> None:
+        """The parameters have a shape and a dtype for autograd, and no memory: see
+        :class:`CodedParameter`."""
+        device = self._whole_device
+        for item, parameter in zip(self.items, self.unsharded, strict=True):
+            one = torch.zeros((), dtype=self.whole.dtype, device=device)
+            parameter.data = one.expand(item.shape)
+
+    @property
+    def blocks(self) -> list[Memory]:
+        return [plane.memory for plane in self.planes.values()]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._coming) or self._ready is not None
+
+    @property
+    def fresh(self) -> bool:
+        return not self._missing("forward") and not self._missing("backward")
+
+    def _missing(self, phase: Phase) -> list[GroupPlane]:
+        """What ``phase`` reads and is not there, or no longer what main says."""
+        wanted = [self.planes[block] for block in planes_of(self.format, phase, self.persistent)]
+        state = self.main.state
+        return [plane for plane in wanted if not plane.memory.live or plane.filled != state]
+
+    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
+        missing = self._missing(phase)
+        self._runtime = runtime
+        room = all(runtime.source.ready_for(plane.memory) for plane in missing)
+        if not missing or (ahead and not room):
+            return
+        lanes = runtime.lanes
+        with lanes.on("gather"):
+            for pending in self._coming:
+                pending.wait()
+            for plane in missing:
+                plane.memory.acquire(runtime.source)
+            if self.direct:
+                self._coming = self._gather_codes(missing, self._source())
+            else:
+                self._coming = []
+                self._gather_staged(missing, runtime)
+            self._ready = lanes.mark("gather")
+        for plane in missing:
+            plane.filled = self.main.state
+
+    def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
+        """Encode what is here; then codes and scales travel, axis by axis."""
+        encode_planes(planes, source)
+        coming: list[comm.Pending] = []
+        for axis, shard, whole in source.gather_steps(self.whole):
+            for pending in coming:
+                pending.wait()  # the next axis sends what this one brings
+            coming = [
+                comm.all_gather(into, part, axis)
+                for plane in planes
+                for part, into in zip(plane.ranges(*shard), plane.ranges(*whole), strict=True)
+            ]
+        return coming
+
+    def _gather_staged(self, planes: Sequence[GroupPlane], runtime: Runtime) -> None:
+        """bf16 travels through scratch that lives from here to the end of this function."""
+        self.whole.block.acquire(runtime.source)
+        source = self._source()
+        if self._plan is None:
+            self._plan = source.gather_plan(self.whole)
+        self._plan.run().wait()
+        encode_planes(planes, self.whole)
+        self.whole.block.release(runtime.source)
+
+    def wait(self, runtime: Runtime) -> None:
+        for pending in self._coming:
+            pending.wait()
+        if self._ready is not None:
+            runtime.lanes.wait("compute", self._ready)
+        self._coming, self._ready = [], None
+
+    def release(self, runtime: Runtime) -> None:
+        if self.persistent or not any(memory.live for memory in self.blocks):
+            return
+        self.wait(runtime)
+        runtime.lanes.join("gather", "compute")
+        with runtime.lanes.on("gather"):
+            for plane in self.planes.values():
+                plane.memory.release(runtime.source)
+                plane.filled = None
+
+    def _rest(self) -> None:
+        for memory in () if self.persistent else self.blocks:
+            memory.release(Caching())
+
+    def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
+        raise AssertionError("reshard_after_forward=k is refused for MXFP8 at construction")
+
+    def plane(self, index: int, phase: Phase) -> Plane:
+        """What ``phase`` reads of one weight. A recomputation that no hook saw coming (torch's
+        checkpoint inside a unit) gathers here; every rank recomputes alike."""
+        plane = self.planes[READS[self.format][phase]]
+        if not plane.memory.live or plane.filled is None:
+            runtime = self._runtime
+            if runtime is None or not runtime.in_backward:
+                raise RuntimeError(
+                    f"the {NAMES[plane.block]} plane of '{self.items[index].name}' is not here: "
+                    f"an MXFP8 weight can be read inside its module's forward and backward, or "
+                    f"after unshard()"
+                )
+            self.gather(runtime, phase=phase)
+        if self.pending and self._runtime is not None:
+            self.wait(self._runtime)
+        return plane.whole(index)
+
+    def planes_here(self, index: int) -> dict[Block, Plane]:
+        """What is gathered now."""
+        return {
+            block: plane.whole(index)
+            for block, plane in self.planes.items()
+            if plane.memory.live and plane.filled is not None
+        }
+
+    @property
+    def matmul(self) -> Matmul | None:
+        return None if self._runtime is None else self._runtime.matmul
+
+
+class MXFP8Group(CodedGroup):
+    """Row and column planes of 1x32 blocks."""
+
+    format = "mxfp8"
+
+
+class MXFP8SquareGroup(CodedGroup):
+    """One plane of 32x32 blocks for both directions."""
+
+    format = "mxfp8_2d"
+
+
+GROUPS: dict[Format | None, type[Group]] = {
+    None: Group,
+    "mxfp8": MXFP8Group,
+    "mxfp8_2d": MXFP8SquareGroup,
+}
+
+
+def _forget_views(plane: GroupPlane) -> Callable[[], None]:
+    """The views of a block that moved are made anew; the block must not keep its owner alive."""
+    reference = weakref.ref(plane)
+
+    def moved() -> None:
+        owner = reference()
+        if owner is not None:
+            owner.views = None
+
+    return moved

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters whose values are MXFP8 planes, as forward sees them.
+
+    nn.Linear: F.linear(x, weight, bias)  -->  mxfp8_linear(x, planes, bias)     multiplies by codes
+    any other function of the weight      -->  the same of decode(planes)        in bf16
+
+Autograd sees an ordinary leaf of the weight's shape in bf16: its gradient comes whole, once per
+backward, however often the weight was used. The leaf itself has no memory for values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardwise.layout import Item
+from shardwise.precision.mxfp8 import Block, Plane
+from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
+from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase
+from shardwise.shard.gradient import WholeParameter
+
+
+class PlaneOwner(Protocol):
+    """The group that gathers the planes."""
+
+    format: Format
+    items: tuple[Item, ...]
+
+    @property
+    def matmul(self) -> Matmul | None: ...
+
+    @property
+    def _whole_device(self) -> torch.device: ...
+
+    def plane(self, index: int, phase: Phase) -> Plane: ...
+
+    def planes_here(self, index: int) -> dict[Block, Plane]: ...
+
+
+class CodedWeight(MXFP8Tensor):
+    """One weight of a group: planes are looked up when they are read, so that they may be released
+    and gathered again in between."""
+
+    __slots__ = ("_group", "_index")
+
+    def __init__(self, group: weakref.ref[Any], index: int) -> None:
+        self._group, self._index = group, index
+
+    @property
+    def group(self) -> PlaneOwner:
+        group: PlaneOwner | None = self._group()
+        if group is None:
+            raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
+        return group
+
+    @property
+    def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
+        """Those that are here now."""
+        return self.group.planes_here(self._index)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.group.items[self._index].shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.group._whole_device
+
+    @property
+    def format(self) -> Format:
+        return self.group.format
+
+    def plane(self, phase: Phase) -> Plane:
+        return self.group.plane(self._index, phase)
+
+
+class CodedParameter(WholeParameter):
+    """A parameter as forward sees it, whose values are planes.
+
+    ``F.linear`` multiplies by them. Anything else that reads values gets them decoded to bf16, as
+    forward computes with them, and its gradient is this parameter's. ``coded`` are the planes.
+    """
+
+    coded: CodedWeight
+
+    @staticmethod
+    def of(weight: CodedWeight, requires_grad: bool) -> CodedParameter:
+        parameter = CodedParameter(torch.empty(0), requires_grad=requires_grad)
+        parameter._gradients, parameter._index, parameter._added = None, 0, False
+        parameter.coded = weight
+        return parameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if _reads_no_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        rows, columns = self.coded.shape
+        return f"CodedParameter({rows}x{columns}, {self.coded.format})"
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, CodedParameter):
+        return F.linear(_decoded(input), weight, _decoded(bias))
+    return mxfp8_linear(
+        _decoded(input),
+        weight.coded,
+        _decoded(bias),
+        parameter=weight if weight.requires_grad else None,
+        matmul=weight.coded.group.matmul,
+    )
+
+
+# What of a tensor has values in it, of all its attributes.
+_VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
+_FACTS = (
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "__hash__",
+    "__len__",
+)
+
+
+def _reads_no_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
+    return name in ("__set__", "__delete__") or name in _FACTS
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, CodedParameter):
+        return value
+    if torch.is_grad_enabled() and value.requires_grad:
+        return _Decode.apply(value, value.coded)  # type: ignore[no-untyped-call]
+    return value.coded.dequantise("forward")
+
+
+class _Decode(torch.autograd.Function):
+    """The values that forward computes with; their gradient is the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, weight: CodedWeight) -> Tensor:
+        return weight.dequantise("forward")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

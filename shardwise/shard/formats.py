@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters are stored in which format, what that asks of their layout, how they travel.
+
+    blocks of 32 rows stay together, so each shard can encode what it holds:
+
+    shard 0  main |w rows 0-63  |   --encode-->  codes |w 0-63  |  scales |w|   --all-gather-->
+    shard 1  main |w rows 64-127|   --encode-->  codes |w 64-127|  scales |w|       1.03 bytes
+
+    blocks cut, or both planes wanted at once (2.06 bytes), where bf16 takes 2:
+
+    shard 0  main |w rows 0-40  |   --cast-->  bf16 |w 0-40  |   --all-gather-->  encode everywhere
+    shard 1  main |w rows 41-127|   --cast-->  bf16 |w 41-127|
+
+Names, shapes and layouts alone: no tensor is read, and every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
+from shardwise.precision import Precision
+from shardwise.precision.mxfp8 import SIDE, Block
+from shardwise.precision.mxfp8_choice import Stored, ineligible
+from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Phase
+from shardwise.shard.find import Found, GrainChoice, grain_of
+
+SQUARE = SIDE * SIDE  # elements; planes start at multiples of it, so that scales have addresses
+_STAGED_BYTES = 2  # of an element that travels as bf16
+
+
+def stored_as(found: Found, precision: Precision) -> Stored:
+    """The format of one parameter."""
+    shape = tuple(found.parameter.shape)
+    if precision.format is None:
+        return Stored(name=found.name, shape=shape, format=None, why="")
+    reason = ineligible(
+        found.name,
+        shape,
+        include=precision.include,
+        exclude=precision.exclude,
+        owners=found.owners,
+    )
+    if reason is None and not found.parameter.is_floating_point():
+        reason = f"it holds {found.parameter.dtype}"
+    wanted = None if reason else precision.format
+    return Stored(name=found.name, shape=shape, format=wanted, why=reason or "")
+
+
+def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
+    """The parameter to be laid out: where rows may be cut apart, blocks of 32 stay together."""
+    grain = grain_of(found, choice)
+    return Item(found.name, tuple(found.parameter.shape), in_blocks(grain) if format else grain)
+
+
+def in_blocks(grain: Grain) -> Grain:
+    return rows(math.lcm(grain.count, SIDE)) if grain.kind == "rows" else grain
+
+
+def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
+    """Where they lie; in MXFP8 at addresses that their scales have too, if grains allow that."""
+    unit = SQUARE // ALIGNMENT if format else 1
+    fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
+    return plan(items, num_shards, unit=unit if fits else 1)
+
+
+# ------------------------------------------------------------------------------------ transport
+
+
+def planes_of(format: Format, phase: Phase, persistent: bool) -> tuple[Block, ...]:
+    """What one gather brings: the phase's plane, or all where weights stay from step to step."""
+    return FORMATS[format] if persistent else (READS[format][phase],)
+
+
+def encodes_locally(layout: Layout) -> bool:
+    """Whether every shard holds whole 32x32 blocks, at addresses that their scales have too."""
+    if layout.num_shards > 1 and layout.shard_size % SQUARE:
+        return False
+    for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
+        block_rows = SIDE * item.shape[1]
+        cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
+        if start % SQUARE or any(cut % block_rows for cut in cuts):
+            return False
+    return True
+
+
+def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
+    """Encode and gather codes, or gather bf16 and encode: what can be done, with fewer bytes."""
+    if not encodes_locally(layout):
+        return False
+    planes = planes_of(format, "forward", persistent)
+    nbytes = sum(1 + 1 / math.prod(block) for block in planes)
+    return layout.num_shards == 1 or nbytes < _STAGED_BYTES
+
+
+def plane_layout(layout: Layout, direct: bool) -> Layout:
+    """Where the codes lie: as main does if they travel, else one matrix behind the other."""
+    if direct:
+        return layout
+    starts, end = [], 0
+    for item in layout.items:
+        starts.append(end)
+        end += item.numel
+    return Layout(layout.items, 1, end, tuple(starts))
+
+
+# --------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class PrecisionReport:
+    """How every parameter of a wrapped model is stored, in registration order; printable."""
+
+    rows: tuple[Stored, ...]
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The names of those in MXFP8."""
+        return tuple(row.name for row in self.rows if row.format)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The others under an MXFP8 precision, and why they are not."""
+        return {row.name: row.why for row in self.rows if row.why}
+
+    def __str__(self) -> str:
+        table = [("parameter", "shape", "stored as", "why")] + [
+            (row.name, "x".join(map(str, row.shape)) or "scalar", row.format or "a dtype", row.why)
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        ]
+        held = sum(math.prod(row.shape) for row in self.rows if row.format)
+        total = sum(math.prod(row.shape) for row in self.rows)
+        lines.append(
+            f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
+            f"elements, are stored in MXFP8"
+        )
+        return "\n".join(lines)
+
+
+def precision_report(model: nn.Module) -> PrecisionReport:
+    """Of a model wrapped by ``fully_shard`` or ``data_parallel``; names as the model has them."""
+    stored = {
+        (id(parameters), name): unit.stored[number, index]
+        for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules())
+        if unit is not None
+        for parameters, name, number, index in unit.places
+    }
+    found: dict[int, Stored] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            key = (id(module._parameters), name)
+            if parameter is not None and key in stored:
+                full = f"{path}.{name}" if path else name
+                found.setdefault(id(parameter), replace(stored[key], name=full))
+    return PrecisionReport(tuple(found.values()))

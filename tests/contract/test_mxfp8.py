@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Precision(weights="mxfp8")`` as users meet it: what is stored, refused, read."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.layout import ELEMENT, Item, Layout, plan, rows
+from shardwise.precision.mxfp8 import MXFP8Error
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.shard.coded_parameter import CodedParameter
+from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
+from shardwise.shard.module import units_of
+from tests.contract.helpers import raised
+from tests.models import mesh_of
+from tests.parity.mxfp8_helpers import (
+    STORED,
+    assert_same_bits,
+    expected_planes,
+    loss_of,
+    make,
+    optimizer_of,
+    planes_seen,
+    precision_of,
+    tokens,
+    train,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+MXFP8 = sw.Precision(weights="mxfp8", reduce="fp32")
+
+# --------------------------------------------------------------------------------------- the value
+
+
+def test_precision_knows_its_format() -> None:
+    assert MXFP8.format == "mxfp8" and MXFP8.weights == "mxfp8"
+    assert MXFP8.compute_dtype(torch.float32) == MXFP8.input_dtype == torch.bfloat16
+    assert sw.Precision(weights="mxfp8").wire_dtype(torch.float32) == torch.bfloat16
+    assert MXFP8.wire_dtype(torch.float32) == MXFP8.main_dtype(torch.float32) == torch.float32
+    assert sw.Precision(weights="bf16").format is None
+    again = replace(MXFP8, exclude=["head.*"])
+    assert again.format == "mxfp8" and again.exclude == ("head.*",), "no silent bf16"
+
+
+def test_precision_refuses() -> None:
+    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8' or 'mxfp8_2d'"):
+        sw.Precision(weights="mxfp4")
+    with pytest.raises(ValueError, match="reduce='mxfp8'"):
+        sw.Precision(reduce="mxfp8")
+    with pytest.raises(ValueError, match="they say which weights are stored in MXFP8"):
+        sw.Precision(weights="bf16", exclude=("head.*",))
+    with pytest.raises(MXFP8Error, match="give a sequence of patterns"):
+        sw.Precision(weights="mxfp8", include="*.mlp.*")
+
+
+# ----------------------------------------------------------------------------------------- layouts
+
+
+def matrices(grain: Any, *shapes: tuple[int, int]) -> list[Item]:
+    return [Item(f"w{number}", shape, grain) for number, shape in enumerate(shapes)]
+
+
+def test_blocks_are_never_cut_where_rows_may_be() -> None:
+    shapes = ((64, 32), (96, 64), (32, 96), (256, 32), (32, 32))
+    for num_shards in (1, 2, 3, 4, 7, 16):
+        layout = lay_out(matrices(in_blocks(sw.ROW), *shapes), num_shards, "mxfp8")
+        assert encodes_locally(layout), num_shards
+        assert layout.payload == sum(a * b for a, b in shapes)
+        assert lay_out(layout.items, num_shards, None) == plan(layout.items, num_shards)
+    assert in_blocks(rows(48)) == rows(96) and in_blocks(sw.TENSOR) == sw.TENSOR
+
+
+def test_transport_is_chosen_by_layout_and_bytes() -> None:
+    whole = lay_out(matrices(rows(32), (64, 64), (64, 64)), 4, "mxfp8")
+    assert sends_codes(whole, "mxfp8", persistent=False), "one plane: 1.03 bytes against 2"
+    assert not sends_codes(whole, "mxfp8", persistent=True), "two planes: 2.06"
+    assert sends_codes(whole, "mxfp8_2d", persistent=True), "one plane of squares: 1.001"
+    cut = lay_out(matrices(ELEMENT, (64, 64), (64, 64)), 3, "mxfp8")
+    assert not sends_codes(cut, "mxfp8", persistent=False)
+    shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
+    assert not encodes_locally(shifted), "its scales would have no address"
+
+
+def test_planning_by_units_refuses_what_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="'w0' is no multiple of the unit of 16"):
+        plan(matrices(sw.ROW, (5, 7)), 2, unit=16)
+
+
+# ---------------------------------------------------------------------------------- what is stored
+
+
+def check_report(rank: int, world_size: int) -> str:
+    model = wrap(make(True), "zero3", world_size, precision=MXFP8)
+    report = sw.precision_report(model)
+    assert set(report.stored) == STORED
+    assert report.kept["embedding.weight"] == "read by Embedding, not by linears alone"
+    assert "17 rows do not divide into blocks of 32" in report.kept["head.weight"]
+    assert "2-D" in report.kept["layers.0.up.bias"]
+    assert set(report.kept) | STORED == {name for name, _ in model.named_parameters()}
+    for unit in units_of(model):
+        assert {group.format for group in unit.groups} == {"mxfp8", None}
+        for number, group in enumerate(unit.groups):
+            rows_ = [unit.stored[number, index] for index in range(len(group.items))]
+            assert {row.format for row in rows_} == {group.format}, "groups are split by format"
+    few = sw.Precision(weights="mxfp8", include=("up.*", "first.*"), exclude=("*first*",))
+    chosen = sw.precision_report(wrap(make(True), "zero3", world_size, precision=few))
+    assert set(chosen.stored) == {"layers.0.up.weight", "layers.1.up.weight"}
+    assert chosen.kept["first.weight"] == "excluded by '*first*'"
+    assert "mxfp8" in sw.describe(model)
+    return str(report)
+
+
+def test_the_report_says_what_is_stored_and_why_the_rest_is_not() -> None:
+    for text in run_ranks(check_report, 2):
+        assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
+
+
+def check_refusals(rank: int, world_size: int) -> list[str]:
+    mesh = mesh_of(world_size)
+    lonely, typo = nn.Linear(64, 64), replace(MXFP8, exclude=("haed.*",))
+    return [
+        raised(
+            lambda: sw.fully_shard(lonely, mesh=mesh, precision=MXFP8, reshard_after_forward=2),
+            ValueError,
+        ),
+        raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
+    ]
+
+
+def test_what_cannot_hold_is_refused_by_name() -> None:
+    for kept, typo in run_ranks(check_refusals, 4):
+        assert "reshard_after_forward=2 with weights='mxfp8'" in kept and "pass True" in kept
+        assert "'haed.*' matches none of the 17 parameters" in typo
+
+
+# ------------------------------------------------------------------------------------ what is read
+
+
+class Reader(nn.Module):
+    """Reads its weights in other ways than nn.Linear does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.one.weight, CodedParameter)
+        self.seen = self.one.weight.coded, repr(self.one.weight)
+        return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
+
+
+def check_reading(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    first, second = (linear.weight.detach().clone() for linear in (model.one, model.two))
+    sw.fully_shard(model, mesh=mesh_of(world_size), precision=MXFP8)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    y = model(x)
+    one = MXFP8Tensor.encode(first).dequantise().requires_grad_()
+    expected = F.linear(x @ one.T, MXFP8Tensor.encode(second).dequantise()) + one.sum()
+    assert torch.equal(y, expected.to(y.dtype))
+    y.float().square().mean().backward()
+    assert model.one.weight.grad.full_tensor().abs().sum() > 0
+    assert model.two.weight.grad.full_tensor().abs().sum() > 0
+    coded, text = model.seen
+    assert text == "CodedParameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
+    model.unshard()
+    assert coded.dequantise().equal(MXFP8Tensor.encode(first).dequantise())
+    model.reshard()
+    error = raised(lambda: coded.dequantise(), RuntimeError)
+    assert "the row plane of 'one.weight' is not here" in str(error)
+
+
+def test_whoever_reads_the_weight_reads_its_codes() -> None:
+    run_ranks(check_reading, 2)
+
+
+# --------------------------------------------------------------------------------- meta, and memory
+
+
+def check_meta(rank: int, world_size: int, strategy: str) -> None:
+    expected_model = wrap(make(True), strategy, world_size, precision=MXFP8)
+    with torch.device("meta"):
+        model = make(True)
+    wrap(model, strategy, world_size, precision=MXFP8)
+    model.to_empty(device="cpu")
+    model.load_state_dict({n: p.full_tensor() for n, p in expected_model.state_dict().items()})
+    runs = [
+        train(each, rank, optimizer=optimizer_of(each, "adamw"), steps=range(3))
+        for each in (model, expected_model)
+    ]
+    assert_same_bits(runs[0], runs[1], "made on the meta device")
+    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "planes")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_meta_init(strategy: str) -> None:
+    run_ranks(check_meta, 2, strategy)
+
+
+def check_memory(rank: int, world_size: int, strategy: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = sw.ledger.snapshot()
+        model = wrap(make(True), strategy, world_size, precision=precision_of(True))
+        made = sw.ledger.snapshot()
+        loss = loss_of(model, tokens(0, 0, rank))[0]
+        loss.backward()
+        model.zero_grad()
+        after = sw.ledger.snapshot()
+        assert "staging" not in after, "scratch outlives no gather"
+        assert after.get("compute") == made.get("compute")
+        assert ("compute" in made) == (strategy == "zero1"), "kept planes, or none"
+        del model, loss
+        assert sw.ledger.snapshot() == before, "deleting the model frees it at once"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_memory_comes_back(strategy: str) -> None:
+    run_ranks(check_memory, 2, strategy)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8 weights: not a bit changes with how they are stored, gathered or scheduled."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import shardwise as sw
+from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.shard import coded
+from shardwise.shard.formats import planes_of
+from shardwise.shard.module import units_of
+from tests.models import mesh_for
+from tests.parity.mxfp8_helpers import (
+    STEPS,
+    STORED,
+    STRATEGIES,
+    assert_same_bits,
+    expected_planes,
+    make,
+    optimizer_of,
+    planes_seen,
+    precision_of,
+    train,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+def ranks_of(strategy: str) -> int:
+    return 4 if strategy in ("hsdp", "hfsdp") else 2
+
+
+def run(
+    rank: int, world_size: int, strategy: str, kind: str, on: bool, format: Any, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    every = ("microbatches", "evaluate", "steps")
+    trains = {name: options.pop(name) for name in every if name in options}
+    shape = {name: options.pop(name) for name in ("inside", "outside") if name in options}
+    model = make(on, format, **shape)
+    model = wrap(model, strategy, world_size, precision=precision_of(on, format), **options)
+    optimizer = optimizer_of(model, kind)
+    return model, train(model, rank, optimizer=optimizer, **trains)
+
+
+def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, format: Any) -> int:
+    coded, on = run(rank, world_size, strategy, kind, True, format)
+    _, off = run(rank, world_size, strategy, kind, False, format)
+    assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
+    assert set(sw.precision_report(coded).stored) == STORED
+    found = planes_seen(coded)
+    assert_same_bits(found, expected_planes(coded, format), "codes and scales")
+    assert len(found) == len(STORED) * (4 if format == "mxfp8" else 2)
+    first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
+    assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
+    return len(on)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "format"),
+    [(strategy, kind, "mxfp8") for strategy in STRATEGIES for kind in ("adamw", "muon")]
+    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d"), ("hfsdp", "muon", "mxfp8_2d")],
+)
+def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
+    world_size = ranks_of(strategy)
+    seen = run_ranks(check_on_and_off, world_size, strategy, kind, format, timeout=180)
+    assert min(seen) > 2 * STEPS
+
+
+# ------------------------------------------------------------------------------- schedules, memory
+
+
+def without_prefetch(model: Any) -> None:
+    for unit in (model, *model.layers):
+        unit.set_modules_to_forward_prefetch([])
+        unit.set_modules_to_backward_prefetch([])
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"memory": "trace"},
+    {"unify_streams": True},
+    {"reshard_after_forward": False},
+    {"reshard_after_forward": True},
+    {"inside": True},
+    {"outside": True},
+    {"offload_policy": CPUOffloadPolicy()},
+)
+
+
+def check_schedules(rank: int, world_size: int, strategy: str) -> int:
+    """Two microbatches a step and an evaluation after it: planes come, go and come again."""
+    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(6)}
+    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
+    assert "evaluation 5" in expected
+    for options in OPTIONS:
+        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8", **often, **options)
+        assert_same_bits(found, expected, str(options))
+    runs = []
+    for change in (without_prefetch, lambda model: None):
+        model = wrap(make(True), strategy, world_size, precision=precision_of(True))
+        change(model)
+        runs.append(train(model, rank, optimizer=optimizer_of(model, "muon")))
+    assert_same_bits(runs[0], runs[1], "without prefetch")
+    return len(OPTIONS) + 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_overlap_memory_and_recomputation_do_not_change_a_bit(strategy: str) -> None:
+    assert run_ranks(check_schedules, 2, strategy, timeout=300) == [len(OPTIONS) + 1] * 2
+
+
+# --------------------------------------------------------------------------------------- transport
+
+
+def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> tuple[int, int]:
+    sent = []
+    runs = []
+    for direct in (True, False):
+        with mock.patch.object(coded, "sends_codes", lambda *_, d=direct: d):
+            with sw.comm.record() as calls:
+                model, seen = run(rank, world_size, strategy, "adamw", True, format)
+            groups = [g for unit in units_of(model) for g in unit.groups if g.format]
+            assert groups and all(group.direct == direct for group in groups)
+            runs.append(seen | planes_seen(model))
+            sent.append(sum(call.nbytes for call in calls if call.operation == "all_gather"))
+    assert_same_bits(runs[0], runs[1], "codes encoded locally / bf16 staged")
+    return sent[0], sent[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "format"), [("zero3", "mxfp8"), ("zero1", "mxfp8_2d"), ("hfsdp", "mxfp8")]
+)
+def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, format: str) -> None:
+    for direct, staged in run_ranks(
+        check_transport, ranks_of(strategy), strategy, format, timeout=180
+    ):
+        assert 0 < direct < staged
+
+
+def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
+    """Layouts that cut blocks, or keep matrices whole, compute the same."""
+    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8")
+    chosen = []
+    for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
+        model, found = run(
+            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g
+        )
+        assert_same_bits(found, expected, str(grain))
+        chosen.append([g.direct for unit in units_of(model) for g in unit.groups if g.format])
+    return chosen
+
+
+def test_every_grain_trains_to_the_same_bits() -> None:
+    for rows, elements, tensors, _ in run_ranks(check_any_grain, 3, timeout=180):
+        assert rows and all(rows) and all(tensors)
+        assert not all(elements), "blocks cut by elements travel as bf16"
+
+
+# ----------------------------------------------------------------------------------- data_parallel
+
+
+def check_data_parallel(rank: int, world_size: int, stage: int, format: Any) -> list[bool]:
+    runs: dict[Any, dict[str, Tensor]] = {}
+    direct = []
+    for on, overlap in ((False, False), (True, False), (True, True)):
+        model = sw.data_parallel(
+            make(on, format),
+            mesh=mesh_for(sw.zero(stage), world_size),
+            placements=sw.zero(stage),
+            precision=precision_of(on, format),
+            bucket_mb=0.05,
+            overlap_gather=overlap,
+        )
+        runs[on, overlap] = train(model, rank, optimizer=optimizer_of(model, "muon"))
+        if on:
+            assert set(sw.precision_report(model).stored) == STORED
+            assert_same_bits(planes_seen(model), expected_planes(model, format), "planes")
+            groups = [g for unit in units_of(model) for g in unit.groups if g.format]
+            direct = [group.direct for group in groups]
+    for overlap in (False, True):
+        assert_same_bits(runs[True, overlap], runs[False, False], f"overlap_gather={overlap}")
+    return direct
+
+
+@pytest.mark.parametrize(
+    ("stage", "format"), [(0, "mxfp8"), (1, "mxfp8"), (2, "mxfp8"), (1, "mxfp8_2d")]
+)
+def test_data_parallel_trains_to_the_same_bits(stage: int, format: str) -> None:
+    for direct in run_ranks(check_data_parallel, 2, stage, format, timeout=180):
+        assert len(direct) >= 3, "several buckets"
+        if (stage, format) == (1, "mxfp8"):
+            assert not any(direct), "both planes of an element weigh more than its bf16 value"
+        if format == "mxfp8_2d":
+            assert any(direct), "owners of whole matrices send their codes"
+
+
+# -------------------------------------------------------------------------------- save and resume
+
+
+def check_resume(rank: int, world_size: int, path: str, other: str) -> int:
+    half = STEPS // 2
+    model = wrap(make(True), "zero3", world_size, precision=precision_of(True))
+    optimizer = optimizer_of(model, "muon")
+    train(model, rank, optimizer=optimizer, steps=range(half))
+    sw.save(path, model, optimizer)
+    expected = train(model, rank, optimizer=optimizer, steps=range(half, STEPS))
+    for strategy in ("zero3", other):
+        torch.manual_seed(1)
+        resumed = make(True)
+        with torch.no_grad():
+            for parameter in resumed.parameters():
+                parameter.add_(1.0)  # nothing of the new model may survive
+        resumed = wrap(resumed, strategy, world_size, precision=precision_of(True))
+        with torch.no_grad():
+            resumed(torch.zeros(1, 1, dtype=torch.long))  # codes of what is about to be replaced
+        again = optimizer_of(resumed, "muon")
+        sw.load(path, resumed, again)
+        found = train(resumed, rank, optimizer=again, steps=range(half, STEPS))
+        assert_same_bits(found, expected, f"resumed in {strategy}")
+        assert_same_bits(planes_seen(resumed), planes_seen(model), "codes and scales")
+    return len(expected)
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    seen = run_ranks(check_resume, 2, str(tmp_path / "at 15"), "zero1", timeout=180)
+    assert min(seen) > STEPS
+
+
+# ----------------------------------------------------------------------------------------- controls
+
+
+def through_codes(model: Any) -> None:
+    """Wrong: main weights that start from what the codes say."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in STORED:
+                parameter.copy_(MXFP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
+
+
+def never_made_anew(self: Any, phase: Any) -> list[Any]:
+    """Wrong: planes that are here are taken to be right, whatever main says by now."""
+    blocks = planes_of(self.format, phase, self.persistent)
+    wanted = [self.planes[block] for block in blocks]
+    return [plane for plane in wanted if not plane.memory.live or plane.filled is None]
+
+
+def staged_before(self: Any, planes: Any, runtime: Any) -> None:
+    """Wrong: what is sent was put into the scratch when the last gather was over."""
+    source = self._source()
+    early = getattr(self, "_early", None)
+    now = source.flat.clone()
+    if early is not None:
+        source.flat.data.copy_(early)
+    self._early = now
+    RIGHT(self, planes, runtime)
+    source.flat.data.copy_(now)
+
+
+RIGHT = coded.CodedGroup._gather_staged
+
+
+def check_control(rank: int, world_size: int, mistake: str) -> str:
+    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8")
+    with ExitStack() as stack:
+        if mistake == "re-stage":
+            stack.enter_context(mock.patch.object(coded.CodedGroup, "_missing", never_made_anew))
+        if mistake == "outside":
+            stack.enter_context(
+                mock.patch.object(coded.CodedGroup, "_gather_staged", staged_before)
+            )
+        model = make(True)
+        if mistake == "init":
+            through_codes(model)
+        model = wrap(model, "zero1", world_size, precision=precision_of(True))
+        on = train(model, rank, optimizer=optimizer_of(model, "adamw"))
+    with pytest.raises(AssertionError, match="differ") as caught:
+        assert_same_bits(on, off, mistake)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
+def test_the_comparison_notices(mistake: str) -> None:
+    for said in run_ranks(check_control, 2, mistake, timeout=180):
+        assert mistake in said
+
+
+def test_nothing_is_never_the_same_as_nothing() -> None:
+    with pytest.raises(AssertionError, match="nothing to compare"):
+        assert_same_bits({}, {}, "empty")
