@@ -94,7 +94,8 @@ def test_exposed_time_is_the_union_of_waits(profiles: list[dict[str, Any]]) -> N
 
 def test_bytes_add_up_to_what_rests(profiles: list[dict[str, Any]]) -> None:
     for profile in profiles:
-        held = dict(profile["memory"]["start"])
+        start = profile["memory"]["start"]  # other tests' models may rest in the same process
+        held = dict(start)
         assert held["main"] > 0
         highest = dict(held)
         times = [at for at, _, _ in profile["memory"]["changes"]]
@@ -103,7 +104,9 @@ def test_bytes_add_up_to_what_rests(profiles: list[dict[str, Any]]) -> None:
             held[kind] = held.get(kind, 0) + nbytes
             highest[kind] = max(highest.get(kind, 0), held[kind])
             assert held[kind] >= 0
-        assert held["compute"] == held["grad_transient"] == 0 and held["grad"] == held["main"]
+        for kind in ("compute", "grad_transient"):
+            assert held[kind] == start.get(kind, 0), kind
+        assert held["grad"] > start.get("grad", 0)
         assert highest["compute"] > 0 and highest["grad_transient"] > 0
 
 
