@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,7 +160,8 @@ def test_a_slow_rank_changes_nothing(recipe, tmp_path: Path) -> None:  # type: i
         wait_until(lambda target=target: steps_done(tmp_path / "run") >= target, process)
         slow = ranks_of(process)[target // 4 % 2]
         os.kill(slow, signal.SIGSTOP)
-        wait_until(lambda: True, process)
+        since = time.monotonic()  # longer than many steps: the others must wait for it
+        wait_until(lambda since=since: time.monotonic() - since > 0.5, process)
         os.kill(slow, signal.SIGCONT)
     code, _, err = finish(process)
     assert code == 0, err
