@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise import comm
 
@@ -80,7 +81,12 @@ def join(timeout: float) -> World:
             )
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    # torchrun may keep its store over a restart, with the addresses of dead ranks in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    fresh = dist.PrefixStore(f"shardwise/attempt-{attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=limit)
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),

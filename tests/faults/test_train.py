@@ -99,10 +99,6 @@ def test_a_killed_rank_ends_the_run_and_the_next_goes_on(recipe, tmp_path: Path)
     assert events_of(tmp_path / "run", "end")[-1]["step"] == last + 60
 
 
-@pytest.mark.xfail(
-    reason="sometimes the restarted ranks cannot connect (gloo: connection refused), cause unknown",
-    strict=False,
-)
 def test_restarted_ranks_go_on_by_themselves_as_if_nothing_had_happened(  # type: ignore[no-untyped-def]
     recipe, tmp_path: Path
 ) -> None:
