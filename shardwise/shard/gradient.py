@@ -236,7 +236,7 @@ class Gradients:
                 self._repair_main()
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
-        runtime.launch(collectives, self._finish(target, last))
+        runtime.launch(collectives, len(self._steps[last]), self._finish(target, last))
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""

@@ -33,6 +33,7 @@ class _Reduction:
 
     collectives: Iterator[comm.Pending]
     finish: Callable[[], None]
+    issued: bool  # whether nothing is left to issue: waiting is then all that is left
     current: comm.Pending | None = None
     done: Any = None
     held: list[Tensor] = field(default_factory=list)
@@ -99,12 +100,13 @@ class Runtime:
             if axis not in self._reduce_axes:
                 self._reduce_axes[axis] = axis.separate()
 
-    def launch(self, collectives: Iterator[comm.Pending], finish: Callable[[], None]) -> None:
-        """Start a reduction. On a device all of it is issued now; on the host the first
-        collective is,
-        and the rest follows when somebody waits."""
-        reduction = _Reduction(collectives, finish)
+    def launch(
+        self, collectives: Iterator[comm.Pending], number: int, finish: Callable[[], None]
+    ) -> None:
+        """Start a reduction of ``number`` collectives. On a device all of it is issued now; on the
+        host the first collective is, and the rest follows when somebody waits."""
         lanes = self.lanes
+        reduction = _Reduction(collectives, finish, issued=lanes.asynchronous or number <= 1)
         lanes.join("reduce", "compute")  # the gradients were packed there
         self._launching = reduction
         reduction.current = next(collectives, None)
@@ -129,6 +131,12 @@ class Runtime:
             self.lanes.wait("compute", reduction.done)
             self.lanes.wait("reduce", reduction.done)  # what is held was allocated there
             reduction.finish()
+
+    def finish_issued(self) -> None:
+        """Room for what comes, ahead of ``drain``: called where ranks may differ in the moment, so
+        only for reductions that issue nothing any more."""
+        if all(reduction.issued for reduction in self._reductions):
+            self.drain(self.max_reductions - 1)
 
     def _complete(self, reduction: _Reduction) -> None:
         while reduction.current is not None:

@@ -108,6 +108,9 @@ class Unit:
         self._running: list[Call | None] = []
         self._arrived = [[False] * len(group.unsharded) for group in self.groups]
         self._waiting = 0
+        self._sizes = [[item.numel for item in group.items] for group in self.groups]
+        self._to_come = 0  # elements of the gradients that this backward still waits for
+        self._one_more = max((size for sizes in self._sizes for size in sizes), default=0)
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected = 0  # forwards whose backward is still to come
         self._tidy = False  # whether the root's forward has looked after this unit already
@@ -151,6 +154,11 @@ class Unit:
             return
         flags[index] = True
         self._waiting -= 1
+        self._to_come -= self._sizes[number][index]
+        if 0 < self._to_come <= self._one_more:
+            # Two units' weights, this one's gradients and the packed ones of the unit before are
+            # four units of memory: the last of those goes before the last gradient comes.
+            self.runtime.finish_issued()
         if settle:
             self._maybe_complete()
 
@@ -298,12 +306,15 @@ class Unit:
                 self._prefetch(after, self.backward_prefetch)
 
     def _expect_gradients(self) -> None:
-        self._waiting = 0
+        self._waiting = self._to_come = 0
         for number, group in enumerate(self.groups):
             group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
             flags = [not parameter.requires_grad for parameter in group.unsharded]
             self._arrived[number] = flags
             self._waiting += flags.count(False)
+            self._to_come += sum(
+                size for size, here in zip(self._sizes[number], flags, strict=True) if not here
+            )
 
     def pass_by(self) -> None:
         """Backward went past this unit here; other ranks may have entered it. Gather as they do."""

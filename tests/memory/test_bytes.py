@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,54 @@ def check_gradient_buffers(rank: int, world_size: int, strategy: str) -> list[in
 def test_the_number_of_gradient_buffers_is_what_was_asked_for(strategy: str) -> None:
     for most in run_ranks(check_gradient_buffers, 2, strategy):
         assert most[0] == 2 and most[1] == 1 and 2 < most[2] <= 4
+
+
+class _Between(torch.autograd.Function):
+    """Notes, between the gradients of two matrices, what the packed gradients hold."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seen: list[int]) -> torch.Tensor:
+        ctx.seen = seen
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.seen.append(sw.ledger.current.get("grad_transient", 0))
+        return grad, None
+
+
+class _Pair(torch.nn.Module):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16)
+        self.seen = seen
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = _Between.apply(self.up(value), self.seen)
+        return self.down(hidden)
+
+
+def check_room_for_the_last_gradient(rank: int, world_size: int) -> dict[int, list[int]]:
+    held = {}
+    for limit in (1, 2):
+        seen: list[int] = []
+        model = torch.nn.Sequential(*(_Pair(seen) for _ in range(3)))
+        mesh = sw.init_mesh(dp=world_size, device_type="cpu")
+        for pair in model:
+            sw.fully_shard(pair, mesh=mesh)
+        sw.fully_shard(model, mesh=mesh)
+        model.set_reduce_scatter_max_input_buffers(limit)
+        before = sw.ledger.current.get("grad_transient", 0)
+        model(torch.ones(4, 16)).sum().backward()
+        held[limit] = [value - before for value in seen]
+    return held
+
+
+def test_packed_gradients_are_gone_before_the_last_gradient_comes() -> None:
+    """Two units' weights, one's gradients and packed ones would be more than four units."""
+    for held in run_ranks(check_room_for_the_last_gradient, 2):
+        assert held[1] == [0, 0, 0]
+        assert held[2][0] == 0 and held[2][1] > 0 and held[2][2] > 0, "two were asked for"
 
 
 def check_bound_can_fail(rank: int, world_size: int) -> None:
