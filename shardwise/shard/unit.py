@@ -110,7 +110,8 @@ class Unit:
         self._waiting = 0
         self._sizes = [[item.numel for item in group.items] for group in self.groups]
         self._to_come = 0  # elements of the gradients that this backward still waits for
-        self._one_more = max((size for sizes in self._sizes for size in sizes), default=0)
+        sizes = [size for group in self._sizes for size in group]
+        self._one_more = max(sizes, default=0) + sum(sizes) // 64  # a matrix, and biases
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected = 0  # forwards whose backward is still to come
         self._tidy = False  # whether the root's forward has looked after this unit already

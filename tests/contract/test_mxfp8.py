@@ -219,9 +219,10 @@ def check_memory(rank: int, world_size: int, strategy: str) -> None:
         loss.backward()
         model.zero_grad()
         after = sw.ledger.snapshot()
-        assert "staging" not in after, "scratch outlives no gather"
+        assert after.get("staging") == before.get("staging"), "scratch outlives no gather"
         assert after.get("compute") == made.get("compute")
-        assert ("compute" in made) == (strategy == "zero1"), "kept planes, or none"
+        kept = made.get("compute", 0) > before.get("compute", 0)
+        assert kept == (strategy == "zero1"), "kept planes, or none"
         del model, loss
         assert sw.ledger.snapshot() == before, "deleting the model frees it at once"
     finally:

@@ -183,7 +183,7 @@ class _Between(torch.autograd.Function):
 class _Pair(torch.nn.Module):
     def __init__(self, seen: list[int]) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.Linear(16, 32, bias=False), torch.nn.Linear(32, 16)
+        self.up, self.down = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
         self.seen = seen
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ def check_room_for_the_last_gradient(rank: int, world_size: int) -> dict[int, li
         sw.fully_shard(model, mesh=mesh)
         model.set_reduce_scatter_max_input_buffers(limit)
         before = sw.ledger.current.get("grad_transient", 0)
-        model(torch.ones(4, 16)).sum().backward()
+        model(torch.ones(4, 64)).sum().backward()
         held[limit] = [value - before for value in seen]
     return held
 
