@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +30,18 @@ def wrap_buckets(model: nn.Module, mesh: DeviceMesh, policy: Any) -> nn.Module:
     return sw.data_parallel(model, mesh=mesh, placements=sw.zero(1), precision=precision)
 
 
-def ours(model: nn.Module, matrix: bool) -> Steps:
+def ours(model: nn.Module, preset: str | None) -> Steps:
     import shardwise as sw
 
     made = sw.optimizer(
         model,
-        matrix=sw.muon(lr=1e-3) if matrix else None,
+        matrix=sw.muon(lr=1e-3, preset=preset) if preset else None,
         elementwise=sw.adamw(lr=1e-4),
     )
     return lambda: (made.step(), made.zero_grad())[1]
 
 
-def torchs(model: nn.Module, matrix: bool) -> Steps:
+def torchs(model: nn.Module, matrix: str | None) -> Steps:
     """torch.optim.Muon for the matrices of the blocks, fused AdamW for the rest."""
     named = list(model.named_parameters())
     whole = [p for name, p in named if matrix and p.ndim == 2 and "blocks" in name]
@@ -58,20 +59,23 @@ def torchs(model: nn.Module, matrix: bool) -> Steps:
     return step
 
 
-CASES: dict[str, tuple[str, Callable[..., nn.Module], Callable[..., Steps], bool]] = {
-    "fsdp2-adamw": ("torch FSDP2, AdamW", wrap_fsdp2, torchs, False),
-    "fsdp2-muon": ("torch FSDP2, torch.optim.Muon", wrap_fsdp2, torchs, True),
-    "zero3-adamw": ("shardwise zero(3), AdamW", lambda *a: wrap_zero(*a, stage=3), ours, False),
-    "zero3-muon": ("shardwise zero(3), Muon", lambda *a: wrap_zero(*a, stage=3), ours, True),
-    "buckets-adamw": ("shardwise data_parallel, AdamW", wrap_buckets, ours, False),
-    "buckets-muon": ("shardwise data_parallel, Muon", wrap_buckets, ours, True),
+wrap_zero3 = partial(wrap_zero, stage=3)
+# What a case is called, how the model is wrapped, whose optimizer, and Newton-Schulz's preset.
+CASES: dict[str, tuple[str, Callable[..., nn.Module], Callable[..., Steps], str | None]] = {
+    "fsdp2-adamw": ("torch FSDP2, AdamW", wrap_fsdp2, torchs, None),
+    "fsdp2-muon": ("torch FSDP2, torch.optim.Muon", wrap_fsdp2, torchs, "keller"),
+    "zero3-adamw": ("shardwise zero(3), AdamW", wrap_zero3, ours, None),
+    "zero3-muon": ("shardwise zero(3), Muon", wrap_zero3, ours, "polar_express"),
+    "zero3-muon-s4": ("shardwise zero(3), Muon, s4", wrap_zero3, ours, "s4"),
+    "buckets-adamw": ("shardwise data_parallel, AdamW", wrap_buckets, ours, None),
+    "buckets-muon": ("shardwise data_parallel, Muon", wrap_buckets, ours, "polar_express"),
 }
 
 
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     """One case alone in its process. The clock never makes the host wait for the device."""
     (case,) = options.systems
-    _, wrap, make, matrix = CASES[case]
+    _, wrap, make, preset = CASES[case]
     device = torch.device(options.device)
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
     torch.manual_seed(0)
@@ -79,7 +83,7 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         bare = GPT(config)
         tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
     model = wrap(bare, mesh, BF16_COMPUTE)
-    step = make(model, matrix)
+    step = make(model, preset)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     clock = StepClock(device)
     for index in range(WARMUPS + STEPS):
@@ -111,13 +115,14 @@ def table(options: Options, backend: str) -> Table:
         rows.append(row)
     by_case = dict(zip(options.systems, rows, strict=True))
     for case, row in by_case.items():
-        base = by_case.get(case.replace("muon", "adamw"))
+        base = by_case.get(f"{case.split('-')[0]}-adamw")
         if base is not None:
             row["ratio"] = row["step"] / base["step"]  # type: ignore[operator]
     note = (
         "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied, 8 x 2048 tokens), bf16\n"
         "compute, fp32 main weights and grads. x AdamW: the step over that of the same wrapping\n"
-        "with AdamW. A fresh process per row; 3 warm-up and 10 timed steps."
+        "with AdamW. Newton-Schulz takes five steps (torch's: Keller's; ours: Polar Express), or\n"
+        "four (s4). A fresh process per row; 3 warm-up and 10 timed steps."
     )
     columns = {
         "case": ("case", "s"),
