@@ -4,6 +4,7 @@
 mode            where      what
 newton_schulz   one GPU    Newton-Schulz over 1.007B parameters, beside batched cuBLAS NS5 in bf16
 step            one GPU    whole step of a 0.96B GPT, Muon and AdamW, beside torch's
+exchange        CPU        bytes and collectives of the exchange, counted and planned
 tiles           one GPU    the sweep behind the tables in shardwise/kernels/forms.py
 """
 
@@ -18,14 +19,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
+from benchmarks.muon_exchange import run_exchange
 from benchmarks.muon_kernels import run_newton_schulz, run_tiles
 from benchmarks.muon_steps import run_step
 
 MODES: dict[str, Callable[[bool], list[report.Table]]] = {
     "newton_schulz": run_newton_schulz,
     "step": run_step,
+    "exchange": run_exchange,
     "tiles": run_tiles,
 }
+ON_CPU = {"exchange"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +48,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown:
         parser.error(f"{unknown[0]!r} is no mode; choose from {', '.join(MODES)}")
-    if not torch.cuda.is_available() and not options.tiny:
+    needs_gpu = not ON_CPU.issuperset(options.modes)
+    if needs_gpu and not torch.cuda.is_available() and not options.tiny:
         parser.error(
             f"{' '.join(options.modes)} without a GPU: add --tiny for a dry run on the CPU"
         )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon's exchange sends: counted on real ranks, planned for many, beside the formulas.
+
+    a rank, one step     2 (N - 1) / N^2 P b     there and back; P elements, b bytes each
+
+The formula is that of evenly cut matrices. A layer's rows are packed one after another, so a rank
+may hold all of a small matrix: what its owner holds already does not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.padding import cargo_of, llama_3_8b
+from benchmarks.report import Row, Table
+from benchmarks.workers import Options, in_processes
+from shardwise.layout import Item, plan
+from shardwise.optim.owners import plan_owners
+from shardwise.shard.buckets import Bucket
+
+REAL = (2, 3, 4)
+PLANNED = (8, 16, 32, 64, 128, 256, 512, 1024)
+SIDE, DEPTH = 96, 24
+WIDTHS = {"fp32": 4, "fp16": 2}
+
+
+def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
+    """One Muon step of square matrices under zero(3): its collectives, as comm counted them."""
+    import shardwise as sw
+    from shardwise import comm
+
+    (wire,) = options.systems
+    torch.manual_seed(0)
+    layers = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        sw.fully_shard(layer, mesh=mesh, placements=sw.zero(3))
+    sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
+    matrix = sw.muon(wire=wire)  # type: ignore[arg-type]
+    optimizer = sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
+    model(torch.randn(4, SIDE)).square().sum().backward()
+    with comm.record() as calls:
+        optimizer.step()
+    (fleet,) = optimizer._fleets or ()
+    there, back = fleet.exchange.plan.sent(0, rank)
+    return {
+        "calls": len(calls),
+        "counted": sum(call.nbytes for call in calls),
+        "planned": (there + back) * WIDTHS[wire],
+    }
+
+
+def counted(ranks: Sequence[int]) -> Table:
+    rows: list[Row] = []
+    for size in ranks:
+        for wire, width in WIDTHS.items():
+            options = Options(device="cpu", systems=(wire,), rounds=1, tiny=False)
+            found = in_processes(worker, size, "gloo", options)
+            formula = 2 * (size - 1) / size**2 * DEPTH * SIDE * SIDE * width
+            rows.append({"ranks": size, "wire": wire, "formula": formula} | found)
+            rows[-1]["ratio"] = found["counted"] / formula
+    note = (
+        f"{DEPTH} matrices {SIDE} x {SIDE} under zero(3), gloo, rank 0, one step. In fp16 a\n"
+        "power of two goes before each piece, which the plan's elements do not count."
+    )
+    columns = {
+        "ranks": ("ranks", "d"),
+        "wire": ("wire", "s"),
+        "calls": ("all-to-alls", "d"),
+        "counted": ("bytes counted", ",d"),
+        "planned": ("planned", ",d"),
+        "formula": ("formula", ",.0f"),
+        "ratio": ("counted / formula", ".3f"),
+    }
+    return Table(title="Exchange on real ranks", note=note, columns=columns, rows=rows)
+
+
+def planned(ranks: Sequence[int]) -> Table:
+    """Llama-3-8B, a unit per layer, rows packed and cut over the ranks."""
+    layers: dict[str, list[Item]] = {}
+    for weight in llama_3_8b():
+        if weight.matrix:
+            layers.setdefault(weight.name.split(".")[0], []).append(Item(weight.name, weight.shape))
+    rows: list[Row] = []
+    for size in ranks:
+        cargo = []
+        for items in layers.values():
+            cargo += cargo_of(Bucket(tuple(range(len(items))), plan(items, size)))
+        found = plan_owners(cargo, size)
+        numel = sum(parcel.numel for parcel in cargo)
+        there, back = [0] * size, [0] * size
+        for index, (_, owner) in enumerate(found.owners):
+            for holder, lo, hi in found.sends(index):
+                there[holder] += hi - lo
+                back[owner] += hi - lo
+        sent = [4 * (one + other) for one, other in zip(there, back, strict=True)]
+        loads = list(found.loads.values())
+        formula = 4 * 2 * (size - 1) / size**2 * numel
+        row: Row = {"ranks": size, "calls": 2 * len(found.rounds), "formula": formula / 1e6}
+        row |= {"mean": sum(sent) / size / 1e6, "busiest": max(sent) / 1e6}
+        row["ratio"] = sum(sent) / size / formula
+        row["balance"] = max(loads) * size / sum(loads)
+        row["floor"] = max(1.0, max(parcel.cost for parcel in cargo) * size / sum(loads))
+        rows.append(row)
+    note = (
+        "Llama-3-8B's matrices, one unit per layer, fp32 on the wire, by arithmetic alone.\n"
+        "Balance: the busiest owner's Newton-Schulz FLOPs over the mean; floor: one matrix, whole."
+    )
+    columns = {
+        "ranks": ("ranks", "d"),
+        "calls": ("all-to-alls", "d"),
+        "mean": ("MB a rank, mean", ",.1f"),
+        "busiest": ("busiest", ",.1f"),
+        "formula": ("formula", ",.1f"),
+        "ratio": ("mean / formula", ".3f"),
+        "balance": ("balance", ".2f"),
+        "floor": ("floor", ".2f"),
+    }
+    return Table(title="Exchange, planned", note=note, columns=columns, rows=rows)
+
+
+def run_exchange(tiny: bool) -> list[Table]:
+    return [counted(REAL[:1] if tiny else REAL), planned(PLANNED[:2] if tiny else PLANNED)]
