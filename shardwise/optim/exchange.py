@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.cut import Turns
 from shardwise.optim.owners import Cargo, Plan, plan_owners
 from shardwise.optim.split import Parcel
 from shardwise.optim.storage import Home, Piece
@@ -86,6 +87,8 @@ def plan_exchange(
             one.cost,
             tuple(side for shape in one.parcel.shapes for side in shape),
             one.pinned,
+            one.position,
+            one.parcel.start,
         )
         for one in freight
     ]
@@ -191,6 +194,14 @@ class Exchange:
                     f"exchanges for {len(self.freight)} matrices: give every rank the same "
                     f"parameters, in the same order, with the same settings"
                 )
+
+    def turns(self, position: int) -> Turns | None:
+        """What of a parameter each replica computes; None where all do the same."""
+        if self.replicas is None:
+            return None
+        by_rank = self.plan.turns[position]
+        order = self.home.replica_order
+        return tuple(by_rank[order.index(place)] for place in range(len(order)))
 
     def stays(self, index: int) -> bool:
         """Whether a parcel is computed here, from pieces that are here, for nobody else."""

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's step over the matrices of an optimizer, wherever they are stored.
 
-    grad, momentum     element by element, on the pieces that are here      -> workspace
+    grad, momentum     element by element, on the pieces whose turn it is   -> workspace
     exchange           whole matrices, one owner each                       -> workspace
     weight             decay and update, on the pieces that are here
 
-Momentum stays with the weight's pieces, so it is saved and resharded like any other tensor.
+Momentum stays with the gradient's pieces, which are the weight's (of one replica, where replicas
+take turns), so it is saved and resharded like any other tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.split import Parcel, Split, parcels_of
-from shardwise.optim.storage import Home, block_shape, home_of, like, local_of, pieces_of
+from shardwise.optim.storage import Home, block_shape, home_of, local_of, pieces_of
 from shardwise.optim.tensor_parallel import Blocks
+from shardwise.optim.turns import conformed, gradient_of, like, take_turns
 from shardwise.tensor import ShardedTensor
 
 
@@ -38,8 +40,11 @@ class Matrix:
     group: dict[str, Any]  # its parameter group: learning rate and all
 
 
-def new_state(parameter: Tensor) -> dict[str, Any]:
-    return {"momentum_buffer": like(parameter)}
+def state_of(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter, in its place: new, or as it was."""
+    if not before:
+        return {"momentum_buffer": like(parameter)}
+    return before | {"momentum_buffer": conformed(parameter, before["momentum_buffer"])}
 
 
 def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -> bool:
@@ -97,6 +102,8 @@ class Fleet:
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
+        for position, matrix in enumerate(matrices):
+            take_turns(matrix.parameter, self.exchange.turns(position))
         mode = first.group["tensor_parallel"]
         cut = home.blocks
         self.blocks = None if cut is None else Blocks(cut, home.tensor_dim, mode)
@@ -178,8 +185,8 @@ class Fleet:
         batches: dict[Any, tuple[Matrix, list[resident.Piece]]] = {}
         for matrix in members:
             weight = local_of(matrix.parameter).view(-1)
-            grad = matrix.parameter.grad
-            given = torch.zeros_like(weight) if grad is None else local_of(grad).reshape(-1)
+            grad = gradient_of(matrix.parameter)
+            given = torch.zeros_like(weight) if grad is None else grad.reshape(-1)
             momentum = local_of(state[matrix.parameter]["momentum_buffer"]).view(-1)
             position = position_of[id(matrix)]
             begin = self.exchange.begins[position]
@@ -201,16 +208,22 @@ class Fleet:
         state: dict[Tensor, dict[str, Any]],
         workspaces: dict[int, Tensor],
     ) -> None:
-        """Advance the momentum of one parameter group; its updates are the workspaces."""
+        """Advance the momentum of one parameter group; its updates are the workspaces.
+
+        What other replicas take turns at is left open there: they send it.
+        """
         group = members[0].group
-        buffers, grads = [], []
+        buffers, grads, advanced = [], [], []
         for matrix in members:
-            grad = matrix.parameter.grad
-            if grad is None:
-                grads.append(torch.zeros_like(local_of(matrix.parameter)))
-            else:
-                grads.append(local_of(grad))
-            buffers.append(local_of(state[matrix.parameter]["momentum_buffer"]))
+            local = local_of(matrix.parameter)
+            buffer = local_of(state[matrix.parameter]["momentum_buffer"])
+            if buffer.numel() < local.numel():
+                workspaces[id(matrix)] = torch.empty_like(local)
+            if buffer.numel():
+                grad = gradient_of(matrix.parameter)
+                grads.append(torch.zeros_like(buffer) if grad is None else grad)
+                buffers.append(buffer)
+                advanced.append(matrix)
         advance = resident.accumulate if self.fused else muon.update_momentum
         updates = advance(
             buffers,
@@ -219,8 +232,11 @@ class Fleet:
             form=group["momentum_form"],
             nesterov=group["nesterov"],
         )
-        for matrix, update in zip(members, updates, strict=True):
-            workspaces[id(matrix)] = update.contiguous()
+        for matrix, update in zip(advanced, updates, strict=True):
+            if id(matrix) in workspaces:
+                _turn_in(workspaces[id(matrix)], matrix.parameter, state).copy_(update.view(-1))
+            else:
+                workspaces[id(matrix)] = update.contiguous()
 
     def _orthogonalize(self, batch: Tensor) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
@@ -231,6 +247,15 @@ class Fleet:
             result = self.blocks.orthogonalize(batch, self.preset, self.form)
             shape = self.blocks.whole_shape(*shape)
         return result.mul_(muon.scale_of(self.scale, *shape))
+
+
+def _turn_in(
+    workspace: Tensor, parameter: Tensor, state: dict[Tensor, dict[str, Any]]
+) -> Tensor:
+    """The part of a workspace whose momentum is here, flat."""
+    momentum = state[parameter]["momentum_buffer"]
+    assert isinstance(parameter, ShardedTensor) and isinstance(momentum, ShardedTensor)
+    return momentum.cut.within(parameter.cut, workspace).view(-1)
 
 
 def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:

@@ -79,9 +79,19 @@ class Home:
     @cached_property
     def replicas(self) -> comm.Axis | None:
         """The ranks that hold the same pieces."""
+        return self._joint(self._replicated)
+
+    @cached_property
+    def replica_order(self) -> list[int]:
+        """Of each rank of that axis: its place as ``shard_range`` counts."""
+        assert self.mesh is not None, "a plain tensor has no replicas"
+        wanted = [SHARD if one else REPLICATE for one in self._replicated]
+        return Ranks(self.mesh).joint(wanted)[1]
+
+    @property
+    def _replicated(self) -> tuple[bool, ...]:
         cut = self.tensor or (False,) * len(self.sharded)
-        pairs = zip(self.sharded, cut, strict=True)
-        return self._joint(tuple(not (sharded or block) for sharded, block in pairs))
+        return tuple(not (s or block) for s, block in zip(self.sharded, cut, strict=True))
 
     @cached_property
     def blocks(self) -> comm.Axis | None:
@@ -252,9 +262,3 @@ def written(parameters: Sequence[Tensor]) -> None:
         version.count += 1
         if version.settled is not None:
             version.settled()
-
-
-def like(parameter: Tensor) -> Tensor:
-    """Zeros in the parameter's own storage layout: an optimizer state."""
-    with torch.no_grad():
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
