@@ -15,7 +15,7 @@ Replicas may also take *turns*: of what they would all hold, each holds what it 
 how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are replicated:
 
     weights     replica 0 | A | B | C |     replica 1 | A | B | C |
-    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |       turns of A ((0, n), (0, 0))
+    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     turns of A ((0, n), (0, 0))
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise import comm
 from shardwise.layout import Layout
-from shardwise.placements import REPLICATE, SHARD, shard_range
-
-# The elements [lo, hi) of a tensor that each replica takes, by replica as ``shard_range`` counts
-# them (the outer axis fastest); (0, 0) for none. Together they are all of it.
-Turns: TypeAlias = tuple[tuple[int, int], ...]
+from shardwise.placements import REPLICATE, SHARD, Turns, shard_range
 
 
 @dataclass(eq=False)

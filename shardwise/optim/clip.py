@@ -5,9 +5,9 @@
     all homes   added up, root taken
 
 Replicas hold the same gradients, so they are not added; ranks that hold different pieces are, each
-once (replicas too, where they take turns). So are ranks outside a parameter's mesh: they hold other experts. The sums are float64: the
-norm, and with it the clipped gradient, is then the same float32 whatever the sharding. A NaN or an
-infinity anywhere makes the norm so on every rank.
+once (replicas too, where they take turns). So are ranks outside a parameter's mesh: they hold other
+experts. The sums are float64: the norm, and with it the clipped gradient, is then the same float32
+whatever the sharding. A NaN or an infinity anywhere makes the norm so on every rank.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.cut import Turns
 from shardwise.optim.owners import Cargo, Plan, plan_owners
 from shardwise.optim.split import Parcel
 from shardwise.optim.storage import Home, Piece
+from shardwise.placements import Turns
 from shardwise.streams import Lanes
 
 Orthogonalize = Callable[[Tensor], Tensor]  # [count, rows, cols] -> the same shape

@@ -249,9 +249,7 @@ class Fleet:
         return result.mul_(muon.scale_of(self.scale, *shape))
 
 
-def _turn_in(
-    workspace: Tensor, parameter: Tensor, state: dict[Tensor, dict[str, Any]]
-) -> Tensor:
+def _turn_in(workspace: Tensor, parameter: Tensor, state: dict[Tensor, dict[str, Any]]) -> Tensor:
     """The part of a workspace whose momentum is here, flat."""
     momentum = state[parameter]["momentum_buffer"]
     assert isinstance(parameter, ShardedTensor) and isinstance(momentum, ShardedTensor)

@@ -185,7 +185,7 @@ def _spread(cargo: Sequence[Cargo], num_replicas: int) -> list[list[int]]:
             replica: sum(held[replica].get(rank, 0) for rank, _, _ in pieces)
             for _, replica in equal
         }
-        load, replica = min(equal, key=lambda entry: (there[entry[1]], entry[1]))  # noqa: B023
+        load, replica = min(equal, key=lambda entry: (there[entry[1]], entry[1]))
         for entry in passed + equal:
             heapq.heappush(heap, (load - minus_cost, replica) if entry[1] == replica else entry)
         used.add(replica)

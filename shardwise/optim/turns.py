@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns: replicas that hold the same weights work on different matrices, and on nothing else.
 
-Under ``hsdp()`` (and ``zero(0)``) every replica could orthogonalise every matrix. Instead each takes
-some, and only it needs their gradients and momenta:
+Under ``hsdp()`` (and ``zero(0)``) every replica could orthogonalise every matrix. Instead each
+takes some, and only it needs their gradients and momenta:
 
     gradients   reduce-scattered between replicas, matrix by matrix     (R-1)/R P/N b
     momenta     on the replica whose turn it is: 1/R of the memory
@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.cut import Cut, Turns
+from shardwise.cut import Cut
 from shardwise.optim.storage import Home, home_of, local_of
+from shardwise.placements import Turns
 from shardwise.tensor import ShardedTensor
 
 

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.cut import Turns
 from shardwise.memory import Caching, Source, counted
-from shardwise.placements import PARTIAL, SHARD, Placements
+from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, turn_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.tensor import ShardedTensor
 
@@ -323,40 +322,15 @@ class Gradients:
             yield comm.all_reduce(current, link, divisor=divisor)
             return
         if axis not in self._spans:
-            self._spans[axis] = self._spans_over(axis)
+            main, over = self.main_weight, self.ranks
+            self._spans[axis] = turn_spans(
+                main.pieces, self._turns, main.placements, over.sizes, over.coordinate, axis
+            )
         shared, parts = self._spans[axis]
         if shared:
-            packed = _pack(current, shared)
-            yield comm.all_reduce(packed, link, divisor=divisor)
-            _unpack(current, shared, packed)
-        sizes = [sum(high - low for low, high in part) for part in parts]
-        if any(sizes):
-            packed = _pack(current, [span for part in parts for span in part])
-            mine = packed.new_empty(sizes[link.rank])
-            yield comm.reduce_parts(mine, packed, sizes, link, divisor=divisor)
-            _unpack(current, parts[link.rank], mine)
-
-    def _spans_over(self, axis: int) -> tuple[list[Span], list[list[Span]]]:
-        """Of the main grad: the ranges that all ranks of an axis of replicas need, and those that
-        each of them needs alone. Axes inside this one have been reduced over already."""
-        over, main = self.ranks, self.placements.main
-        replicated = [a for a, placement in enumerate(main) if placement != SHARD]
-        shared: list[Span] = []
-        parts: list[list[Span]] = [[] for _ in range(over.sizes[axis])]
-        for index, (low, high, offset) in enumerate(self.main_weight.pieces):
-            turns = self.main_weight.version.turns.get(index)
-            if turns is None:
-                shared += [(offset, offset + high - low)] if low < high else []
-                continue
-            for replica, (begin, end) in enumerate(turns):
-                begin, end = max(begin, low), min(end, high)
-                place, at = replica, {}
-                for a in replicated:  # the outer axis counts fastest
-                    place, at[a] = divmod(place, over.sizes[a])
-                done = all(at[a] == over.coordinate[a] for a in replicated if a > axis)
-                if begin < end and done:
-                    parts[at[axis]].append((offset + begin - low, offset + end - low))
-        return shared, parts
+            yield from _reduce_shared(current, shared, link, divisor)
+        if any(parts):
+            yield from _reduce_parts(current, parts, link, divisor)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
@@ -484,11 +458,27 @@ class Gradients:
         self._open, self._written, self._stamp, self._in_flight = None, set(), None, False
 
 
-Span = tuple[int, int]  # [begin, end) of a flat buffer
+def _reduce_shared(
+    flat: Tensor, spans: Sequence[Span], link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    packed = _pack(flat, spans)
+    yield comm.all_reduce(packed, link, divisor=divisor)
+    _unpack(flat, spans, packed)
+
+
+def _reduce_parts(
+    flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    """To each rank its part; what is left of the others' is of no use to anybody."""
+    packed = _pack(flat, [span for part in parts for span in part])
+    sizes = [sum(end - begin for begin, end in part) for part in parts]
+    mine = counted(packed.new_empty(sizes[link.rank]), "receive")
+    yield comm.reduce_parts(mine, packed, sizes, link, divisor=divisor)
+    _unpack(flat, parts[link.rank], mine)
 
 
 def _pack(flat: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The ranges of a buffer one after another, in memory of their own."""
+    """The spans of a buffer one after another, in memory of their own."""
     return counted(torch.cat([flat[begin:end] for begin, end in spans]), "receive")
 
 
