@@ -11,7 +11,7 @@ take turns), so it is saved and resharded like any other tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,10 +24,19 @@ from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.split import Parcel, Split, parcels_of
-from shardwise.optim.storage import Home, block_shape, home_of, local_of, pieces_of
+from shardwise.optim.storage import (
+    Home,
+    block_shape,
+    buffer_of,
+    home_of,
+    local_of,
+    pieces_of,
+)
 from shardwise.optim.tensor_parallel import Blocks
 from shardwise.optim.turns import conformed, gradient_of, like, take_turns
 from shardwise.tensor import ShardedTensor
+
+WAVES = 8  # of a step whose weights are gathered as they are updated
 
 
 @dataclass(eq=False)
@@ -61,7 +70,30 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
     return served
 
 
-def freight(matrices: Sequence[Matrix], *, measured: bool) -> list[Freight]:
+def waves_of(matrices: Sequence[Matrix]) -> list[int]:
+    """The wave of each: all in one, where nobody waits for any of them.
+
+    Else those of a buffer come together, buffers in the order of the model, which forward will read
+    them in: the first can be gathered while the next is computed. A wave is about an eighth of it
+    all, so that an owner still batches.
+    """
+    buffers = [buffer_of(matrix.parameter) for matrix in matrices]
+    if not any(buffer is not None and buffer.settled is not None for buffer in buffers):
+        return [0] * len(matrices)
+    sizes: dict[int, int] = {}
+    for matrix, buffer in zip(matrices, buffers, strict=True):
+        sizes[id(buffer)] = sizes.get(id(buffer), 0) + matrix.parameter.numel()
+    total, before = sum(sizes.values()), 0
+    wave_of = {}
+    for key, size in sizes.items():
+        wave_of[key] = WAVES * before // total
+        before += size
+    return [wave_of[id(buffer)] for buffer in buffers]
+
+
+def freight(
+    matrices: Sequence[Matrix], *, measured: bool, waves: Sequence[int] | None = None
+) -> list[Freight]:
     """The parcels of parameters of one home, in order, with the price of each."""
     found: list[Freight] = []
     for position, matrix in enumerate(matrices):
@@ -74,6 +106,7 @@ def freight(matrices: Sequence[Matrix], *, measured: bool) -> list[Freight]:
             pieces_of(parameter),
             partial(price, preset=preset, form=group["form"], measured=measured),
             pinned=kept_whole(parameter),
+            wave=waves[position] if waves is not None else 0,
         )
     return found
 
@@ -95,13 +128,22 @@ class Fleet:
         self.preset = preset_of(first.group["preset"])
         self.form, self.scale = first.group["form"], first.group["scale"]
         device = local_of(first.parameter).device
+        measured = kernels_everywhere(device, (home.shards, home.replicas))
+        waves = waves_of(matrices)
+        # By wave, in order: what is updated, and can be gathered, together.
+        self.waves = [
+            [one for one, at in zip(matrices, waves, strict=True) if at == wave]
+            for wave in sorted(set(waves))
+        ]
         self.exchange = Exchange(
             home,
-            freight(matrices, measured=kernels_everywhere(device, (home.shards, home.replicas))),
+            freight(matrices, measured=measured, waves=waves),
             device,
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
+        rounds = [self.exchange.freight[first].wave for first, *_ in self.exchange.plan.rounds]
+        self._num_rounds = [rounds.count(wave) for wave in sorted(set(waves))]
         for position, matrix in enumerate(matrices):
             take_turns(matrix.parameter, self.exchange.turns(position))
         mode = first.group["tensor_parallel"]
@@ -131,40 +173,46 @@ class Fleet:
                 skipped += indices
         exchange.skipped = frozenset(skipped)
 
-    def step(self, state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
-        """One step; the parameters that were written.
+    def step(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[list[Tensor]]:
+        """One step, wave by wave; the parameters that each has written.
 
         A parameter without a gradient is left alone where nobody else takes part. Else it counts as
         zeros: whether other ranks have one can't be known here, and all must exchange alike.
         """
-        taking = [
-            matrix
+        taking = {
+            id(matrix)
             for matrix in self.matrices
             if self.communicates or matrix.parameter.grad is not None
-        ]
-        if not taking:
-            return []
+        }
         ids = {id(self.matrices[position]) for position in self.resident}
-        held = [matrix for matrix in taking if local_of(matrix.parameter).numel()]
-        moving = [matrix for matrix in held if id(matrix) not in ids]
-        self._step_resident([matrix for matrix in held if id(matrix) in ids], state)
+        held = [one for one in self.matrices if local_of(one.parameter).numel()]
+        moving = {id(one) for one in held if id(one) in taking and id(one) not in ids}
         workspaces: dict[int, Tensor] = {}
-        for members in _by_group(moving):
+        for members in _by_group([one for one in held if id(one) in moving]):
             self._momentum(members, state, workspaces)
         nothing = local_of(self.matrices[0].parameter).new_empty(0)
         flat = [self._flat(matrix, workspaces, ids, nothing) for matrix in self.matrices]
-        self.exchange.run(flat, self._orthogonalize)
-        for members in _by_group(moving):
-            group = members[0].group
-            apply = resident.apply_update if self.fused else muon.apply_update
-            apply(
-                [local_of(matrix.parameter) for matrix in members],
-                [workspaces[id(matrix)] for matrix in members],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                decay=group["decay"],
-            )
-        return [matrix.parameter for matrix in taking]
+        rounds = self.exchange.rounds(flat, self._orthogonalize)
+        for members, count in zip(self.waves, self._num_rounds, strict=True):
+            present = [one for one in members if id(one) in taking]
+            here = [one for one in present if local_of(one.parameter).numel()]
+            self._step_resident([one for one in here if id(one) in ids], state)
+            for _ in range(count if taking else 0):
+                next(rounds)
+            for alike in _by_group([one for one in here if id(one) in moving]):
+                self._apply(alike, workspaces)
+            yield [one.parameter for one in present]
+
+    def _apply(self, members: Sequence[Matrix], workspaces: dict[int, Tensor]) -> None:
+        group = members[0].group
+        apply = resident.apply_update if self.fused else muon.apply_update
+        apply(
+            [local_of(matrix.parameter) for matrix in members],
+            [workspaces.pop(id(matrix)) for matrix in members],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            decay=group["decay"],
+        )
 
     def _flat(
         self, matrix: Matrix, workspaces: dict[int, Tensor], ids: set[int], nothing: Tensor

@@ -45,6 +45,7 @@ class Cargo:
     pinned: bool = False  # the layout keeps it whole on purpose: its holder computes it
     parameter: int = -1  # what it is part of; -1: a parameter of its own
     start: int = 0  # where it begins there
+    wave: int = 0  # those of earlier waves come in earlier rounds
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,14 @@ def plan_owners(
     """Choose an owner for every parcel, and cut the work into rounds."""
     slot_bytes = SLOT_BYTES if slot_bytes is None else slot_bytes
     owners = _assign(cargo, num_shards, num_replicas)
-    order = sorted(range(len(cargo)), key=lambda index: (cargo[index].key, index))
+    order = sorted(range(len(cargo)), key=lambda i: (cargo[i].wave, cargo[i].key, i))
     rounds: list[tuple[int, ...]] = []
     current: list[int] = []
     filled: dict[tuple[int, int], int] = {}
     for index in order:
         owner, nbytes = owners[index], cargo[index].numel * width
-        if current and filled.get(owner, 0) and filled[owner] + nbytes > slot_bytes:
+        full = bool(filled.get(owner, 0)) and filled[owner] + nbytes > slot_bytes
+        if current and (full or cargo[current[-1]].wave != cargo[index].wave):
             rounds.append(tuple(current))
             current, filled = [], {}
         current.append(index)

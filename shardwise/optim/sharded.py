@@ -13,9 +13,8 @@ and state dicts are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter; compute weights are refreshed once, by the next gather.
 
-        Elementwise groups come first: theirs may be on their way (``overlap_gather="step"``) while
-        the matrices are orthogonalised.
+        Elementwise groups come first, then matrices in waves. Weights of what is done may be on
+        their way (``overlap_gather="step"``) while the matrices after it are orthogonalised.
         """
         loss = None
         if closure is not None:
@@ -109,12 +108,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self._fleets is not None
         self._check_turns()
         groups = [group for group in self.param_groups if group["kind"] == "elementwise"]
-        stages = [
-            (group["params"], partial(elementwise_step.step, group, self.state)) for group in groups
+        # (what a stage may write, who advances it), in order; the waves of fleets side by side
+        stages: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
+            (group["params"], _once(elementwise_step.step, group, self.state)) for group in groups
         ]
-        for fleet in self._fleets:
-            members = [matrix.parameter for matrix in fleet.matrices]
-            stages.append((members, partial(fleet.step, self.state)))
+        running = [(fleet.waves, fleet.step(self.state)) for fleet in self._fleets]
+        for number in range(max((len(waves) for waves, _ in running), default=0)):
+            for waves, steps in running:
+                if number < len(waves):
+                    stages.append(([matrix.parameter for matrix in waves[number]], steps))
         # A buffer is settled by the last of the stages that write to it.
         last = {
             id(buffer): number
@@ -123,9 +125,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (buffer := buffer_of(parameter)) is not None
         }
         stepped: list[Tensor] = []
-        for number, (_, advance) in enumerate(stages):
+        for number, (_, steps) in enumerate(stages):
             with _plain_attributes():
-                stepped += advance()
+                stepped += next(steps)
             settled = [p for p in stepped if last.get(id(buffer_of(p))) == number]
             written(settled)
         return loss
@@ -264,6 +266,10 @@ def parameter_problems(
                 f"are not those of the split; keep it whole, or store its parts apart"
             )
     return list(dict.fromkeys(problem for problem in problems if problem))
+
+
+def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
+    yield step(*args)
 
 
 def _split_of(parameter: Tensor) -> Any:
