@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,18 @@ class Matrix:
     parameter: Tensor
     split: Split | None
     group: dict[str, Any]  # its parameter group: learning rate and all
+
+    @cached_property
+    def held(self) -> tuple[Split | None, bool]:
+        """The split of what this rank's shard axis holds (a block, under tensor parallelism), and
+        whether its matrices are whole there."""
+        home = home_of(self.parameter)
+        if self.split is None or not any(home.tensor):
+            return self.split, not any(home.tensor)
+        shape = tuple(self.parameter.shape)
+        found = self.split.within(shape, home.tensor_dim, home.num_blocks, home.block)
+        assert found is not None, "refused at construction"
+        return found
 
 
 def state_of(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +114,7 @@ def freight(
         found += freight_of(
             matrix.name,
             position,
-            parcels_of(block_shape(parameter), matrix.split),
+            parcels_of(block_shape(parameter), matrix.held[0]),
             pieces_of(parameter),
             partial(price, preset=preset, form=group["form"], measured=measured),
             pinned=kept_whole(parameter),
@@ -148,7 +160,8 @@ class Fleet:
             take_turns(matrix.parameter, self.exchange.turns(position))
         mode = first.group["tensor_parallel"]
         cut = home.blocks
-        self.blocks = None if cut is None else Blocks(cut, home.tensor_dim, mode)
+        whole = cut is None or first.held[1]
+        self.blocks = None if whole else Blocks(cut, home.tensor_dim, mode)  # type: ignore[arg-type]
         between = (self.exchange.shards, self.exchange.replicas, self.blocks)
         self.communicates = any(one is not None for one in between)
         # With kernels: the parcels of parameters that never travel, by position.
@@ -318,7 +331,7 @@ def fleets_of(matrices: Sequence[Matrix]) -> list[Fleet]:
         home = home_of(matrix.parameter)
         group = matrix.group
         alike = (str(preset_of(group["preset"])), group["form"], group["scale"], group["wire"])
-        places = (group["replicas"], group["tensor_parallel"])
+        places = (group["replicas"], group["tensor_parallel"], matrix.held[1])
         key = (home.key, alike, places, str(local_of(matrix.parameter).device))
         found.setdefault(key, (home, []))[1].append(matrix)
     return [Fleet(home, members) for home, members in found.values()]

@@ -260,11 +260,16 @@ def parameter_problems(
         problems += wrong or [problem_of(name, parameter, matrix=True)]
         if not parameter.is_floating_point():
             problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
-        if not wrong and chosen.split is not None and any(home_of(parameter).tensor):
-            problems.append(
-                f"'{name}' has a split {chosen.split} and is cut by tensor parallelism: its blocks "
-                f"are not those of the split; keep it whole, or store its parts apart"
-            )
+        home = home_of(parameter)
+        if not wrong and chosen.split is not None and any(home.tensor):
+            side, count = home.tensor_dim, home.num_blocks
+            if chosen.split.within(shape, side, count, home.block) is None:
+                what = ("rows", "columns")[side]
+                problems.append(
+                    f"'{name}' has a split {chosen.split}, and tensor parallelism cuts its "
+                    f"{shape[-2 + side]} {what} into {count} blocks inside of it: choose a size "
+                    f"whose cuts fall between the matrices, or store them apart"
+                )
     return list(dict.fromkeys(problem for problem in problems if problem))
 
 

@@ -58,7 +58,7 @@ class Home:
 
     @cached_property
     def num_replicas(self) -> int:
-        return math.prod(self.sizes) // self.num_shards // self._size_of(self.tensor)
+        return math.prod(self.sizes) // self.num_shards // self.num_blocks
 
     def _size_of(self, chosen: tuple[bool, ...]) -> int:
         pairs = zip(self.sizes, chosen, strict=False)
@@ -96,6 +96,18 @@ class Home:
     def blocks(self) -> comm.Axis | None:
         """The ranks that hold blocks of the same matrices."""
         return self._joint(self.tensor)
+
+    @cached_property
+    def block(self) -> int:
+        """Which block this rank holds."""
+        coordinate = self.mesh.get_coordinate() if self.mesh is not None else None
+        pairs = zip(coordinate or (), self.tensor, strict=False)
+        return next((position for position, taken in pairs if taken), 0)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Into how many blocks tensor parallelism cuts it."""
+        return self._size_of(self.tensor)
 
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
@@ -174,7 +186,7 @@ def problem_of(name: str, parameter: Tensor, *, matrix: bool = False) -> str | N
         return f"'{name}' is cut into blocks by two axes ({parameter.placements}): use one"
     if any(home.tensor):
         length = parameter.shape[parameter.ndim - 2 + home.tensor_dim]
-        size = home._size_of(home.tensor)
+        size = home.num_blocks
         if length % size:
             return (
                 f"'{name}' has {length} {('rows', 'columns')[home.tensor_dim]}, which do not "
@@ -187,7 +199,7 @@ def block_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of what shards cut: the parameter's, or its block's under tensor parallelism."""
     shape, home = list(parameter.shape), home_of(parameter)
     if any(home.tensor):
-        shape[parameter.ndim - 2 + home.tensor_dim] //= home._size_of(home.tensor)
+        shape[parameter.ndim - 2 + home.tensor_dim] //= home.num_blocks
     return tuple(shape)
 
 
