@@ -3,6 +3,7 @@
 
     all_gather      | a |   |   |  ->  | a | b | c |     every rank ends with all shards
     reduce_scatter  | a1 b1 c1 |   ->  | a1+a2+a3  |     every rank ends with its shard of the sum
+    reduce_parts    | a1 a1 b1 |   ->  | a1+a2 ... |     the same, for parts of any sizes
     all_reduce      | a1 |         ->  | a1+a2+a3  |
     all_to_all      | for 0 | for 1 |  ->  | from 0 | from 1 |     any sizes, exact
 
@@ -403,6 +404,36 @@ def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | Non
         _sum_in_rank_order(out, received, divisor)
 
     return _messages("reduce_scatter", axis, parts, received, finish)
+
+
+def reduce_parts(
+    out: Tensor,
+    source: Tensor,
+    sizes: Sequence[int],
+    group: GroupLike,
+    *,
+    divisor: float | None = None,
+) -> Pending:
+    """A reduce-scatter of parts that are ``sizes[rank]`` long: one all-to-all of exact sizes, and
+    a sum in rank order on the receiver, which gives an all-reduce's bits where that does so too.
+    ``source`` is read until ``wait``."""
+    axis = as_axis(group)
+    length = sizes[axis.rank]
+    assert out.numel() == length and out.dtype == source.dtype
+    _no_float8("reduce_parts", source)
+    if axis.size == 1:
+        return reduce_scatter(out, source, axis, divisor=divisor)
+    received = counted(source.new_empty(axis.size * length), "receive")
+    messages = all_to_all(received, source, [length] * axis.size, sizes, axis)
+
+    def add_up() -> None:
+        if length:
+            _sum_in_rank_order(out, received.view(axis.size, length).unbind(), divisor)
+
+    if messages._works:
+        return Pending(messages._what, messages._works, add_up)
+    add_up()
+    return _DONE
 
 
 def _sum_in_rank_order(

@@ -10,13 +10,19 @@ them: uneven, on some ranks none, and with an element grain even cut inside a ro
 
 ``gather`` makes the whole tensor of them, ``reduce`` makes one value of every rank's values. Both
 run over the sharded axes alone: ranks of a replicated axis hold the same bytes already.
+
+Replicas may also take *turns*: of what they would all hold, each holds what it works on. That is
+how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are replicated:
+
+    weights     replica 0 | A | B | C |     replica 1 | A | B | C |
+    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     turns of A ((0, n), (0, 0))
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise import comm
 from shardwise.layout import Layout
-from shardwise.placements import REPLICATE, SHARD, shard_range
+from shardwise.placements import REPLICATE, SHARD, Turns, shard_range
 
 
 @dataclass(eq=False)
@@ -37,13 +43,18 @@ class Version:
 
     ``settled`` is told when an optimizer has written all that it will write in this step, on every
     rank in the same order: whoever wants the new weights early may begin to gather them.
+
+    ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there
+    alone. Set by the optimizer, as a new dictionary each time, on every rank alike.
     """
 
     count: int = 0
     settled: Callable[[], None] | None = None
+    turns: dict[int, Turns] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Version:
-        copied = memo[id(self)] = Version(self.count)  # nobody has asked about the copy
+        # Nobody has asked about the copy, but its gradient is copied with it.
+        copied = memo[id(self)] = Version(self.count, turns=self.turns)
         return copied
 
 
@@ -102,6 +113,7 @@ class Cut:
     index: int
     mesh: DeviceMesh
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
+    turns: Turns | None = None  # of the axes that cut nothing: see :meth:`turned`
 
     def __post_init__(self) -> None:
         name = self.layout.items[self.index].name
@@ -115,10 +127,10 @@ class Cut:
                 f"'{name}': sharded={self.sharded}: sharded axes must be the inner ones, so that a "
                 f"rank's part is one contiguous range"
             )
-        if self.layout.num_shards % self.num_holders:
+        if self.layout.num_shards % self._num_runs:
             raise ValueError(
-                f"'{name}': {self.layout.num_shards} shards over {self.num_holders} ranks; plan "
-                f"the layout with a multiple of {self.num_holders} shards"
+                f"'{name}': {self.layout.num_shards} shards over {self._num_runs} ranks; plan "
+                f"the layout with a multiple of {self._num_runs} shards"
             )
         if self.mesh.get_coordinate() is None:
             raise ValueError(f"'{name}': this rank is not in the mesh {self.mesh}; leave it out")
@@ -156,17 +168,37 @@ class Cut:
             self.mesh.size(axis) for axis, sharded in enumerate(self.sharded) if sharded
         )
 
+    @property
+    def _num_runs(self) -> int:
+        """Into how many runs of shards the layout is cut; replicas take turns in each."""
+        return self.num_holders // len(self.turns or (None,))
+
+    def turned(self, turns: Turns) -> Cut:
+        """The same, with replicas taking turns; ranks of every axis then hold something else."""
+        assert len(turns) * self.num_holders == self.mesh.size() and self.turns is None
+        if turns not in self._turned:
+            every = (True,) * self.mesh.ndim
+            self._turned[turns] = replace(self, sharded=every, turns=turns)
+        return self._turned[turns]
+
+    @cached_property
+    def _turned(self) -> dict[Turns, Cut]:
+        return {}
+
     @cached_property
     def shard_index(self) -> int:
-        """Which of ``num_holders`` runs of shards this rank holds."""
+        """Which of ``num_holders`` parts this rank holds."""
         placements = [SHARD if sharded else REPLICATE for sharded in self.sharded]
         sizes = [self.mesh.size(axis) for axis in range(self.mesh.ndim)]
         return shard_range(placements, sizes, self.coordinate, self.num_holders)[0]
 
     def piece_of(self, holder: int) -> tuple[int, int]:
         """The elements [lo, hi) that a holder has; (0, 0) where it has none."""
-        count = self.layout.num_shards // self.num_holders
-        lo, hi = self.layout.piece(self.index, holder * count, count)
+        count = self.layout.num_shards // self._num_runs
+        run, replica = divmod(holder, len(self.turns or (None,)))
+        lo, hi = self.layout.piece(self.index, run * count, count)
+        if self.turns is not None:
+            lo, hi = max(lo, self.turns[replica][0]), min(hi, self.turns[replica][1])
         return (lo, hi) if lo < hi else (0, 0)
 
     @cached_property
@@ -200,7 +232,7 @@ class Cut:
             return True
         if self.sharded != other.sharded or self.mesh != other.mesh:
             return False
-        if self.layout is other.layout and self.index == other.index:
+        if self.layout is other.layout and (self.index, self.turns) == (other.index, other.turns):
             return True
         return self.shape == other.shape and self.pieces == other.pieces
 
@@ -211,6 +243,21 @@ class Cut:
             row = math.prod(self.shape[1:])
             return full[lo // row : hi // row]
         return full.reshape(-1)[lo:hi].view(self.local_shape)
+
+    def within(self, coarse: Cut, local: Tensor) -> Tensor:
+        """Of a local piece under ``coarse``: this rank's piece, aliased."""
+        if self.matches(coarse):
+            return local
+        (lo, hi), (begin, end) = self.piece, coarse.piece
+        if lo == hi:
+            return local.new_empty(self.local_shape)
+        if not begin <= lo < hi <= end:
+            raise RuntimeError(
+                f"'{self.name}': elements {lo} to {hi} are wanted of a tensor that has {begin} to "
+                f"{end} here: it was made for another optimizer. Call zero_grad() after building "
+                f"one, and run backward again"
+            )
+        return local.reshape(-1)[lo - begin : hi - begin].view(self.local_shape)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The whole tensor as torch's DTensor describes it."""
@@ -276,8 +323,9 @@ class Cut:
             joined = part.new_empty(part.numel() * axis.size)
             comm.all_gather(joined, part, axis).wait()
             part = joined
-        held = zip(part.view(flat.dtype).split(longest), self.pieces, strict=True)
-        return torch.cat([one[: hi - lo] for one, (lo, hi) in held if lo < hi])
+        held = zip(self.pieces, part.view(flat.dtype).split(longest), strict=True)
+        in_order = sorted(held, key=lambda piece: piece[0])  # replicas take turns in any order
+        return torch.cat([one[: hi - lo] for (lo, hi), one in in_order if lo < hi])
 
     def _sum_pieces(self, flat: Tensor) -> Tensor:
         num_bytes = self.numel * flat.element_size()

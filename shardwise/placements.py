@@ -20,7 +20,8 @@ where main is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -167,6 +168,53 @@ def shard_range(
     assert num_shards % parts == 0, (num_shards, parts)
     count = num_shards // parts
     return index * count, count
+
+
+# The elements [lo, hi) of a tensor that each replica works on, by replica as ``shard_range`` counts
+# (the outer axis fastest); (0, 0) for none. Together they are all of it.
+Turns: TypeAlias = tuple[tuple[int, int], ...]
+Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
+
+
+def turn_spans(
+    pieces: Sequence[tuple[int, int, int]],
+    turns: Mapping[int, Turns],
+    main: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    axis: int,
+) -> tuple[list[Span], list[list[Span]]]:
+    """What a reduction over an axis of replicas brings where: the spans that every rank of the axis
+    needs, and those that each of them needs alone.
+
+    ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
+    Axes of replicas inside this one have been reduced over already:
+
+        turns of A B C D     at (outer, inner) (0, 0) (1, 0) (0, 1) (1, 1)
+        inner axis, at 0     | A B | C D |  ->  | A B |
+        outer axis, at 0     | A | B |      ->  | A |
+    """
+    replicated = [a for a, placement in enumerate(main) if placement != SHARD]
+    where: list[dict[int, int]] = []
+    for replica in range(math.prod(sizes[a] for a in replicated)):
+        place: dict[int, int] = {}
+        for a in replicated:
+            replica, place[a] = divmod(replica, sizes[a])
+        where.append(place)
+    shared: list[Span] = []
+    parts: list[list[Span]] = [[] for _ in range(sizes[axis])]
+    for index, (low, high, offset) in enumerate(pieces):
+        if low >= high:
+            continue
+        if index not in turns:
+            shared.append((offset, offset + high - low))
+            continue
+        for place, (begin, end) in zip(where, turns[index], strict=True):
+            begin, end = max(begin, low), min(end, high)
+            reduced = all(place[a] == coordinate[a] for a in replicated if a > axis)
+            if begin < end and reduced:
+                parts[place[axis]].append((offset + begin - low, offset + end - low))
+    return shared, parts
 
 
 # By the names that command lines and files use.

@@ -107,6 +107,41 @@ def against_whole() -> None:
         assert max(errors) < 1e-4, errors
 
 
+def two_ways(rank: int, world_size: int, way: str) -> float:
+    """Real backwards: replicas that take turns and that repeat each other (hsdp), and weights
+    gathered inside the step and by the next forward (zero1)."""
+    torch.cuda.set_device(0)
+    placements = {"turns": sw.hsdp(), "gather": sw.zero(1)}[way]
+    sizes = (2, world_size // 2) if way == "turns" else (world_size,)
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cuda", sizes, mesh_dim_names=("dp_outer", "dp")[-len(sizes) :]
+    )
+    found = []
+    for first in (True, False):
+        early = {"gather_in_step": first} if way == "gather" else {}
+        wrapped, optimizer = build(
+            "cuda",
+            lambda model, early=early: sw.fully_shard(
+                model, mesh=mesh, placements=placements, **early
+            ),
+            replicas="spread" if first else "repeat",
+        )
+        for step in range(3):
+            wrapped(torch.tensor(1.0 + rank + step, device="cuda")).backward()
+            optimizer.clip_grad_norm(10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(wrapped))
+    return distance(*found)
+
+
+def against_another_way() -> None:
+    for way, world_size in (("turns", 4), ("gather", 2)):
+        errors = run_ranks(two_ways, world_size, way, backend="gloo", timeout=120)
+        logger.info("%s on %d ranks, both ways: %.2e", way, world_size, max(errors))
+        assert max(errors) < 1e-4, errors
+
+
 def speed() -> None:
     """60 of 2048 x 2048 and 45 of 8192 x 2048: 1.007B parameters."""
     model = nn.ParameterList(
@@ -136,7 +171,7 @@ def speed() -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for check in (against_the_cpu, against_whole, speed):
+    for check in (against_the_cpu, against_whole, against_another_way, speed):
         check()
         logger.info("%s: passed", check.__name__)
     return 0

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from shardwise.optim.storage import like, local_of
+from shardwise.optim.storage import local_of
+from shardwise.optim.turns import like
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@
     all homes   added up, root taken
 
 Replicas hold the same gradients, so they are not added; ranks that hold different pieces are, each
-once. So are ranks outside a parameter's mesh: they hold other experts. The sums are float64: the
-norm, and with it the clipped gradient, is then the same float32 whatever the sharding. A NaN or an
-infinity anywhere makes the norm so on every rank.
+once (replicas too, where they take turns). So are ranks outside a parameter's mesh: they hold other
+experts. The sums are float64: the norm, and with it the clipped gradient, is then the same float32
+whatever the sharding. A NaN or an infinity anywhere makes the norm so on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.optim.storage import Home, home_of, local_of
+from shardwise.optim.storage import Home, local_of
+from shardwise.optim.turns import gradient_home, gradient_of
 
 
 class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
@@ -61,11 +62,12 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     homes: dict[Any, tuple[Home, list[Tensor]]] = {}
     device = torch.device("cpu")
     for parameter in parameters:
-        home = home_of(parameter)
+        home = gradient_home(parameter)
         members = homes.setdefault(home.key, (home, []))[1]
         device = parameter.device
-        if parameter.grad is not None:
-            members.append(local_of(parameter.grad))
+        grad = gradient_of(parameter)
+        if grad is not None:
+            members.append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
     widest = max((home for home, _ in homes.values()), key=_num_ranks, default=None)

@@ -8,7 +8,7 @@
        share     all-to-all            and go to the other replicas, which computed other parcels
 
 Rounds overlap in two slots: while round k is computed, round k + 1 is on its way there and round
-k - 1 on its way back.
+k - 1 on its way back. Whoever runs it hears of every round that is done.
 
 Which calls are made, and how long they are, follows from the plan alone. A parameter without a
 gradient, or a rank without work, changes nothing about it, so nobody waits for a message that was
@@ -27,6 +27,7 @@ from shardwise import comm
 from shardwise.optim.owners import Cargo, Plan, plan_owners
 from shardwise.optim.split import Parcel
 from shardwise.optim.storage import Home, Piece
+from shardwise.placements import Turns
 from shardwise.streams import Lanes
 
 Orthogonalize = Callable[[Tensor], Tensor]  # [count, rows, cols] -> the same shape
@@ -42,6 +43,7 @@ class Freight:
     pieces: tuple[Piece, ...]
     cost: int
     pinned: bool
+    wave: int = 0
 
 
 def freight_of(
@@ -52,6 +54,7 @@ def freight_of(
     cost: Callable[[int, int], int],
     *,
     pinned: bool,
+    wave: int = 0,
 ) -> list[Freight]:
     """The parcels of one parameter with the pieces of each: both lists go by element."""
     found: list[Freight] = []
@@ -67,7 +70,7 @@ def freight_of(
             held.append((rank, max(lo, parcel.start) - parcel.start, min(hi, end) - parcel.start))
         total = sum(cost(rows, cols) for rows, cols in parcel.shapes)
         label = name if len(parcels) == 1 else f"{name}[{number}]"
-        found.append(Freight(label, position, parcel, tuple(held), total, pinned))
+        found.append(Freight(label, position, parcel, tuple(held), total, pinned, wave))
     return found
 
 
@@ -86,6 +89,9 @@ def plan_exchange(
             one.cost,
             tuple(side for shape in one.parcel.shapes for side in shape),
             one.pinned,
+            one.position,
+            one.parcel.start,
+            one.wave,
         )
         for one in freight
     ]
@@ -192,6 +198,14 @@ class Exchange:
                     f"parameters, in the same order, with the same settings"
                 )
 
+    def turns(self, position: int) -> Turns | None:
+        """What of a parameter each replica computes; None where all do the same."""
+        if self.replicas is None:
+            return None
+        by_rank = self.plan.turns[position]
+        order = self.home.replica_order
+        return tuple(by_rank[order.index(place)] for place in range(len(order)))
+
     def stays(self, index: int) -> bool:
         """Whether a parcel is computed here, from pieces that are here, for nobody else."""
         mine = self.plan.owners[index][1] == self.rank and self.replicas is None
@@ -200,35 +214,43 @@ class Exchange:
     # ------------------------------------------------------------------ running it
 
     def run(self, workspaces: Sequence[Tensor], orthogonalize: Orthogonalize) -> None:
-        """Replace this rank's pieces of every matrix by those of its orthogonalised form.
+        """All :meth:`rounds`, one after another."""
+        for _ in self.rounds(workspaces, orthogonalize):
+            pass
+
+    def rounds(self, workspaces: Sequence[Tensor], orthogonalize: Orthogonalize) -> Iterator[int]:
+        """Replace this rank's pieces of every matrix by those of its orthogonalised form; the
+        number of every round that is done, in order.
 
         ``workspaces[position]`` is this rank's piece of that parameter, flat, read and overwritten.
         """
-        going: list[_Flight | None] = [None] * len(self.slots)
-        coming: list[_Flight | None] = [None] * len(self.slots)
-        sharing: list[_Flight | None] = [None] * len(self.slots)
-        if self.slots:
+        count = len(self.slots)
+        later = 2 if self.replicas is not None else 1 if self.plan.moves else 0
+        going: list[_Flight | None] = [None] * count
+        coming: list[_Flight | None] = [None] * count
+        sharing: list[_Flight | None] = [None] * count
+        if count:
             going[0] = self._send_there(self.slots[0], workspaces)
-        for number, slot in enumerate(self.slots):
-            if number + 1 < len(self.slots):
+        for number in range(count + later):  # one goes there, those before it come back
+            if number + 1 < count:
                 going[number + 1] = self._send_there(self.slots[number + 1], workspaces)
-            self._assemble(slot, workspaces, going[number])
-            going[number] = None
-            self._compute(slot, orthogonalize)
-            coming[number] = self._send_back(slot)
-            self._scatter_own(slot, workspaces)
-            if number:
+            if number < count:
+                slot = self.slots[number]
+                self._assemble(slot, workspaces, going[number])
+                going[number] = None
+                self._compute(slot, orthogonalize)
+                coming[number] = self._send_back(slot)
+                self._scatter_own(slot, workspaces)
+            if 0 < number <= count:
                 before = self.slots[number - 1]
                 self._unpack_back(before, workspaces, coming[number - 1])
+                coming[number - 1] = None
                 sharing[number - 1] = self._share(before, workspaces)
-            if number > 1:
-                self._unpack_shared(self.slots[number - 2], workspaces, sharing[number - 2])
-        if self.slots:
-            last = len(self.slots) - 1
-            self._unpack_back(self.slots[last], workspaces, coming[last])
-            sharing[last] = self._share(self.slots[last], workspaces)
-            for number in range(max(0, last - 1), last + 1):
-                self._unpack_shared(self.slots[number], workspaces, sharing[number])
+            if number >= later:
+                done = number - later
+                self._unpack_shared(self.slots[done], workspaces, sharing[done])
+                sharing[done] = None
+                yield done
 
     def _mine(self, workspaces: Sequence[Tensor], index: int, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of a parcel, which are stored here, in the workspace."""

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's step over the matrices of an optimizer, wherever they are stored.
 
-    grad, momentum     element by element, on the pieces that are here      -> workspace
+    grad, momentum     element by element, on the pieces whose turn it is   -> workspace
     exchange           whole matrices, one owner each                       -> workspace
     weight             decay and update, on the pieces that are here
 
-Momentum stays with the weight's pieces, so it is saved and resharded like any other tensor.
+Momentum stays with the gradient's pieces, which are the weight's (of one replica, where replicas
+take turns), so it is saved and resharded like any other tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,9 +24,19 @@ from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.split import Parcel, Split, parcels_of
-from shardwise.optim.storage import Home, block_shape, home_of, like, local_of, pieces_of
+from shardwise.optim.storage import (
+    Home,
+    block_shape,
+    buffer_of,
+    home_of,
+    local_of,
+    pieces_of,
+)
 from shardwise.optim.tensor_parallel import Blocks
+from shardwise.optim.turns import conformed, gradient_of, like, take_turns
 from shardwise.tensor import ShardedTensor
+
+WAVES = 8  # of a step whose weights are gathered as they are updated
 
 
 @dataclass(eq=False)
@@ -37,9 +48,24 @@ class Matrix:
     split: Split | None
     group: dict[str, Any]  # its parameter group: learning rate and all
 
+    @cached_property
+    def held(self) -> tuple[Split | None, bool]:
+        """The split of what this rank's shard axis holds (a block, under tensor parallelism), and
+        whether its matrices are whole there."""
+        home = home_of(self.parameter)
+        if self.split is None or not any(home.tensor):
+            return self.split, not any(home.tensor)
+        shape = tuple(self.parameter.shape)
+        found = self.split.within(shape, home.tensor_dim, home.num_blocks, home.block)
+        assert found is not None, "refused at construction"
+        return found
 
-def new_state(parameter: Tensor) -> dict[str, Any]:
-    return {"momentum_buffer": like(parameter)}
+
+def state_of(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter, in its place: new, or as it was."""
+    if not before:
+        return {"momentum_buffer": like(parameter)}
+    return before | {"momentum_buffer": conformed(parameter, before["momentum_buffer"])}
 
 
 def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -> bool:
@@ -56,7 +82,30 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
     return served
 
 
-def freight(matrices: Sequence[Matrix], *, measured: bool) -> list[Freight]:
+def waves_of(matrices: Sequence[Matrix]) -> list[int]:
+    """The wave of each: all in one, where nobody waits for any of them.
+
+    Else those of a buffer come together, buffers in the order of the model, which forward will read
+    them in: the first can be gathered while the next is computed. A wave is about an eighth of it
+    all, so that an owner still batches.
+    """
+    buffers = [buffer_of(matrix.parameter) for matrix in matrices]
+    if not any(buffer is not None and buffer.settled is not None for buffer in buffers):
+        return [0] * len(matrices)
+    sizes: dict[int, int] = {}
+    for matrix, buffer in zip(matrices, buffers, strict=True):
+        sizes[id(buffer)] = sizes.get(id(buffer), 0) + matrix.parameter.numel()
+    total, before = sum(sizes.values()), 0
+    wave_of = {}
+    for key, size in sizes.items():
+        wave_of[key] = WAVES * before // total
+        before += size
+    return [wave_of[id(buffer)] for buffer in buffers]
+
+
+def freight(
+    matrices: Sequence[Matrix], *, measured: bool, waves: Sequence[int] | None = None
+) -> list[Freight]:
     """The parcels of parameters of one home, in order, with the price of each."""
     found: list[Freight] = []
     for position, matrix in enumerate(matrices):
@@ -65,10 +114,11 @@ def freight(matrices: Sequence[Matrix], *, measured: bool) -> list[Freight]:
         found += freight_of(
             matrix.name,
             position,
-            parcels_of(block_shape(parameter), matrix.split),
+            parcels_of(block_shape(parameter), matrix.held[0]),
             pieces_of(parameter),
             partial(price, preset=preset, form=group["form"], measured=measured),
             pinned=kept_whole(parameter),
+            wave=waves[position] if waves is not None else 0,
         )
     return found
 
@@ -90,16 +140,28 @@ class Fleet:
         self.preset = preset_of(first.group["preset"])
         self.form, self.scale = first.group["form"], first.group["scale"]
         device = local_of(first.parameter).device
+        measured = kernels_everywhere(device, (home.shards, home.replicas))
+        waves = waves_of(matrices)
+        # By wave, in order: what is updated, and can be gathered, together.
+        self.waves = [
+            [one for one, at in zip(matrices, waves, strict=True) if at == wave]
+            for wave in sorted(set(waves))
+        ]
         self.exchange = Exchange(
             home,
-            freight(matrices, measured=kernels_everywhere(device, (home.shards, home.replicas))),
+            freight(matrices, measured=measured, waves=waves),
             device,
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
+        rounds = [self.exchange.freight[first].wave for first, *_ in self.exchange.plan.rounds]
+        self._num_rounds = [rounds.count(wave) for wave in sorted(set(waves))]
+        for position, matrix in enumerate(matrices):
+            take_turns(matrix.parameter, self.exchange.turns(position))
         mode = first.group["tensor_parallel"]
         cut = home.blocks
-        self.blocks = None if cut is None else Blocks(cut, home.tensor_dim, mode)
+        whole = cut is None or first.held[1]
+        self.blocks = None if whole else Blocks(cut, home.tensor_dim, mode)  # type: ignore[arg-type]
         between = (self.exchange.shards, self.exchange.replicas, self.blocks)
         self.communicates = any(one is not None for one in between)
         # With kernels: the parcels of parameters that never travel, by position.
@@ -124,40 +186,46 @@ class Fleet:
                 skipped += indices
         exchange.skipped = frozenset(skipped)
 
-    def step(self, state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
-        """One step; the parameters that were written.
+    def step(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[list[Tensor]]:
+        """One step, wave by wave; the parameters that each has written.
 
         A parameter without a gradient is left alone where nobody else takes part. Else it counts as
         zeros: whether other ranks have one can't be known here, and all must exchange alike.
         """
-        taking = [
-            matrix
+        taking = {
+            id(matrix)
             for matrix in self.matrices
             if self.communicates or matrix.parameter.grad is not None
-        ]
-        if not taking:
-            return []
+        }
         ids = {id(self.matrices[position]) for position in self.resident}
-        held = [matrix for matrix in taking if local_of(matrix.parameter).numel()]
-        moving = [matrix for matrix in held if id(matrix) not in ids]
-        self._step_resident([matrix for matrix in held if id(matrix) in ids], state)
+        held = [one for one in self.matrices if local_of(one.parameter).numel()]
+        moving = {id(one) for one in held if id(one) in taking and id(one) not in ids}
         workspaces: dict[int, Tensor] = {}
-        for members in _by_group(moving):
+        for members in _by_group([one for one in held if id(one) in moving]):
             self._momentum(members, state, workspaces)
         nothing = local_of(self.matrices[0].parameter).new_empty(0)
         flat = [self._flat(matrix, workspaces, ids, nothing) for matrix in self.matrices]
-        self.exchange.run(flat, self._orthogonalize)
-        for members in _by_group(moving):
-            group = members[0].group
-            apply = resident.apply_update if self.fused else muon.apply_update
-            apply(
-                [local_of(matrix.parameter) for matrix in members],
-                [workspaces[id(matrix)] for matrix in members],
-                lr=float(group["lr"]),
-                weight_decay=group["weight_decay"],
-                decay=group["decay"],
-            )
-        return [matrix.parameter for matrix in taking]
+        rounds = self.exchange.rounds(flat, self._orthogonalize)
+        for members, count in zip(self.waves, self._num_rounds, strict=True):
+            present = [one for one in members if id(one) in taking]
+            here = [one for one in present if local_of(one.parameter).numel()]
+            self._step_resident([one for one in here if id(one) in ids], state)
+            for _ in range(count if taking else 0):
+                next(rounds)
+            for alike in _by_group([one for one in here if id(one) in moving]):
+                self._apply(alike, workspaces)
+            yield [one.parameter for one in present]
+
+    def _apply(self, members: Sequence[Matrix], workspaces: dict[int, Tensor]) -> None:
+        group = members[0].group
+        apply = resident.apply_update if self.fused else muon.apply_update
+        apply(
+            [local_of(matrix.parameter) for matrix in members],
+            [workspaces.pop(id(matrix)) for matrix in members],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            decay=group["decay"],
+        )
 
     def _flat(
         self, matrix: Matrix, workspaces: dict[int, Tensor], ids: set[int], nothing: Tensor
@@ -178,8 +246,8 @@ class Fleet:
         batches: dict[Any, tuple[Matrix, list[resident.Piece]]] = {}
         for matrix in members:
             weight = local_of(matrix.parameter).view(-1)
-            grad = matrix.parameter.grad
-            given = torch.zeros_like(weight) if grad is None else local_of(grad).reshape(-1)
+            grad = gradient_of(matrix.parameter)
+            given = torch.zeros_like(weight) if grad is None else grad.reshape(-1)
             momentum = local_of(state[matrix.parameter]["momentum_buffer"]).view(-1)
             position = position_of[id(matrix)]
             begin = self.exchange.begins[position]
@@ -201,16 +269,22 @@ class Fleet:
         state: dict[Tensor, dict[str, Any]],
         workspaces: dict[int, Tensor],
     ) -> None:
-        """Advance the momentum of one parameter group; its updates are the workspaces."""
+        """Advance the momentum of one parameter group; its updates are the workspaces.
+
+        What other replicas take turns at is left open there: they send it.
+        """
         group = members[0].group
-        buffers, grads = [], []
+        buffers, grads, advanced = [], [], []
         for matrix in members:
-            grad = matrix.parameter.grad
-            if grad is None:
-                grads.append(torch.zeros_like(local_of(matrix.parameter)))
-            else:
-                grads.append(local_of(grad))
-            buffers.append(local_of(state[matrix.parameter]["momentum_buffer"]))
+            local = local_of(matrix.parameter)
+            buffer = local_of(state[matrix.parameter]["momentum_buffer"])
+            if buffer.numel() < local.numel():
+                workspaces[id(matrix)] = torch.empty_like(local)
+            if buffer.numel():
+                grad = gradient_of(matrix.parameter)
+                grads.append(torch.zeros_like(buffer) if grad is None else grad)
+                buffers.append(buffer)
+                advanced.append(matrix)
         advance = resident.accumulate if self.fused else muon.update_momentum
         updates = advance(
             buffers,
@@ -219,8 +293,11 @@ class Fleet:
             form=group["momentum_form"],
             nesterov=group["nesterov"],
         )
-        for matrix, update in zip(members, updates, strict=True):
-            workspaces[id(matrix)] = update.contiguous()
+        for matrix, update in zip(advanced, updates, strict=True):
+            if id(matrix) in workspaces:
+                _turn_in(workspaces[id(matrix)], matrix.parameter, state).copy_(update.view(-1))
+            else:
+                workspaces[id(matrix)] = update.contiguous()
 
     def _orthogonalize(self, batch: Tensor) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
@@ -231,6 +308,13 @@ class Fleet:
             result = self.blocks.orthogonalize(batch, self.preset, self.form)
             shape = self.blocks.whole_shape(*shape)
         return result.mul_(muon.scale_of(self.scale, *shape))
+
+
+def _turn_in(workspace: Tensor, parameter: Tensor, state: dict[Tensor, dict[str, Any]]) -> Tensor:
+    """The part of a workspace whose momentum is here, flat."""
+    momentum = state[parameter]["momentum_buffer"]
+    assert isinstance(parameter, ShardedTensor) and isinstance(momentum, ShardedTensor)
+    return momentum.cut.within(parameter.cut, workspace).view(-1)
 
 
 def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
@@ -247,7 +331,7 @@ def fleets_of(matrices: Sequence[Matrix]) -> list[Fleet]:
         home = home_of(matrix.parameter)
         group = matrix.group
         alike = (str(preset_of(group["preset"])), group["form"], group["scale"], group["wire"])
-        places = (group["replicas"], group["tensor_parallel"])
+        places = (group["replicas"], group["tensor_parallel"], matrix.held[1])
         key = (home.key, alike, places, str(local_of(matrix.parameter).device))
         found.setdefault(key, (home, []))[1].append(matrix)
     return [Fleet(home, members) for home, members in found.values()]

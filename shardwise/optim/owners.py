@@ -12,9 +12,11 @@ times over. Each parcel gets one owner, a rank of one replica:
 Bytes that a rank sends each way for evenly cut matrices of P elements: (N-1)/N^2 P b / R. Nothing
 travels where the owner holds everything: one rank, or a layout of whole tensors.
 
-Owners are balanced by the cost of Newton-Schulz, dearest first, to the least loaded rank; a rank
-that already holds a parcel's largest piece keeps it while that does not unbalance the load. Parcels
-of one shape are neighbours in a round, so an owner batches them.
+A parameter goes to one replica whole, so that its gradient need not be reduced anywhere else; one
+that is a good part of a replica's work is cut between its matrices, a run of them each. Then the
+parcels of a replica go to its ranks. Both are balanced by the cost of Newton-Schulz, dearest first,
+to the least loaded; a rank that already holds a parcel's largest piece keeps it while that does not
+unbalance the load. Parcels of one shape are neighbours in a round, so an owner batches them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 KEEP_BALANCE = 1.05  # the load, over the mean, up to which a holder keeps what it holds
+CUT_SHARE = 0.25  # of a replica's load: what costs more is cut between its matrices
+EQUALS = 8  # how many equally loaded replicas are compared further
 SLOT_BYTES = 256 << 20  # of one owner's parcels in one round; two rounds are in flight
 
 
@@ -39,6 +43,9 @@ class Cargo:
     cost: int
     key: tuple[int, ...]  # parcels of equal keys have matrices of equal shapes
     pinned: bool = False  # the layout keeps it whole on purpose: its holder computes it
+    parameter: int = -1  # what it is part of; -1: a parameter of its own
+    start: int = 0  # where it begins there
+    wave: int = 0  # those of earlier waves come in earlier rounds
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,17 @@ class Plan:
         return found
 
     @cached_property
+    def turns(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By parameter: the elements [lo, hi) of it that each replica computes."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for cargo, (replica, _) in zip(self.cargo, self.owners, strict=True):
+            turns = found.setdefault(cargo.parameter, [(0, 0)] * self.num_replicas)
+            lo, hi = turns[replica]
+            end = cargo.start + cargo.numel
+            turns[replica] = (min(lo, cargo.start), max(hi, end)) if hi else (cargo.start, end)
+        return {parameter: tuple(turns) for parameter, turns in found.items()}
+
+    @cached_property
     def digest(self) -> str:
         """Equal on ranks that will issue the same collectives with the same sizes."""
         text = repr((self.cargo, self.num_shards, self.num_replicas, self.owners, self.rounds))
@@ -113,13 +131,14 @@ def plan_owners(
     """Choose an owner for every parcel, and cut the work into rounds."""
     slot_bytes = SLOT_BYTES if slot_bytes is None else slot_bytes
     owners = _assign(cargo, num_shards, num_replicas)
-    order = sorted(range(len(cargo)), key=lambda index: (cargo[index].key, index))
+    order = sorted(range(len(cargo)), key=lambda i: (cargo[i].wave, cargo[i].key, i))
     rounds: list[tuple[int, ...]] = []
     current: list[int] = []
     filled: dict[tuple[int, int], int] = {}
     for index in order:
         owner, nbytes = owners[index], cargo[index].numel * width
-        if current and filled.get(owner, 0) and filled[owner] + nbytes > slot_bytes:
+        full = bool(filled.get(owner, 0)) and filled[owner] + nbytes > slot_bytes
+        if current and (full or cargo[current[-1]].wave != cargo[index].wave):
             rounds.append(tuple(current))
             current, filled = [], {}
         current.append(index)
@@ -132,28 +151,85 @@ def plan_owners(
 def _assign(
     cargo: Sequence[Cargo], num_shards: int, num_replicas: int
 ) -> tuple[tuple[int, int], ...]:
-    """Dearest first to the least loaded, a holder first where that keeps the balance."""
-    workers = num_shards * num_replicas
-    limit = sum(parcel.cost for parcel in cargo) * KEEP_BALANCE / workers
-    loads = [0] * workers  # by replica * num_shards + rank
-    heap = [(0, worker) for worker in range(workers)]
+    """A replica for every parcel, then a rank of it."""
     owners: list[tuple[int, int]] = [(0, 0)] * len(cargo)
+    for replica, members in enumerate(_spread(cargo, num_replicas)):
+        for index, rank in _ranks(cargo, members, num_shards).items():
+            owners[index] = (replica, rank)
+    return tuple(owners)
 
-    def give(index: int, worker: int) -> None:
-        owners[index] = divmod(worker, num_shards)
-        loads[worker] += cargo[index].cost
-        heapq.heappush(heap, (loads[worker], worker))
 
-    def least_replica(rank: int) -> int:
-        return min(range(num_replicas), key=lambda r: (loads[r * num_shards + rank], r))
+def _spread(cargo: Sequence[Cargo], num_replicas: int) -> list[list[int]]:
+    """The parcels of each replica: dearest parameters first to the least loaded.
 
-    order = sorted(range(len(cargo)), key=lambda i: (not cargo[i].pinned, -cargo[i].cost, i))
-    for index in order:
+    Of equally loaded ones, that which has least of the ranks' pieces yet: what replicas send each
+    other is then as even as the work.
+    """
+    if num_replicas == 1:
+        return [list(range(len(cargo)))]
+    found: list[list[int]] = [[] for _ in range(num_replicas)]
+    held: list[dict[int, int]] = [{} for _ in range(num_replicas)]  # elements, by rank
+    heap = [(0, replica) for replica in range(num_replicas)]
+    taken: dict[int, set[int]] = {}  # replicas, by the first parcel of the parameter they have
+    runs = [
+        (-sum(cargo[index].cost for index in run), run[0], first, run)
+        for first, run in _runs(cargo, num_replicas)
+    ]
+    for minus_cost, _, first, run in sorted(runs):
+        used = taken.setdefault(first, set())  # a replica has one run of a parameter
+        passed: list[tuple[int, int]] = []
+        equal: list[tuple[int, int]] = []
+        while heap and len(equal) < EQUALS and not (equal and heap[0][0] > equal[0][0]):
+            entry = heapq.heappop(heap)
+            (passed if entry[1] in used else equal).append(entry)
+        pieces = [piece for index in run for piece in cargo[index].pieces]
+        there = {
+            replica: sum(held[replica].get(rank, 0) for rank, _, _ in pieces)
+            for _, replica in equal
+        }
+        load, replica = min(equal, key=lambda entry: (there[entry[1]], entry[1]))
+        for entry in passed + equal:
+            heapq.heappush(heap, (load - minus_cost, replica) if entry[1] == replica else entry)
+        used.add(replica)
+        found[replica] += run
+        for rank, lo, hi in pieces:
+            held[replica][rank] = held[replica].get(rank, 0) + hi - lo
+    return found
+
+
+def _runs(cargo: Sequence[Cargo], num_replicas: int) -> list[tuple[int, list[int]]]:
+    """Neighbouring parcels that stay together, with the first of their parameter: all of it, or a
+    part where it costs so much that replicas would be unequal."""
+    share = sum(parcel.cost for parcel in cargo) / num_replicas
+    parameters: list[list[int]] = []
+    for index, parcel in enumerate(cargo):
+        if parameters and cargo[parameters[-1][0]].parameter == parcel.parameter >= 0:
+            parameters[-1].append(index)
+        else:
+            parameters.append([index])
+    runs = []
+    for members in parameters:
+        dear = sum(cargo[index].cost for index in members) > CUT_SHARE * share
+        count = min(len(members), num_replicas) if dear else 1
+        bounds = [len(members) * number // count for number in range(count + 1)]
+        runs += [(members[0], members[bounds[n] : bounds[n + 1]]) for n in range(count)]
+    return runs
+
+
+def _ranks(cargo: Sequence[Cargo], members: Sequence[int], num_shards: int) -> dict[int, int]:
+    """The owners of one replica's parcels: dearest first to the least loaded, a holder first where
+    that keeps the balance."""
+    limit = sum(cargo[index].cost for index in members) * KEEP_BALANCE / num_shards
+    loads = [0] * num_shards
+    heap = [(0, rank) for rank in range(num_shards)]
+    owners: dict[int, int] = {}
+    for index in sorted(members, key=lambda i: (not cargo[i].pinned, -cargo[i].cost, i)):
         parcel = cargo[index]
         holder = max(parcel.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
-        worker = least_replica(holder) * num_shards + holder
         while heap[0][0] != loads[heap[0][1]]:  # out of date: a newer entry follows
             heapq.heappop(heap)
-        fits = loads[worker] + parcel.cost <= limit or loads[worker] == heap[0][0]
-        give(index, worker if parcel.pinned or fits else heap[0][1])
-    return tuple(owners)
+        fits = loads[holder] + parcel.cost <= limit or loads[holder] == heap[0][0]
+        owners[index] = rank = holder if parcel.pinned or fits else heap[0][1]
+        loads[rank] += parcel.cost
+        heapq.heappush(heap, (loads[rank], rank))
+    return owners

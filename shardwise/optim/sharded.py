@@ -6,16 +6,15 @@
     param_groups[0]   kind "matrix"        lr, momentum, ...     state: momentum_buffer
     param_groups[1]   kind "elementwise"   lr, betas, ...        state: step, exp_avg, exp_avg_sq
 
-States exist from the start, on every rank and in the parameter's own storage layout, so a
+States exist from the start, on every rank and where the parameter's gradient lies, so a
 checkpoint has the same keys everywhere and reshards them like weights. Schedulers, hooks, closures
 and state dicts are torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, recorded, route_problems, routes_of
 from shardwise.optim.storage import buffer_of, home_of, local_of, problem_of, written
+from shardwise.optim.turns import take_turns, turns_of
 
 # Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
 # __torch_function__, which some torch versions give our DTensors.
@@ -56,18 +56,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
         super().add_param_group(filled | param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            if kind == "matrix":
-                self.state[parameter] = matrices.new_state(parameter)
-            else:
-                if group["fused"] is None:
-                    group["fused"] = parameter.device.type == "cuda"
-                self.state[parameter] = elementwise_step.new_state(parameter, group["fused"])
+        for parameter in group["params"] if kind == "elementwise" else ():
+            take_turns(parameter, None)
+            if group["fused"] is None:
+                group["fused"] = parameter.device.type == "cuda"
+            self.state[parameter] = elementwise_step.new_state(parameter, group["fused"])
         if self._fleets is not None:
             self._launch()
 
     def _launch(self) -> None:
-        """Plan who computes what (collective where parameters are sharded)."""
+        """Plan who computes what, and put momenta there (collective where parameters are
+        sharded)."""
         found = [
             Matrix(self._name(parameter), parameter, _split_of(parameter), group)
             for group in self.param_groups
@@ -75,6 +74,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
         ]
         self._fleets = fleets_of(found)
+        for matrix in found:
+            before = self.state.get(matrix.parameter, {})
+            self.state[matrix.parameter] = matrices.state_of(matrix.parameter, before)
+        self._turns = [(p, turns_of(p)) for group in self.param_groups for p in group["params"]]
+
+    def _check_turns(self) -> None:
+        """Gradients are reduced for one optimizer: the last that was built."""
+        lost = [self._name(p) for p, turns in self._turns if turns_of(p) != turns]
+        if lost:
+            names = ", ".join(f"'{name}'" for name in lost[:4]) + (", ..." if lost[4:] else "")
+            raise RuntimeError(
+                f"another optimizer was built for {names} after this one, and gradients are "
+                f"reduced to where that one needs them: step that one, or build this one anew"
+            )
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
@@ -85,21 +98,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter; compute weights are refreshed once, by the next gather.
 
-        Elementwise groups come first: theirs may be on their way (``overlap_gather="step"``) while
-        the matrices are orthogonalised.
+        Elementwise groups come first, then matrices in waves. Weights of what is done may be on
+        their way (``overlap_gather="step"``) while the matrices after it are orthogonalised.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         assert self._fleets is not None
+        self._check_turns()
         groups = [group for group in self.param_groups if group["kind"] == "elementwise"]
-        stages = [
-            (group["params"], partial(elementwise_step.step, group, self.state)) for group in groups
+        # (what a stage may write, who advances it), in order; the waves of fleets side by side
+        stages: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
+            (group["params"], _once(elementwise_step.step, group, self.state)) for group in groups
         ]
-        for fleet in self._fleets:
-            members = [matrix.parameter for matrix in fleet.matrices]
-            stages.append((members, partial(fleet.step, self.state)))
+        running = [(fleet.waves, fleet.step(self.state)) for fleet in self._fleets]
+        for number in range(max((len(waves) for waves, _ in running), default=0)):
+            for waves, steps in running:
+                if number < len(waves):
+                    stages.append(([matrix.parameter for matrix in waves[number]], steps))
         # A buffer is settled by the last of the stages that write to it.
         last = {
             id(buffer): number
@@ -108,9 +125,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (buffer := buffer_of(parameter)) is not None
         }
         stepped: list[Tensor] = []
-        for number, (_, advance) in enumerate(stages):
+        for number, (_, steps) in enumerate(stages):
             with _plain_attributes():
-                stepped += advance()
+                stepped += next(steps)
             settled = [p for p in stepped if last.get(id(buffer_of(p))) == number]
             written(settled)
         return loss
@@ -142,7 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if group["kind"] != "matrix":
                 continue
             for parameter in group["params"]:
-                buffer = local_of(self.state[parameter]["momentum_buffer"])
+                own = matrices.state_of(parameter, self.state[parameter])
+                self.state[parameter] = own
+                buffer = local_of(own["momentum_buffer"])
                 convert_momentum(buffer, group["momentum"], group["momentum_form"], form)
             group["momentum_form"] = form
         # The groups are new objects; plans are not made anew, which would be collective.
@@ -241,12 +260,21 @@ def parameter_problems(
         problems += wrong or [problem_of(name, parameter, matrix=True)]
         if not parameter.is_floating_point():
             problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
-        if not wrong and chosen.split is not None and any(home_of(parameter).tensor):
-            problems.append(
-                f"'{name}' has a split {chosen.split} and is cut by tensor parallelism: its blocks "
-                f"are not those of the split; keep it whole, or store its parts apart"
-            )
+        home = home_of(parameter)
+        if not wrong and chosen.split is not None and any(home.tensor):
+            side, count = home.tensor_dim, home.num_blocks
+            if chosen.split.within(shape, side, count, home.block) is None:
+                what = ("rows", "columns")[side]
+                problems.append(
+                    f"'{name}' has a split {chosen.split}, and tensor parallelism cuts its "
+                    f"{shape[-2 + side]} {what} into {count} blocks inside of it: choose a size "
+                    f"whose cuts fall between the matrices, or store them apart"
+                )
     return list(dict.fromkeys(problem for problem in problems if problem))
+
+
+def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
+    yield step(*args)
 
 
 def _split_of(parameter: Tensor) -> Any:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 from torch import Tensor
@@ -95,6 +96,29 @@ class Split:
         if self.parts:
             return 1, (length // self.parts,) * self.parts
         return length // sum(self.sizes), self.sizes
+
+    def within(self, shape: Shape, dim: int, count: int, block: int) -> tuple[Split, bool] | None:
+        """The split of one of ``count`` equal blocks along ``dim`` (tensor parallelism's), and
+        whether its matrices are whole there; None where a matrix would be cut unevenly.
+
+            heads(4) over 2 blocks           | h0 h1 | h2 h3 |         whole, two in each
+            stacked(4, 2, 2) over 2          | q q q q | k k v v |     whole, one and two
+            interleaved(2) over 2            | g u g u | g u g u |     each cut into two halves
+            anything, the other way                                    each cut as the weight is
+        """
+        if dim != self.dim:
+            return self, False
+        repeats, sizes = self.resolved(shape)
+        if repeats > 1:
+            groups = self.groups // count
+            inside = repeats % count == 0
+            return (Split(sizes=sizes, dim=dim, groups=groups), False) if inside else None
+        step = shape[-2 + dim] // count
+        bounds = [0, *accumulate(sizes)]
+        if any(step * number not in bounds for number in range(count)):
+            return None
+        first, end = bounds.index(step * block), bounds.index(step * (block + 1))
+        return Split(sizes=sizes[first:end], dim=dim, groups=1), True
 
     def __str__(self) -> str:
         where = ", dim=1" if self.dim else ""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -59,7 +58,7 @@ class Home:
 
     @cached_property
     def num_replicas(self) -> int:
-        return math.prod(self.sizes) // self.num_shards // self._size_of(self.tensor)
+        return math.prod(self.sizes) // self.num_shards // self.num_blocks
 
     def _size_of(self, chosen: tuple[bool, ...]) -> int:
         pairs = zip(self.sizes, chosen, strict=False)
@@ -79,14 +78,36 @@ class Home:
     @cached_property
     def replicas(self) -> comm.Axis | None:
         """The ranks that hold the same pieces."""
+        return self._joint(self._replicated)
+
+    @cached_property
+    def replica_order(self) -> list[int]:
+        """Of each rank of that axis: its place as ``shard_range`` counts."""
+        assert self.mesh is not None, "a plain tensor has no replicas"
+        wanted = [SHARD if one else REPLICATE for one in self._replicated]
+        return Ranks(self.mesh).joint(wanted)[1]
+
+    @property
+    def _replicated(self) -> tuple[bool, ...]:
         cut = self.tensor or (False,) * len(self.sharded)
-        pairs = zip(self.sharded, cut, strict=True)
-        return self._joint(tuple(not (sharded or block) for sharded, block in pairs))
+        return tuple(not (s or block) for s, block in zip(self.sharded, cut, strict=True))
 
     @cached_property
     def blocks(self) -> comm.Axis | None:
         """The ranks that hold blocks of the same matrices."""
         return self._joint(self.tensor)
+
+    @cached_property
+    def block(self) -> int:
+        """Which block this rank holds."""
+        coordinate = self.mesh.get_coordinate() if self.mesh is not None else None
+        pairs = zip(coordinate or (), self.tensor, strict=False)
+        return next((position for position, taken in pairs if taken), 0)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Into how many blocks tensor parallelism cuts it."""
+        return self._size_of(self.tensor)
 
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
@@ -165,7 +186,7 @@ def problem_of(name: str, parameter: Tensor, *, matrix: bool = False) -> str | N
         return f"'{name}' is cut into blocks by two axes ({parameter.placements}): use one"
     if any(home.tensor):
         length = parameter.shape[parameter.ndim - 2 + home.tensor_dim]
-        size = home._size_of(home.tensor)
+        size = home.num_blocks
         if length % size:
             return (
                 f"'{name}' has {length} {('rows', 'columns')[home.tensor_dim]}, which do not "
@@ -178,7 +199,7 @@ def block_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape of what shards cut: the parameter's, or its block's under tensor parallelism."""
     shape, home = list(parameter.shape), home_of(parameter)
     if any(home.tensor):
-        shape[parameter.ndim - 2 + home.tensor_dim] //= home._size_of(home.tensor)
+        shape[parameter.ndim - 2 + home.tensor_dim] //= home.num_blocks
     return tuple(shape)
 
 
@@ -252,9 +273,3 @@ def written(parameters: Sequence[Tensor]) -> None:
         version.count += 1
         if version.settled is not None:
             version.settled()
-
-
-def like(parameter: Tensor) -> Tensor:
-    """Zeros in the parameter's own storage layout: an optimizer state."""
-    with torch.no_grad():
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)

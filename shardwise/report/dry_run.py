@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import comm
 from shardwise.memory import ledger
+from shardwise.optim.turns import take_turns
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.report.plan import Plan, plan
@@ -82,6 +83,7 @@ def dry_run(
         memory=memory,
         other_bytes=other_bytes,
         name=name,
+        rank=rank,
     )
     _check(model, made, rank)
     modules = list(wrap) if wrap is not None else wrap_units(model)
@@ -98,6 +100,8 @@ def dry_run(
                     reshard_after_forward=reshard_after_forward,
                     grain=grain,
                 )
+        for path, parameter in model.named_parameters():
+            take_turns(parameter, made.turns.get(path))  # as the optimizer would
         units = _start(model)
         rest = _since(before)
         run = partial(_step, model, loss or _sum_of_outputs, microbatches)

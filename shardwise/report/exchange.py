@@ -12,16 +12,17 @@ do, and the step takes as long as the busiest: that is the balance.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from shardwise.comm import Call
 from shardwise.optim.exchange import freight_of
 from shardwise.optim.muon import muon
-from shardwise.optim.newton_schulz import cost
+from shardwise.optim.newton_schulz import cost, price
 from shardwise.optim.owners import Cargo, Plan, plan_owners
 from shardwise.optim.routing import Routed
 from shardwise.optim.split import parcels_of
@@ -35,20 +36,15 @@ Place = tuple[PlannedGroup, int]  # a group and an index in it
 
 @dataclass(frozen=True, kw_only=True)
 class Orthogonalisation:
-    """The work of one optimizer step, over all ranks, and the collectives of the one that sends
-    most."""
+    """The work of one optimizer step, over all ranks, and the collectives of one of them."""
 
     num_matrices: int
     num_ranks: int
     total: int  # FLOPs of all ranks together
     busiest: int
     idlest: int
+    balance: float  # 1.0: every rank computes as long as the busiest one
     calls: Counter[Call] = field(repr=False, default_factory=Counter)
-
-    @property
-    def balance(self) -> float:
-        """1.0: every rank computes as long as the busiest one."""
-        return self.total / (self.busiest * self.num_ranks) if self.busiest else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         names = ("num_matrices", "num_ranks", "total", "busiest", "idlest", "balance")
@@ -56,25 +52,36 @@ class Orthogonalisation:
 
 
 def orthogonalisation(
-    routes: Sequence[Routed],
-    places: Mapping[int, Place],
-    mesh: Mesh,
-    placements: Sequence[Placement],
-) -> Orthogonalisation | None:
-    """None where the model has no matrices. ``places`` are by id of the parameter."""
-    plan = owners_of(routes, places, mesh, placements)
-    if not plan.cargo:
-        return None
-    loads = plan.loads.values()
-    replica, rank = _heaviest(plan)
+    plan: Plan, mesh: Mesh, placements: Sequence[Placement], at: tuple[int, int]
+) -> Orthogonalisation:
+    """``at``: (replica, rank) of the one whose collectives are told."""
+    flops = Counter(dict.fromkeys(plan.loads, 0))
+    for cargo, owner in zip(plan.cargo, plan.owners, strict=True):
+        flops[owner] += _flops(cargo.key)
+    busiest = max(plan.loads, key=lambda one: plan.loads[one])
+    dearest = plan.loads[busiest]
     return Orthogonalisation(
         num_matrices=sum(len(cargo.key) // 2 for cargo in plan.cargo),
         num_ranks=mesh.num_ranks,
-        total=sum(loads),
-        busiest=max(loads),
-        idlest=min(loads),
-        calls=Counter(exchange_calls(plan, mesh, placements, replica, rank)),
+        total=sum(flops.values()),
+        busiest=flops[busiest],
+        idlest=flops[min(plan.loads, key=lambda one: plan.loads[one])],
+        balance=sum(plan.loads.values()) / (dearest * mesh.num_ranks) if dearest else 1.0,
+        calls=Counter(exchange_calls(plan, mesh, placements, *at)),
     )
+
+
+@cache
+def _flops(sides: tuple[int, ...]) -> int:
+    """Of matrices of these (rows, columns, rows, columns, ...)."""
+    settings = muon()
+    pairs = zip(sides[::2], sides[1::2], strict=True)
+    return sum(cost(rows, cols, settings.polynomials, settings.form) for rows, cols in pairs)
+
+
+def taken(routes: Sequence[Routed]) -> list[Routed]:
+    """What the matrix optimizer takes, in its order."""
+    return [one for one in routes if one.route.kind == "matrix" and one.parameter.requires_grad]
 
 
 def owners_of(
@@ -82,17 +89,20 @@ def owners_of(
     places: Mapping[int, Place],
     mesh: Mesh,
     placements: Sequence[Placement],
+    *,
+    measured: bool = False,
 ) -> Plan:
-    """Who computes which matrix, as ``sw.optimizer(model, matrix=sw.muon(...))`` plans it."""
+    """Who computes which matrix, as ``sw.optimizer(model, matrix=sw.muon(...))`` plans it.
+
+    ``places`` are by id of the parameter; ``measured``: on GPUs that the kernels serve.
+    """
     settings = muon()
-    price = partial(cost, preset=settings.polynomials, form=settings.form)
+    priced = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
     shards = mesh.num_shards(placements)
-    rank_of = _ranks_of_shards(mesh, placements)
+    rank_of = ranks_of(mesh, placements, SHARD)
     known: dict[Any, list[Cargo]] = {}
     cargo: list[Cargo] = []
-    for one in routes:
-        if one.route.kind != "matrix" or not one.parameter.requires_grad:
-            continue
+    for position, one in enumerate(taken(routes)):
         group, index = places[id(one.parameter)]
         key = (id(group), index, one.route.split)
         if key not in known:  # layers that are alike are cut alike
@@ -109,17 +119,21 @@ def owners_of(
                     freight.cost,
                     tuple(side for shape in freight.parcel.shapes for side in shape),
                     freight.pinned,
+                    start=freight.parcel.start,
                 )
                 for freight in freight_of(
                     "",
                     0,
                     parcels_of(tuple(one.parameter.shape), one.route.split),
                     pieces,
-                    price,
+                    priced,
                     pinned=grain.kind == "tensor" and grain.count == 1,
                 )
             ]
-        cargo += [replace(parcel, name=one.name + parcel.name) for parcel in known[key]]
+        cargo += [
+            replace(parcel, name=one.name + parcel.name, parameter=position)
+            for parcel in known[key]
+        ]
     return plan_owners(cargo, shards, mesh.num_ranks // shards)
 
 
@@ -151,7 +165,7 @@ def exchange_calls(
     return calls
 
 
-def _heaviest(plan: Plan) -> tuple[int, int]:
+def heaviest(plan: Plan) -> tuple[int, int]:
     """(replica, rank) of the one that sends most between shards."""
     held = _Held()
     sent: Counter[tuple[int, int]] = Counter()
@@ -190,13 +204,13 @@ def _joint(mesh: Mesh, placements: Sequence[Placement], wanted: Placement) -> tu
     return "+".join(mesh.names[axis] for axis in chosen), size
 
 
-def _ranks_of_shards(mesh: Mesh, placements: Sequence[Placement]) -> dict[int, int]:
-    """The rank on the joint shard axis that holds each shard: ranks count the inner axis fastest,
-    shards the outer one."""
-    sizes = [size for size, p in zip(mesh.sizes, placements, strict=True) if p == SHARD]
-    every, shards = [SHARD] * len(sizes), mesh.num_shards(placements)
+def ranks_of(mesh: Mesh, placements: Sequence[Placement], wanted: Placement) -> dict[int, int]:
+    """By place: the rank on the joint axis of one placement. Ranks count the inner axis fastest,
+    places (of shards, of replicas) the outer one."""
+    sizes = [size for size, p in zip(mesh.sizes, placements, strict=True) if p == wanted]
+    every, count = [SHARD] * len(sizes), math.prod(sizes)
     coordinates = itertools.product(*(range(size) for size in sizes))
     return {
-        shard_range(every, sizes, coordinate, shards)[0]: rank
+        shard_range(every, sizes, coordinate, count)[0]: rank
         for rank, coordinate in enumerate(coordinates)
     }

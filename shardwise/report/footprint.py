@@ -82,6 +82,8 @@ class Footprint:
     regather: Calls  # from the parts kept by k neighbours
     reduce: dict[bool, Calls] = field(hash=False)  # by whether it is the last microbatch
     room: dict[bool, tuple[int, ...]] = field(hash=False)  # for each: gloo's, for peers' messages
+    # for each: what is packed for it, on any backend; nothing where no replicas take turns
+    packing: dict[bool, tuple[int, ...]] = field(hash=False)
 
     @property
     def grad(self) -> int:
@@ -169,9 +171,10 @@ def footprint(
         regather=regather,
         reduce=reductions,
         room={
-            last: tuple(_room(call, wire.itemsize) for call in calls)
+            last: tuple(room_of(call, wire.itemsize) for call in calls)
             for last, calls in reductions.items()
         },
+        packing={False: (), True: ()},
     )
 
 
@@ -221,7 +224,7 @@ def _reductions(mesh: Mesh, placements: Placements, nbytes: int, last: bool) -> 
     return tuple(calls)
 
 
-def _room(call: Call, itemsize: int) -> int:
+def room_of(call: Call, itemsize: int) -> int:
     """Bytes that a reduction over gloo's messages receives, on the rank that receives most."""
     part = -(-(call.nbytes // itemsize) // call.size) * itemsize
     if call.operation == "all_reduce" and call.nbytes <= _ONE_ROUND_BYTES:

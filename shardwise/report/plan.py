@@ -11,6 +11,7 @@ over 4096 ranks take as long as 8 billion over 8. The figures are those of ``sha
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +21,21 @@ from torch import nn
 
 from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import STRATEGIES, Placements, shard_range
+from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns, shard_range
 from shardwise.precision import Precision
-from shardwise.report.exchange import Orthogonalisation, orthogonalisation
+from shardwise.report.exchange import (
+    Orthogonalisation,
+    heaviest,
+    orthogonalisation,
+    owners_of,
+    taken,
+)
 from shardwise.report.footprint import Mesh
 from shardwise.report.shard_map import shard_map
 from shardwise.report.simulate import Step, simulate
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
+from shardwise.report.turns import coordinate_of, footprints, joint_of, state_bytes, turns_of
 from shardwise.report.units import (
     Owner,
     PlannedUnit,
@@ -42,6 +50,7 @@ from shardwise.shard.find import GrainChoice
 
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
 OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
+KERNELS_SINCE = 90  # the compute capability that the kernels of Newton-Schulz need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +77,8 @@ class Options:
             )
         if self.optimizer not in OPTIMIZERS:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
-        if self.device not in ("cuda", "cpu"):
-            problems.append(f"device={self.device!r}: 'cuda' or 'cpu'")
+        if re.fullmatch(r"cpu|cuda(:sm_\d+)?", self.device) is None:
+            problems.append(f"device={self.device!r}: 'cuda', 'cuda:sm_80' and the like, or 'cpu'")
         if self.microbatches < 1:
             problems.append(f"microbatches={self.microbatches}: 1 or more")
         if self.memory is not None and self.memory < 1:
@@ -82,6 +91,12 @@ class Options:
             )
         if problems:
             raise ValueError("plan: " + "; ".join(problems))
+
+    @property
+    def measured(self) -> bool:
+        """Whether the kernels serve there, so that matrices weigh what was measured."""
+        _, _, capability = self.device.partition(":sm_")
+        return self.device != "cpu" and int(capability or KERNELS_SINCE) >= KERNELS_SINCE
 
     @property
     def after_forward(self) -> tuple[bool | None, int | None]:
@@ -128,6 +143,8 @@ class Plan:
     calls: Counter[Call] = field(repr=False)
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
+    # By name: the elements of a matrix that each replica works on, where replicas take turns.
+    turns: dict[str, Turns] = field(repr=False, default_factory=dict)
     suggestions: tuple[str, ...] = ()
 
     @property
@@ -239,6 +256,7 @@ def plan(
     memory: int | None = None,
     other_bytes: int = 0,
     name: str | None = None,
+    rank: int | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on one rank of a mesh.
 
@@ -249,10 +267,14 @@ def plan(
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.
         wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
-        device: "cuda" or "cpu". A reduction is issued whole on the first, piece by piece on the
-            second, which moves the peak of gradients that accumulate over an outer axis.
+        device: "cuda" (a GPU that the kernels serve), another one by its compute capability
+            ("cuda:sm_80"), or "cpu". Matrices are weighed as there: by what was measured, or by
+            operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
+            the peak of gradients that accumulate over an outer axis.
         memory: bytes of a rank. What does not fit gets suggestions, each of them planned.
         other_bytes: what comes on top of the library's own bytes: activations, workspaces.
+        rank: whose collectives, where a matrix optimizer gives ranks different work; default: the
+            one that sends most between shards.
     """
     options = Options(
         mesh=Mesh.of(mesh_shape),
@@ -268,13 +290,13 @@ def plan(
     root = owners(model, wrap, set(ignored_params))
     routes = routes_of(model)
     label = name or type(model).__name__
-    made = _plan(root, routes, options, grain, label)
+    made = _plan(root, routes, options, grain, label, rank)
     if made.fits is not False:
         return made
 
     def again(**changes: Any) -> Plan:
         changed = replace(options, **changes)
-        return _plan(root, routes, changed, grain, label, with_exchange=False)
+        return _plan(root, routes, changed, grain, label, rank, with_exchange=False)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
 
@@ -285,6 +307,7 @@ def _plan(
     options: Options,
     grain: GrainChoice | None,
     label: str,
+    rank: int | None = None,
     *,
     with_exchange: bool = True,
 ) -> Plan:
@@ -299,9 +322,28 @@ def _plan(
         kept_ranks=kept,
         matrices={id(one.parameter) for one in routes if one.route.kind == "matrix"},
     )
-    step = Step(asynchronous=options.device == "cuda")
-    result = simulate(simulated(root, groups, step, release), options.microbatches)
+    where = places(root, groups)
+    states = OPTIMIZERS[options.optimizer]
     units = folded(root, groups)
+    owned = None
+    at, turns = (0, 0), {}
+    if options.optimizer == "muon" and (with_exchange or REPLICATE in placements.main):
+        owned = owners_of(routes, where, mesh, placements.main, measured=options.measured)
+        at = heaviest(owned) if rank is None and owned.cargo else at
+        turns = turns_of(routes, owned, mesh, placements)
+    if rank is not None:
+        at = joint_of(mesh, placements, rank)
+    sizes = footprints(
+        root, groups, where, turns, mesh, placements, coordinate_of(mesh, placements, *at)
+    )
+    step = Step(asynchronous=options.device != "cpu")
+    result = simulate(simulated(root, sizes, step, release), options.microbatches)
+    if owned is not None and turns:
+        widths = [states[0] * where[id(one.parameter)][0].dtype.itemsize for one in taken(routes)]
+        rest = optimizer_bytes(units, (0, states[1]))
+        held = state_bytes(owned, rest, widths, mesh, placements)
+    else:
+        held = max(optimizer_bytes(units, states), default=0)
     return Plan(
         model=label,
         num_parameters=sum(f.parameter.numel() for owner in root.tree() for f in owner.found),
@@ -312,12 +354,13 @@ def _plan(
         loaded=result.loaded,
         peak=result.peak,
         peak_total=result.peak_total,
-        optimizer_bytes=optimizer_bytes(units, OPTIMIZERS[options.optimizer]),
+        optimizer_bytes=held,
         calls=result.calls,
         timeline=result.timeline,
-        matrices=orthogonalisation(routes, places(root, groups), mesh, placements.main)
-        if options.optimizer == "muon" and with_exchange
+        matrices=orthogonalisation(owned, mesh, placements.main, at)
+        if owned is not None and owned.cargo and with_exchange
         else None,
+        turns={one.name: turns[id(one.parameter)] for one in taken(routes)} if turns else {},
     )
 
 

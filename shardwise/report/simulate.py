@@ -167,7 +167,9 @@ class SimulatedGroup:
             self.grad.acquire()
         self.in_flight = True
         step.send(size.reduce[last])
-        rooms = [Held(step, "receive", room) for room in size.room[last]]
+        # On a device a backend receives in memory of its own.
+        sizes = size.packing[last] if step.asynchronous else size.room[last]
+        rooms = [Held(step, "receive", room) for room in sizes]
 
         def complete() -> None:
             """What is received is added up, then the next collective begins."""
@@ -186,8 +188,6 @@ class SimulatedGroup:
                 self.inner.release()
                 self.published = True
 
-        if step.asynchronous:  # there a backend receives in memory of its own
-            rooms = []
         for room in rooms[:1]:
             room.acquire()
         step.launch(complete, finish)

@@ -11,7 +11,7 @@ The grouping and the layouts are made by the same functions that ``fully_shard``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,7 +218,7 @@ def folded(root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]) -> tuple[
 
 def simulated(
     root: Owner,
-    groups: dict[Owner, tuple[PlannedGroup, ...]],
+    sizes: Mapping[Owner, Sequence[Footprint]],
     step: Step,
     releases_after_forward: bool | None,
 ) -> SimulatedUnit:
@@ -235,7 +235,7 @@ def simulated(
         return SimulatedUnit(
             owner.name,
             step,
-            [group.footprint for group in groups[owner]],
+            sizes[owner],
             inner=inner,
             releases_after_forward=not is_root
             if releases_after_forward is None
@@ -248,15 +248,15 @@ def simulated(
     return build(root)
 
 
-def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> int:
-    """Optimizer state of the rank that holds most of it."""
+def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> list[int]:
+    """Optimizer state beside each shard."""
     totals: list[int] = []
     for unit in units:
         for group in unit.groups:
             here = group.state_bytes(states)
             totals = totals or [0] * len(here)
             totals = [a + len(unit.names) * b for a, b in zip(totals, here, strict=True)]
-    return max(totals, default=0)
+    return totals
 
 
 def places(

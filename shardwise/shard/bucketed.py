@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A unit whose groups are buckets: the whole model, gathered and reduced bucket by bucket.
 
-    step        gathers  3 2            ``early``: what the optimizer is done with, meanwhile
-    forward     gathers  1 0            the rest, in forward order; each awaited before all of it,
-                                        or, with ``stages``, when the first module to read it runs
+    step        gathers  3 2 1 0        ``early``: as the optimizer is done with each, meanwhile
+    forward     gathers  3 2 1 0        what is not there, in forward order; awaited before all of
+                                        it, or, with ``stages``, when a module first reads it
     backward    reduces  0 1 2 3        each as soon as its gradients and those before it are there
 
 The weights stay whole between steps, so nothing is released and a bucket need not wait for the rest
@@ -21,7 +21,6 @@ from typing import Any
 from torch import nn
 
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Phase, Unit
 from shardwise.streams import annotate
 
@@ -33,10 +32,8 @@ class BucketedUnit(Unit):
         self,
         *args: Any,
         stages: Mapping[nn.Module, list[int]] | None,
-        early: bool = False,
         **kw: Any,
     ) -> None:
-        self._early = early
         self._shown: list[bool] = []  # by bucket: whether the modules hold its whole weights
         self._next = 0  # the bucket whose turn it is to reduce
         self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
@@ -51,21 +48,6 @@ class BucketedUnit(Unit):
         ]
 
     # ------------------------------------------------------------------ weights
-
-    def adopt_runtime(self, runtime: Runtime) -> None:
-        super().adopt_runtime(runtime)
-        if self._early:
-            for number, group in enumerate(self.groups):
-                group.main.version.settled = partial(_settle, weakref.ref(self), number)
-
-    def settled(self, number: int) -> None:
-        """The optimizer is done with this bucket: bring its weights while it computes the others.
-
-        Whoever writes to them once more makes them stale, and the next forward gathers again.
-        """
-        if self.phase is Phase.RESTING and not self.expects_backward:
-            self.runtime.lanes.join("gather", "compute")
-            self.groups[number].gather(self.runtime)
 
     def expose(self, reads: Reads) -> None:
         """Begin every gather; then wait for all of them, unless modules will wait for theirs."""
@@ -138,17 +120,8 @@ class BucketedUnit(Unit):
             self._reduce_next()
 
     def rest(self) -> None:
-        if self._runtime is not None:
-            for group in self.groups:  # messages under way cannot be called back
-                group.wait(self.runtime)
         super().rest()
         self._next = 0
-
-
-def _settle(unit: weakref.ref[BucketedUnit], number: int) -> None:
-    owner = unit()
-    if owner is not None:
-        owner.settled(number)
 
 
 def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None:

@@ -90,8 +90,9 @@ def data_parallel(
             other.
         overlap_gather: wait for a bucket when the first module that reads it runs, not before the
             model's forward. Modules must read the weights of those they call through calls.
-            "step": also begin, inside ``sw.optimizer``'s step, with the buckets that it is done
-            with: the elementwise ones (embeddings first of all) while matrices are orthogonalised.
+            "step": also begin, inside ``sw.optimizer``'s step, with each bucket that it is done
+            with: elementwise ones (embeddings) first, then matrices in the order of forward, while
+            those after them are orthogonalised. Build the optimizer after this call.
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
         ignored_params: left alone: not sharded, not moved, not reduced.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros".

@@ -56,6 +56,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     grain: GrainChoice | None = None,
+    gather_in_step: bool = False,
     unused_parameters: str = "error",
     memory: str = "caching",
     unify_streams: bool = False,
@@ -80,6 +81,9 @@ def fully_shard(
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
             shard.
         grain: the smallest piece of a parameter that may not be cut; rows by default.
+        gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
+            gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
+            order of forward; else its forward does. Build the optimizer after this call.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
@@ -97,9 +101,15 @@ def fully_shard(
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements, precision)
     problems += placement_problems(shard_placement_fn, found)
+    if gather_in_step and SHARD in placements.compute:
+        problems.append(
+            f"gather_in_step=True under {placements}: whole weights are not kept between steps, so "
+            f"there is nothing to gather early; leave it out, or use zero(1) or zero(2)"
+        )
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
-        f"offload={offload_policy} reshard_after_forward={reshard_after_forward}"
+        f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "
+        f"gather_in_step={gather_in_step}"
     ] + [describe_parameter(f, grain, precision) for f in found]
     raise_together(description, problems, ranks)
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
@@ -146,6 +156,7 @@ def fully_shard(
         kept_axis=kept_axis,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
+        early=gather_in_step,
     )
     unit.stored = stored
     install(roots, unit, device, found)

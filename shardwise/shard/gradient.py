@@ -10,6 +10,9 @@ Where gradients wait for later microbatches before they are reduced:
     partial    whole and unreduced: zero(0), zero(1), or without gradient sync
     inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
 
+Over an axis of replicas gradients are all-reduced, but for those at which an optimizer takes turns
+(``Version.turns``): they go to the replica whose turn it is, and only it shows them.
+
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 """
 
@@ -25,9 +28,10 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import Caching, Source
-from shardwise.placements import PARTIAL, SHARD, Placements
+from shardwise.memory import Caching, Source, counted
+from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, turn_spans
 from shardwise.shard.runtime import Runtime
+from shardwise.tensor import ShardedTensor
 
 
 class WholeParameter(nn.Parameter):
@@ -114,7 +118,9 @@ class Gradients:
         self._partial: Buffer | None = None
         self._inner: Buffer | None = None
         self._main: Buffer | None = None
-        self._dtensors: list[Tensor] = []
+        self._dtensors: list[ShardedTensor] = []
+        self._turns: dict[int, Turns] | None = None  # for which these were made
+        self._spans: dict[int, tuple[list[Span], list[list[Span]]]] = {}  # by axis
         self._views: dict[int, list[Tensor]] = {}
         self._open: Buffer | None = None
         self._open_fresh = True
@@ -196,8 +202,18 @@ class Gradients:
                 "grad",
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
-            self._dtensors = [self._main.dtensor(index) for index in range(len(self.sharded))]
+        if self._turns is not self.main_weight.version.turns:
+            self._turns, self._spans = self.main_weight.version.turns, {}
+            self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
         return self._main
+
+    def _show(self, main: Buffer, index: int) -> ShardedTensor:
+        """The gradient of one parameter: of this rank's turn, where replicas take turns at it."""
+        whole, turns = main.dtensor(index), self.main_weight.version.turns.get(index)
+        if turns is None:
+            return whole
+        cut = whole.cut.turned(turns)
+        return ShardedTensor(cut.within(whole.cut, whole.to_local()), cut, version=main.version)
 
     def _source_of(self, buffer: Buffer) -> Source:
         """Only the packed gradients come and go within one backward; the others outlive it."""
@@ -279,7 +295,7 @@ class Gradients:
                 divisor = divisors[position]
                 on_wire = None if self.sum_only else divisor
                 if not scatter:
-                    yield comm.all_reduce(current, link, divisor=on_wire)
+                    yield from self._reduce_replicas(current, axis, link, on_wire)
                     if self.sum_only and divisor is not None:
                         current.div_(divisor)
                     continue
@@ -297,6 +313,24 @@ class Gradients:
             if last and not steps and self.divisor is not None:
                 current.div_(self.divisor)
             self._store(current, last, fresh)
+
+    def _reduce_replicas(
+        self, current: Tensor, axis: int, link: comm.Axis, divisor: float | None
+    ) -> Iterator[comm.Pending]:
+        """In place, over an axis of replicas: to all of them, or to the one whose turn it is."""
+        if not self._turns:
+            yield comm.all_reduce(current, link, divisor=divisor)
+            return
+        if axis not in self._spans:
+            main, over = self.main_weight, self.ranks
+            self._spans[axis] = turn_spans(
+                main.pieces, self._turns, main.placements, over.sizes, over.coordinate, axis
+            )
+        shared, parts = self._spans[axis]
+        if shared:
+            yield from _reduce_shared(current, shared, link, divisor)
+        if any(parts):
+            yield from _reduce_parts(current, parts, link, divisor)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
@@ -390,12 +424,14 @@ class Gradients:
         main.block.acquire(_CACHING)
         with _plain_attributes():
             grads = [parameter.grad for parameter in self.sharded]
-        for index, (grad, ours) in enumerate(zip(grads, self._dtensors, strict=True)):
+        for grad, ours in zip(grads, self._dtensors, strict=True):
             if grad is ours:
                 continue
-            view = main.view(index)
+            view = ours.to_local()
             if grad is None:
                 view.zero_()
+            elif isinstance(grad, ShardedTensor):
+                view.copy_(ours.cut.within(grad.cut, grad.to_local()))
             else:
                 view.copy_(grad.to_local() if hasattr(grad, "to_local") else grad)
 
@@ -420,6 +456,36 @@ class Gradients:
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
         self._open, self._written, self._stamp, self._in_flight = None, set(), None, False
+
+
+def _reduce_shared(
+    flat: Tensor, spans: Sequence[Span], link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    packed = _pack(flat, spans)
+    yield comm.all_reduce(packed, link, divisor=divisor)
+    _unpack(flat, spans, packed)
+
+
+def _reduce_parts(
+    flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    """To each rank its part; what is left of the others' is of no use to anybody."""
+    packed = _pack(flat, [span for part in parts for span in part])
+    sizes = [sum(end - begin for begin, end in part) for part in parts]
+    mine = counted(packed.new_empty(sizes[link.rank]), "receive")
+    yield comm.reduce_parts(mine, packed, sizes, link, divisor=divisor)
+    _unpack(flat, parts[link.rank], mine)
+
+
+def _pack(flat: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The spans of a buffer one after another, in memory of their own."""
+    return counted(torch.cat([flat[begin:end] for begin, end in spans]), "receive")
+
+
+def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
+    if spans:
+        views = [flat[begin:end] for begin, end in spans]
+        torch._foreach_copy_(views, list(packed.split([len(view) for view in views])))
 
 
 _CACHING = Caching()

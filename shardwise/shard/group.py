@@ -208,7 +208,9 @@ class Group:
         if dtypes != {self.main.dtype}:
             self.parameter_dtype = next(iter(dtypes))
         self._born_late = self._born_late or self.main.flat.is_meta
+        turns = self.main.version.turns
         self._build_main(dtypes.pop(), device)
+        self.main.version.turns = turns  # an optimizer that is there already still takes them
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)

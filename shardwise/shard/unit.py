@@ -76,6 +76,7 @@ class Unit:
         kept_axis: comm.Axis | None,
         unused: str,
         options: dict[str, Any],
+        early: bool = False,
     ) -> None:
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
@@ -102,6 +103,7 @@ class Unit:
         self.reduce_outer = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self._early = early  # whether weights are gathered as soon as the optimizer is done
         self._runtime: Runtime | None = None
         self._exposed = False
         self._open_calls: list[Call] = []
@@ -123,6 +125,8 @@ class Unit:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = _weakly(self, number)
+            if self._early:
+                group.main.version.settled = partial(_settle, weakref.ref(self), number)
             for block in group.blocks:
                 block.viewed = _viewed_by(self)
                 block.evict = _evict_weakly(self)
@@ -399,6 +403,16 @@ class Unit:
         for group in self.groups:
             group.gather(self.runtime, ahead=True, phase=reads)
 
+    def settled(self, number: int) -> None:
+        """The optimizer is done with this group: bring its weights while it computes the others.
+
+        Whoever writes to them once more makes them stale, and the next forward gathers again.
+        """
+        runtime = self._runtime  # none before the first forward, which gathers everything
+        if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
+            runtime.lanes.join("gather", "compute")
+            self.groups[number].gather(runtime)
+
     def evict(self) -> None:
         """Give up what was gathered ahead, if it is not in use yet."""
         if not self._exposed:
@@ -448,6 +462,8 @@ class Unit:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self.hide()
         if self._runtime is not None:
+            for group in self.groups:  # messages under way cannot be called back
+                group.wait(self._runtime)
             self._release()
         self.phase = Phase.RESTING
         self._running.clear()
@@ -515,6 +531,12 @@ def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor)
     owner = unit()
     if owner is not None:
         owner.arrived(number, index)
+
+
+def _settle(unit: weakref.ref[Unit], number: int) -> None:
+    owner = unit()
+    if owner is not None:
+        owner.settled(number)
 
 
 def _weakly(unit: Unit, number: int) -> Callable[[int], None]:

@@ -3,7 +3,8 @@
 
 A bucket's whole buffer has F elements, of `w` bytes as weight and `g` bytes as gradient:
 
-    zero(0)    backward   all-reduces of F*g, with the last microbatch (bf16 weights: a cast here)
+    zero(0)    backward   all-reduces of F*g, with the last microbatch (bf16 weights: a cast here);
+                          of matrices all-to-alls, of those at which other ranks take turns
     zero(1)    forward    gathers of F*w, once after a step; backward: reduce-scatters of F*g, once
     zero(2)    the same, and a reduce-scatter with every microbatch
     step       nothing: owners hold their matrices whole
@@ -20,6 +21,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise import comm
 from shardwise.optim import matrices
+from shardwise.shard.unit import Unit
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import run_ranks
 
@@ -55,12 +57,28 @@ def optimizer_of(model: Model) -> Any:
     return sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-2))
 
 
-def expected(stage: int, sizes: list[int], microbatches: int, w: int, g: int) -> Calls:
+def expected(
+    stage: int, sizes: list[int], microbatches: int, w: int, g: int, others: list[int]
+) -> Calls:
     if stage == 0:
-        return [("all_reduce", "dp", size * g) for size in sizes]
+        pairs = zip(sizes, others, strict=True)
+        return [
+            ("all_to_all", "dp", other * g) if other else ("all_reduce", "dp", size * g)
+            for size, other in pairs
+        ]
     gathers: Calls = [("all_gather", "dp", size * w) for size in reversed(sizes)]
     reductions: Calls = [("reduce_scatter", "dp", size * g) for size in sizes]
     return gathers + reductions * (1 if stage == 1 else microbatches)
+
+
+def others_of(model: Any, optimizer: Any) -> list[int]:
+    """Of every bucket: elements of matrices at which other replicas take turns."""
+    found = []
+    for group in model._shardwise_unit.groups:
+        states = [optimizer.state[p].get("momentum_buffer", p) for p in group.sharded]
+        held = zip(group.sharded, states, strict=True)
+        found.append(sum(p.to_local().numel() - own.to_local().numel() for p, own in held))
+    return found
 
 
 def check_counts(rank: int, world_size: int, precision: str) -> int:
@@ -77,7 +95,7 @@ def check_counts(rank: int, world_size: int, precision: str) -> int:
                     for microbatch in range(microbatches):
                         model.set_is_last_backward(microbatch == microbatches - 1)
                         loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
-                wanted = expected(stage, sizes, microbatches, w, g)
+                wanted = expected(stage, sizes, microbatches, w, g, others_of(model, optimizer))
                 assert listed(calls) == wanted, (stage, microbatches)
                 with comm.record() as calls:
                     optimizer.step()
@@ -172,8 +190,23 @@ def test_a_bucket_is_awaited_by_the_first_module_that_reads_it() -> None:
         assert overlapped == ["???..", "??...", "?....", "....."]
 
 
-def check_step_overlap(rank: int, world_size: int, stage: int) -> list[str]:
-    """The order of one step: gathers of buckets, and matrices being orthogonalised."""
+def make_units(world_size: int, stage: int, early: bool) -> Model:
+    model, options = make_model(depth=DEPTH), {"mesh": mesh_of(world_size)}
+    for module in (*model.layers, model):
+        sw.fully_shard(module, placements=sw.zero(stage), gather_in_step=early, **options)
+    return model
+
+
+def groups_of(model: Model) -> list[Any]:
+    """In the order in which forward reads them."""
+    if type(model._shardwise_unit) is not Unit:
+        return model._shardwise_unit.groups[::-1]
+    units = [module._shardwise_unit for module in (model, *model.layers)]
+    return [group for unit in units for group in unit.groups]
+
+
+def check_step_overlap(rank: int, world_size: int, stage: int, units: bool) -> list[str]:
+    """The order of one step: gathers of buckets or units, and matrices being orthogonalised."""
     events: list[str] = []
     original = matrices.newton_schulz
 
@@ -185,14 +218,18 @@ def check_step_overlap(rank: int, world_size: int, stage: int) -> list[str]:
 
     trained = []
     for overlap in (True, "step"):
-        model = make(world_size, stage, overlap_gather=overlap)
+        if units:
+            model = make_units(world_size, stage, overlap == "step")
+        else:
+            model = make(world_size, stage, overlap_gather=overlap)
         optimizer = optimizer_of(model)
+        gathers = [f"all_gather {4 * group.layout.numel}" for group in groups_of(model)]
         for step in range(4):
             with comm.record() as calls:
                 loss = loss_of(model, tokens(step, 0, rank, world_size))
-            expected = len(sizes_of(model)) if overlap is True or step == 0 else 0
+            expected = len(gathers) if overlap is True or step == 0 else 0
             if step == 3:  # somebody wrote to the weights after the step: all see it
-                expected = len(sizes_of(model)) if overlap is True else 1
+                expected = len(gathers) if overlap is True else 1
             assert [call.operation for call in calls] == ["all_gather"] * expected
             loss.backward()
             matrices.newton_schulz = noting  # type: ignore[assignment]
@@ -209,22 +246,27 @@ def check_step_overlap(rank: int, world_size: int, stage: int) -> list[str]:
                     model.embedding.weight.mul_(0.5)
         trained.append([p.full_tensor() for p in model.parameters()])
         if overlap is True:
-            assert set(events) <= {"matrices"}
+            assert not [event for event in events if "gather" in event]
     for ours, theirs in zip(*trained, strict=True):
         assert torch.equal(ours, theirs)
-    assert [f"all_gather {4 * size}" for size in reversed(sizes_of(model))] == [
-        event for event in events if event != "matrices"
-    ]
+    assert gathers == [event for event in events if "gather" in event], "in forward order"
     return [event.split()[0] for event in events]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_step_gathers_what_it_is_done_with_while_it_orthogonalises(stage: int) -> None:
-    for events in run_ranks(check_step_overlap, 2, stage):
-        # The elements' bucket, with the embedding, is first in forward and first on its way.
-        assert events[0] == "all_gather" and events[1] == "matrices"
-        rest = [event for event in events[1:] if event == "all_gather"]
-        assert len(rest) == 4 and events[-4:] == rest
+def test_a_step_gathers_what_it_is_done_with_while_it_orthogonalises() -> None:
+    # The elements, with the embedding, are first in forward and first on their way. Then comes each
+    # layer that is updated; every rank owns one matrix of it.
+    expected = ["all_gather", *["matrices", "all_gather"] * DEPTH]
+    assert run_ranks(check_step_overlap, 2, 1, False) == [expected] * 2
+
+
+def test_units_are_gathered_between_the_rounds_of_the_exchange() -> None:
+    """Over three ranks rows travel: the first layer is on its way before the last has come back."""
+    first, *others = run_ranks(check_step_overlap, 3, 2, True)
+    sent = [kind for kind in first if kind != "matrices"]
+    assert all([kind for kind in events if kind != "matrices"] == sent for events in others)
+    last = len(sent) - sent[::-1].index("all_to_all")
+    assert sent[0] == "all_gather" and "all_gather" in sent[1:last]
 
 
 def check_nothing_twice(rank: int, world_size: int) -> list[int]:

@@ -237,16 +237,32 @@ def test_one_rank_alone() -> None:
 
 def check_muon(
     rank: int, world_size: int, strategy: str
-) -> tuple[tuple[int, ...], Counter[comm.Call], int]:
-    """(coordinate on the mesh, the collectives of one optimizer step, bytes of its state)."""
+) -> tuple[tuple[int, ...], Counter[comm.Call], int, Facts]:
+    """(coordinate on the mesh, the collectives of one optimizer step, bytes of its state, and what
+    the forward and backward before it sent and held)."""
     torch.manual_seed(0)
     model = uneven()
+    books = Books()
+    before = dict(sw.ledger.current)
     placements = STRATEGIES[strategy]
     mesh = mesh_for(placements, world_size)
     for module in wrap_units(model):
         sw.fully_shard(module, mesh=mesh, placements=placements)
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
-    loss_of(model, tokens(0, 0, rank, world_size)).backward()
+    rest = books()
+    sw.ledger.reset_peak()
+    with comm.record() as calls:
+        for microbatch in range(2):
+            model.set_is_last_backward(microbatch == 1)
+            loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
+    peak = {kind: n - before.get(kind, 0) for kind, n in sorted(sw.ledger.peak.items())}
+    facts = {
+        "rest": rest,
+        "loaded": books(),
+        "peak": {kind: nbytes for kind, nbytes in peak.items() if nbytes},
+        "peak_total": sw.ledger.peak_total - sum(before.values()),
+        "calls": Counter(calls),
+    }
     with comm.record() as calls:
         optimizer.step()
     state = sum(
@@ -257,7 +273,7 @@ def check_muon(
     )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return tuple(coordinate), Counter(calls), state
+    return tuple(coordinate), Counter(calls), state, facts
 
 
 @pytest.mark.parametrize(
@@ -268,14 +284,17 @@ def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_si
     with torch.device("meta"):
         model = uneven()
     shape = mesh_shape(strategy, world_size)
-    made = plan(model, shape, strategy, optimizer="muon", device="cpu")
+    options: Facts = {"optimizer": "muon", "device": "cpu", "microbatches": 2}
+    made = plan(model, shape, strategy, **options)
     root = owners(model, None, set())
     main = made.options.placements.main
     groups = lay_out(root, made.mesh, made.options.placements, made.options.precision)
     owned = owners_of(routes_of(model), places(root, groups), made.mesh, main)
     everyone = run_ranks(check_muon, world_size, strategy)
     sent = {}
-    for coordinate, calls, _ in everyone:
+    for rank, (coordinate, calls, _, facts) in enumerate(everyone):
+        of_rank = plan(model, shape, strategy, rank=rank, **options)
+        assert facts == facts_of(of_rank), (rank, strategy)
         # the joint axes count the inner one fastest, as the mesh does
         joint = {SHARD: 0, REPLICATE: 0}
         for position, size, placement in zip(coordinate, made.mesh.sizes, main, strict=True):
@@ -284,5 +303,5 @@ def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_si
         assert calls == Counter(predicted) and calls, coordinate
         sent[coordinate] = calls
     assert made.matrices is not None and made.matrices.calls in sent.values()
-    assert made.optimizer_bytes == max(state for _, _, state in everyone)
+    assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)
     assert sum(owned.loads.values()) == made.matrices.total > 0

@@ -335,4 +335,42 @@ def refused(rank: int, world_size: int) -> str:
 def test_what_tensor_parallelism_cannot_do_is_refused() -> None:
     for message in run_ranks(refused, 2, timeout=PATIENCE):
         assert "'odd' has 7 columns, which do not divide over 2 tensor-parallel ranks" in message
-        assert "'fused' has a split heads(3) and is cut by tensor parallelism" in message
+        assert "'fused' has a split heads(3), and tensor parallelism cuts its 6 rows" in message
+
+
+TP_SPLITS = {
+    "heads": (Split.heads(4), 0),
+    "stacked": (Split.stacked(4, 2, 2), 0),
+    "columns": (Split.heads(2, dim=1), 1),
+    "interleaved": (Split.interleaved(2), 0),
+    "grouped": (Split.grouped(2, 2, 1, 1), 0),
+    "across": (Split.stacked(5, 3), 1),
+}
+
+
+def split_by_tp(rank: int, world_size: int) -> list[str]:
+    """Matrices of a split that tensor parallelism leaves whole, or cuts evenly, over FSDP2."""
+    mesh = grid()
+    models = [nn.Module(), nn.Module()]
+    for name, (_, side) in TP_SPLITS.items():
+        torch.manual_seed(len(name))
+        weight = torch.randn(8, 6)
+        models[1].register_parameter(name, nn.Parameter(weight.clone()))
+        cut = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(side)]))
+        models[0].register_parameter(name, cut)
+    fully_shard(models[0], mesh=mesh["dp"])
+    calls: list[comm.Call] = []
+    for model in models:
+        sw.route(model, split={name: split for name, (split, _) in TP_SPLITS.items()})
+        calls += train(model, sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1))
+    for mine, its in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.to_local(), local_piece(mine, its.detach()))
+    return [call.operation for call in calls if call.axis == "tp"]
+
+
+def test_splits_that_tensor_parallelism_does_not_break_are_exact() -> None:
+    calls = run_ranks(split_by_tp, 4, timeout=PATIENCE)
+    assert calls[0] == calls[1] and calls[2] == calls[3], "who share blocks share their gathers"
+    # Three weights are cut, of 2, 3 and 2 matrices; those of one shape and owner come together.
+    assert set(calls[0] + calls[2]) == {"all_gather"}
+    assert 4 <= len(calls[0] + calls[2]) <= 7, "the other weights stay where they are"

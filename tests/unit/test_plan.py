@@ -107,11 +107,12 @@ def test_a_dry_run_of_the_reference_model_agrees(experts: int, recompute: Any) -
         with torch.device("meta"):
             return GPT(config)
 
-    for strategy in ("zero1", "zero3", "hfsdp"):
+    for strategy in ("zero1", "zero3", "hfsdp", "hsdp", "zero0"):
         options: dict[str, Any] = {"precision": BF16, "microbatches": 2, "optimizer": "muon"}
-        planned = plan(build(), MESHES[strategy], strategy, **options)
+        planned = plan(build(), MESHES[strategy], strategy, rank=5, **options)
         measured = dry_run(build(), MESHES[strategy], strategy, rank=5, **options)
         assert facts(measured) == facts(planned), strategy
+        assert bool(planned.turns) == (strategy in ("hsdp", "zero0"))
         assert planned.matrices is not None and planned.matrices.num_matrices >= 3 * 5
 
 
