@@ -73,6 +73,7 @@ class Footprint:
     aliased: bool
     persistent: bool  # whole weights stay between steps
     trainable: bool
+    parameters: int
     in_place: bool  # gradients are summed in the main grad itself, nothing is packed
     recast: bool  # accumulated in another dtype than they travel in
     alone: bool  # one rank: nothing is ever sent
@@ -162,6 +163,7 @@ def footprint(
         aliased=aliased,
         persistent=persistent,
         trainable=trainable,
+        parameters=len(layout.items),
         in_place=shards == 1 and wire == main,
         recast=wire != main,
         alone=mesh.num_ranks == 1,

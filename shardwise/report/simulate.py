@@ -49,23 +49,28 @@ class Step:
         self.asynchronous, self.max_reductions = asynchronous, max_reductions
         self.doing = "at rest"
         self.timeline: list[tuple[str, str, int]] = []
-        self._flying: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._flying: deque[tuple[Callable[[], None], Callable[[], None], bool]] = deque()
         self.order: Order
 
     def send(self, calls: Iterable[Call]) -> None:
         for call in calls:
             self.calls[call] += self.weight
 
-    def launch(self, complete: Callable[[], None], finish: Callable[[], None]) -> None:
+    def launch(self, complete: Callable[[], None], number: int, finish: Callable[[], None]) -> None:
         """On a device a reduction is issued whole, on the host its end comes when drained."""
         if self.asynchronous:
             complete()
             complete = _nothing
-        self._flying.append((complete, finish))
+        self._flying.append((complete, finish, self.asynchronous or number <= 1))
+
+    def finish_issued(self) -> None:
+        """As the runtime's."""
+        if all(issued for _, _, issued in self._flying):
+            self.drain(self.max_reductions - 1)
 
     def drain(self, keep: int = 0) -> None:
         while len(self._flying) > keep:
-            complete, finish = self._flying.popleft()
+            complete, finish, _ = self._flying.popleft()
             complete()
             finish()
 
@@ -190,7 +195,7 @@ class SimulatedGroup:
 
         for room in rooms[:1]:
             room.acquire()
-        step.launch(complete, finish)
+        step.launch(complete, len(size.reduce[last]), finish)
 
     def _target(self, keep: bool, last: bool) -> Held:
         if keep or self.partial.live:
@@ -268,6 +273,9 @@ class SimulatedUnit:
             self._complete()
 
     def _complete(self) -> None:
+        trained = [group.size.parameters for group in self.groups if group.size.trainable]
+        if not self.inner and sum(trained) > 1:
+            self.step.finish_issued()  # before the last gradient
         for group in self.groups:
             group.release()
         self._in_backward = False

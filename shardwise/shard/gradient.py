@@ -252,7 +252,9 @@ class Gradients:
                 self._repair_main()
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
-        runtime.launch(collectives, len(self._steps[last]), self._finish(target, last))
+        # Replicas that take turns share a step between two collectives.
+        number = len(self._steps[last]) * (2 if self._turns else 1)
+        runtime.launch(collectives, number, self._finish(target, last))
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""

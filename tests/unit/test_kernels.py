@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,12 @@ if INSIDE:
     ]
     TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
 
+OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
 
 
 @pytest.mark.skipif(INSIDE, reason="this is that process")
+@pytest.mark.skipif(OLD, reason="Triton 3.6's interpreter cannot count to a bound that NumPy holds")
 @pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
