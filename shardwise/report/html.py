@@ -103,6 +103,7 @@ def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
     parts += [
         _collectives(profile or planned),
         _table("Configuration", run.get("config") or {}),
+        _table("Weights in MXFP8", run.get("weights") or {}),
         _table("Corpus", run.get("corpus") or {}),
         _table("Versions", run.get("versions") or {}),
         _table(
@@ -110,7 +111,7 @@ def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
             {
                 key: value
                 for key, value in run.items()
-                if key not in ("kind", "config", "corpus", "versions")
+                if key not in ("kind", "config", "weights", "corpus", "versions")
             },
         ),
         _happenings(events),

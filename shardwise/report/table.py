@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KINDS = {
     "main": "main weights",
     "compute": "compute weights",
+    "staging": "weights on their way to MXFP8",
+    "workspace": "one matrix, decoded",
     "grad": "gradients",
     "grad_transient": "gradients on their way",
     "grad_accumulator": "gradients that wait",

@@ -131,7 +131,14 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    return Precision(weights=weights, reduce="fp32")
+    return named_precision(weights)
+
+
+def named_precision(weights: str) -> Precision:
+    """What a run by this name computes with; gradients travel and main weights rest in fp32."""
+    precision = Precision(weights=weights, reduce="fp32")
+    # A router compares experts: what MXFP8 rounds away there sends tokens elsewhere.
+    return dataclasses.replace(precision, exclude=("*router*",)) if precision.format else precision
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
