@@ -117,9 +117,7 @@ def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     return problems
 
 
-def forward_problems(
-    wanted: Any, ranks: Ranks, placements: Placements, precision: Precision
-) -> list[str]:
+def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
     if wanted is None or isinstance(wanted, bool):
         return []
     if not isinstance(wanted, int):
@@ -134,11 +132,6 @@ def forward_problems(
         return [
             f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
             f"'{axis.name}'"
-        ]
-    if precision.format is not None and 1 < wanted < axis.size:
-        return [
-            f"reshard_after_forward={wanted} with weights={precision.format!r}: a part of what "
-            f"forward reads is kept, and backward reads other bytes; pass True, False or None"
         ]
     return []
 

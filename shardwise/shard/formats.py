@@ -110,6 +110,12 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
     return Layout(layout.items, 1, end, tuple(starts))
 
 
+def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
+    """Of one plane of all weights: codes, then scales, padded to ``parts`` equal parts."""
+    nbytes = layout.numel + layout.numel // math.prod(block)
+    return -(-nbytes // parts) * parts
+
+
 # --------------------------------------------------------------------------------------- report
 
 

@@ -95,7 +95,7 @@ def fully_shard(
     ranks = Ranks(mesh)
     problems = module_problems(roots, found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, offload_policy)
-    problems += forward_problems(reshard_after_forward, ranks, placements, precision)
+    problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "

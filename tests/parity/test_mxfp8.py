@@ -24,9 +24,12 @@ from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
     STRATEGIES,
+    AtUse,
+    SquareAtUse,
     assert_same_bits,
     expected_planes,
     make,
+    off_in_the_same_groups,
     optimizer_of,
     planes_seen,
     precision_of,
@@ -52,10 +55,20 @@ def run(
     return model, train(model, rank, optimizer=optimizer, **trains)
 
 
+def reductions(calls: list[Any]) -> list[Any]:
+    """All but the gathers of weights, in order: what gradients and the optimizer send."""
+    return [call for call in calls if call.operation != "all_gather"]
+
+
 def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, format: Any) -> int:
-    coded, on = run(rank, world_size, strategy, kind, True, format)
-    _, off = run(rank, world_size, strategy, kind, False, format)
+    with sw.comm.record() as sent_on:
+        coded, on = run(rank, world_size, strategy, kind, True, format)
+    with sw.comm.record() as sent_off, off_in_the_same_groups():
+        plain, off = run(rank, world_size, strategy, kind, True, format)
+    assert {type(g) for u in units_of(plain) for g in u.groups if g.format} <= {AtUse, SquareAtUse}
     assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
+    assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
+    assert len(reductions(sent_on)) >= STEPS
     assert set(sw.precision_report(coded).stored) == STORED
     found = planes_seen(coded)
     assert_same_bits(found, expected_planes(coded, format), "codes and scales")
