@@ -23,6 +23,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_native import native_problem
 from shardwise.shard.find import Found, GrainChoice, grain_of
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
@@ -134,6 +135,11 @@ def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[
             f"'{axis.name}'"
         ]
     return []
+
+
+def product_problems(precision: Precision, device: torch.device) -> list[str]:
+    problem = native_problem(device) if precision.products == "native" else None
+    return [] if problem is None else [f"Precision(products='native'): {problem}"]
 
 
 def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:

@@ -30,6 +30,7 @@ from shardwise.memory import Block as Memory
 from shardwise.memory import Caching
 from shardwise.precision.mxfp8 import Block, Plane, encode, scale_shape
 from shardwise.precision.mxfp8_linear import Matmul
+from shardwise.precision.mxfp8_native import Native
 from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
 from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
@@ -264,6 +265,8 @@ class CodedGroup(Group):
 
     @property
     def matmul(self) -> Matmul | None:
+        if self.precision.products == "native":
+            return Native(self._whole_device)
         return None if self._runtime is None else self._runtime.matmul
 
 

@@ -31,6 +31,7 @@ from shardwise.shard.checks import (
     module_problems,
     option_problems,
     placement_problems,
+    product_problems,
     raise_together,
 )
 from shardwise.shard.coded import GROUPS
@@ -97,6 +98,7 @@ def fully_shard(
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
+    problems += product_problems(precision, device_of(mesh))
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
+from shardwise.precision import mxfp8_native
 from shardwise.precision.mxfp8 import ROW, MXFP8Error
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.shard import checks
 from shardwise.shard.coded_parameter import CodedParameter
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.module import units_of
@@ -60,6 +63,8 @@ def test_precision_refuses() -> None:
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(MXFP8Error, match="give a sequence of patterns"):
         sw.Precision(weights="mxfp8", include="*.mlp.*")
+    with pytest.raises(ValueError, match=r"products='native'.*for weights in 'mxfp8'"):
+        sw.Precision(weights="bf16", products="native")
 
 
 # ----------------------------------------------------------------------------------------- layouts
@@ -130,14 +135,22 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     model = wrap(make(True), "zero3", world_size, precision=MXFP8)
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     codes = MXFP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
+    native = replace(MXFP8, products="native")
+    with mock.patch.object(checks, "native_problem", return_value=None):
+        lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
+    (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
+    with mock.patch.object(mxfp8_native, "native_problem", return_value=None):
+        assert isinstance(group.matmul, mxfp8_native.Native), "where there is hardware for it"
     return [
+        raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
         raised(lambda: model.load_state_dict(whole | {"layers.0.up.weight": codes}), ValueError),
     ]
 
 
 def test_what_cannot_hold_is_refused_by_name() -> None:
-    for typo, codes in run_ranks(check_refusals, 2):
+    for native, typo, codes in run_ranks(check_refusals, 2):
+        assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
         assert "'layers.0.up.weight' is torch.uint8" in codes and "dequantise" in codes
 

@@ -145,4 +145,3 @@ def test_codes_are_no_main_weights(tmp_path: Path) -> None:
     assert "'weight' is there as MXFP8 codes" in str(caught.value)
     assert "dequantise" in str(caught.value) and "unexpected" not in str(caught.value)
     assert torch.equal(linear.weight, before)
-
