@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -294,6 +295,10 @@ def training_is_that_of_weights_quantised_at_use(device: torch.device = DEVICE) 
                 helpers.assert_same_bits(planes, wanted, f"planes, zero({stage}) {options}")
 
 
+def keep_gradient(found: dict[str, Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: found.__setitem__("gradient", grad.detach().clone()))
+
+
 def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
     """As rank 0 of 8, where a gather repeats this rank's shard: every way brings the same bytes,
     prefetched on streams of their own, kept in parts, staged or direct."""
@@ -314,14 +319,20 @@ def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
                 with mock.patch.object(coded, "sends_codes", how):
                     for module in (*model.layers, model):
                         sw.fully_shard(module, mesh=mesh, precision=precision, **options)
-                found = {}
+                found: dict[str, Tensor] = {}
+                keep = partial(keep_gradient, found)
+                model.embedding.register_forward_hook(keep)  # its gradient went through all planes
                 for step in range(3):
                     loss, output = helpers.loss_of(model, helpers.tokens(step, 0, 0).to(device))
                     loss.backward()
                     found[f"output {step}"] = output
+                    found[f"gradient {step}"] = found.pop("gradient")
                     model.zero_grad()
                 seen.append(found)
             for (travels, options), found in zip(cases[1:], seen[1:], strict=True):
+                if "reshard_after_forward" in options:
+                    # Half a plane, repeated, is no plane: here it must only come to its end.
+                    found |= {name: seen[0][name] for name in found if "gradient" in name}
                 helpers.assert_same_bits(found, seen[0], f"{format} {travels} {options}")
     finally:
         dist.destroy_process_group()

@@ -187,11 +187,12 @@ def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, forma
 
 def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
     """Layouts that cut blocks, or keep matrices whole, compute the same."""
-    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8")
+    few: dict[str, Any] = {"steps": range(10)}
+    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
     chosen = []
     for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
         model, found = run(
-            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g
+            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g, **few
         )
         assert_same_bits(found, expected, str(grain))
         chosen.append([g.direct for unit in units_of(model) for g in unit.groups if g.format])
@@ -363,7 +364,8 @@ RIGHT = coded.CodedGroup._gather_staged
 
 
 def check_control(rank: int, world_size: int, mistake: str) -> str:
-    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8")
+    few: dict[str, Any] = {"steps": range(6)}  # each of them shows at once, and stays
+    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
             stack.enter_context(mock.patch.object(coded.CodedGroup, "_missing", never_made_anew))
@@ -375,7 +377,7 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
         if mistake == "init":
             through_codes(model)
         model = wrap(model, "zero1", world_size, precision=precision_of(True))
-        on = train(model, rank, optimizer=optimizer_of(model, "adamw"))
+        on = train(model, rank, optimizer=optimizer_of(model, "adamw"), **few)
     with pytest.raises(AssertionError, match="differ") as caught:
         assert_same_bits(on, off, mistake)
     return str(caught.value)
