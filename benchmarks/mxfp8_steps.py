@@ -110,8 +110,8 @@ def table(options: Options, backend: str) -> Table:
     alone = backend != "fake"
     note = (
         "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied, 8 x 2048 tokens), Muon,\n"
-        "fp32 main weights and grads, bf16 products. MXFP8: linear layers; embedding and norms stay\n"
-        "bf16. kept: compute weights between steps. A fresh process per row, 3 + 10 steps. "
+        "fp32 main weights and grads, bf16 products. MXFP8: linear layers; embedding and norms\n"
+        "stay bf16. kept: compute weights between steps. A fresh process per row, 3 + 10 steps. "
         + ("Bytes are\ngathered by several ranks only." if alone else "No\noptimizer here.")
     )
     columns = {

@@ -138,7 +138,9 @@ def footprint(
         shares: Sequence[int | None] = coded.shares if coded.direct else [None]
         gather = tuple(gathers(begin, everywhere, share) for share in shares)
     every = tuple(range(len(held)))
-    reads = {"forward": every, "backward": every} if coded is None else coded.reads
+    reads: dict[Phase, tuple[int, ...]] = {"forward": every, "backward": every}
+    if coded is not None:
+        reads = coded.reads
     regather: Calls = ()
     kept = sum(held[number] for number in reads["backward"]) if keeps else 0
     if keeps:

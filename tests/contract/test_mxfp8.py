@@ -180,6 +180,11 @@ def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
     assert not [call for call in calls if call.operation == "all_gather" and call.size == 4]
     assert kept >= sum(g.blocks[-1].nbytes // 2 for g in coded) > 0
     assert sw.ledger.snapshot().get("compute") == before.get("compute"), "given back"
+    loss_of(model, tokens(9, 0, rank))  # no backward comes for what this keeps
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert_same_bits(planes_seen(model), expected_planes(model, format), "not the parts of before")
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
