@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from benchmarks.workers import FAKE_RANKS, Options, in_processes
 WARMUPS, STEPS = 3, 10
 BASE = "bf16"
 FORMATS = (BASE, "mxfp8", "mxfp8_2d")
-STAGES = (3, 1)
 
 
 def optimizer_of(model: nn.Module) -> Callable[[], None]:
@@ -85,9 +84,9 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def table(options: Options, backend: str) -> Table:
+def table(options: Options, backend: str, stages: Sequence[int]) -> Table:
     rows: list[Row] = []
-    for stage in STAGES:
+    for stage in stages:
         base: Row | None = None
         for weights in FORMATS:
             case = f"{weights} zero{stage}"
@@ -144,4 +143,5 @@ def table(options: Options, backend: str) -> Table:
 def run(tiny: bool) -> list[Table]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(device=device, systems=(), rounds=1, tiny=tiny)
-    return [table(options, "nccl" if device == "cuda" else "gloo"), table(options, "fake")]
+    backend = "nccl" if device == "cuda" else "gloo"
+    return [table(options, backend, (3, 1)), table(options, "fake", (3,))]

@@ -181,7 +181,7 @@ class _Job:
                     f"'{name}' is there as MXFP8 codes ({', '.join(sorted(coded))}): main weights "
                     f"are never made from codes unasked. Save the model that trains (its "
                     f"checkpoints hold main weights, whatever the format), or decode them yourself "
-                    f"(MXFP8Tensor.from_state_dict(...).dequantise())"
+                    f"(shardwise.precision.MXFP8Tensor)"
                 )
             elif entry is None:
                 problems.append(f"missing from it: '{name}' {list(tensor.shape)}")

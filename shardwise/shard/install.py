@@ -159,5 +159,5 @@ def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:
             raise ValueError(
                 f"'{prefix}{name}' is {value.dtype}: codes, not values, and main weights are never "
                 f"made from codes unasked. Load the values that were encoded, or decode them "
-                f"yourself (MXFP8Tensor.from_state_dict(...).dequantise())"
+                f"yourself (shardwise.precision.MXFP8Tensor)"
             )

@@ -152,7 +152,7 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
     for native, typo, codes in run_ranks(check_refusals, 2):
         assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
-        assert "'layers.0.up.weight' is torch.uint8" in codes and "dequantise" in codes
+        assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.MXFP8Tensor" in codes
 
 
 # ---------------------------------------------------------------------- parts kept for backward
