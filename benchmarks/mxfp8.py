@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.mxfp8``: the MXFP8 kernels against copy bandwidth, on one GPU.
+"""``shardwise bench mxfp8``: the MXFP8 kernels against copy bandwidth, a training step beside bf16.
 
 Every rate is bytes that must move (each input read once, each output written once) over time; the
 copy that it is compared with is measured in the same command, on memory many times the cache.
+Without a GPU there are no such rates: ``--tiny`` then runs the training step alone, very small.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks import mxfp8_steps, report
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
 from shardwise.precision.mxfp8_linear import Emulated, Workspace, mxfp8_linear
 from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
@@ -24,6 +25,7 @@ from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
 BAR, GOAL = 0.70, 0.85
+PARTS = ("kernels", "linear", "step")
 # Strips, warps, registers at most: the tiles that --sweep tries.
 SWEPT: tuple[tuple[int, int, int | None], ...] = (
     (2, 1, None), (4, 1, None), (2, 2, None), (4, 2, None), (8, 2, None), (4, 4, None),
@@ -198,16 +200,28 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     parser.add_argument("--sweep", action="store_true", help="also try other tiles")
     parser.add_argument("--repeat", type=int, default=60, help="milliseconds of runs each")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="tables")
+    parser.add_argument("--tiny", action="store_true", help="a dry run of the training step")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("no GPU: these are rates of a GPU's memory")
+    gpu = torch.cuda.is_available()
+    if not gpu and not options.tiny:
+        parser.error("no GPU: these are rates of a GPU's memory; --tiny runs what a CPU can")
     facts = report.circumstances(arguments)
-    facts["command"] = "python -m benchmarks.mxfp8 " + shlex.join(arguments)
-    copy = copy_rate(options.repeat)
-    tables = [sweep(copy, options.repeat, SHAPES[0])] if options.sweep else []
-    tables.append(bandwidth(copy, options.repeat, SHAPES))
-    tables.append(linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS))
-    name = "-".join(["mxfp8", *torch.cuda.get_device_name().lower().split()])
+    facts["command"] = "shardwise bench mxfp8 " + shlex.join(arguments)
+    wanted = set(options.only) if gpu else {"step"}
+    copy = copy_rate(options.repeat) if gpu else 0.0
+    tables = [sweep(copy, options.repeat, SHAPES[0])] if options.sweep and gpu else []
+    if "kernels" in wanted:
+        tables.append(bandwidth(copy, options.repeat, SHAPES))
+    if "linear" in wanted:
+        tables.append(linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS))
+    if "step" in wanted:
+        if gpu:
+            torch.cuda.empty_cache()  # the processes of the steps need the memory
+        tables += mxfp8_steps.run(options.tiny)
+    where = torch.cuda.get_device_name().lower().split() if gpu else ["cpu"]
+    parts = [] if wanted == set(PARTS) else [part for part in PARTS if part in wanted]
+    name = "-".join(["mxfp8", *parts, *where])
     paths = report.write(tables, facts, name, options.results)
     print(paths[0].read_text())
     print("written:", *paths)

@@ -33,7 +33,8 @@ class Train:
     """
 
     recipe: Positional[str] = "default"
-    """default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, or file.py:function."""
+    """default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8, or
+    file.py:function."""
     steps: int | None = None
     """Optimizer steps of the whole run."""
     data: str | None = None
@@ -44,6 +45,7 @@ class Train:
     """How parameters, gradients and optimizer states are spread over the ranks."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
+    """Of the compute weights; mxfp8 and mxfp8_2d are for linear layers, the rest stays bf16."""
     batch: int | None = None
     """Sequences of one step, over all ranks."""
     lr: float | None = None
@@ -81,7 +83,8 @@ class Plan:
     replicas: int | None = None
     """Size of the outer axis of hsdp and hfsdp."""
     optimizer: OptimizerName | None = None
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: PrecisionName | None = None
+    """Default, and "auto": the recipe's, or else bf16."""
     microbatches: int = 1
     memory: str | None = None
     """Of one rank, like 80GiB: what does not fit gets suggestions."""
@@ -199,16 +202,18 @@ def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
 
 def plan(command: Plan, words: list[str]) -> int:
     """Print a plan."""
-    from shardwise.precision import Precision
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
     from shardwise.report.plan_pictures import map_canvas
     from shardwise.report.shard_map import shard_map
     from shardwise.report.sizes import parse_size
     from shardwise.report.table import plan_text, print_plan
+    from shardwise.train.build import named_precision
     from shardwise.train.config import TrainConfig
 
     model, config = _model_of(command.model)
+    wanted = [command.precision, config.precision if config else None, "bf16"]
+    weights = next(name for name in wanted if name not in (None, "auto"))
     config = dataclasses.replace(
         config or TrainConfig(),
         strategy=command.strategy or (config.strategy if config else "zero3"),
@@ -217,7 +222,7 @@ def plan(command: Plan, words: list[str]) -> int:
         microbatches=command.microbatches,
     )
     options: dict[str, Any] = {
-        "precision": Precision(weights=command.precision, reduce="fp32"),
+        "precision": named_precision(weights),
         "optimizer": config.optimizer,
         "microbatches": command.microbatches,
         "memory": None if command.memory is None else parse_size(command.memory),

@@ -2,7 +2,8 @@
 """MXFP8 on an accelerator: ``python -m tests.device_mxfp8`` on a machine with a GPU.
 
 CI has none, so pytest does not collect this. Bit for bit: the CPU's definition on this machine's
-torch against what was recorded from another, and every kernel against the CPU's definition.
+torch against what was recorded from another, every kernel against the CPU's definition, and models
+that train on real streams against weights that are quantised at use.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import shardwise as sw
 from benchmarks.mxfp8 import SWEPT
 from shardwise.kernels import mxfp8 as kernels
 from shardwise.precision.mxfp8 import (
@@ -41,6 +49,8 @@ from shardwise.precision.mxfp8_linear import (
 )
 from shardwise.precision.mxfp8_native import native_problem
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.shard import coded
+from tests.parity import mxfp8_helpers as helpers
 from tests.reference import mxfp8 as reference
 
 logger = logging.getLogger("device_mxfp8")
@@ -233,6 +243,101 @@ def native_products_are_refused_below_capability_10() -> None:
     logger.info("native: %s", problem)
 
 
+# ------------------------------------------------------------------------ models, on real streams
+
+MEMORIES: tuple[dict[str, Any], ...] = ({}, {"memory": "trace"}, {"unify_streams": True})
+
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[DeviceMesh]:
+    """A process group of this process alone; over NCCL where there is a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(
+    device: torch.device, mesh: DeviceMesh, stage: int, steps: int, **options: Any
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = helpers.make(True)
+    placements, precision = sw.zero(stage), helpers.precision_of(True)
+    for module in (*model.layers, model):
+        sw.fully_shard(module, mesh=mesh, placements=placements, precision=precision, **options)
+    optimizer = helpers.optimizer_of(model, "muon")
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        for microbatch in range(2):
+            model.set_is_last_backward(microbatch == 1)
+            loss, _ = helpers.loss_of(model, helpers.tokens(step, microbatch, 0).to(device))
+            loss.backward()
+            seen[f"loss {step}.{microbatch}"] = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen |= {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+    return model, seen
+
+
+def training_is_that_of_weights_quantised_at_use(device: torch.device = DEVICE) -> None:
+    with one_rank(device) as mesh:
+        for stage in (1, 3):
+            with helpers.off_in_the_same_groups():
+                _, expected = trained(device, mesh, stage, helpers.STEPS)
+            first, last = expected["loss 0.0"], expected[f"loss {helpers.STEPS - 1}.0"]
+            assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
+            for options in MEMORIES:
+                model, found = trained(device, mesh, stage, helpers.STEPS, **options)
+                helpers.assert_same_bits(found, expected, f"zero({stage}) {options}")
+                planes = helpers.planes_seen(model)
+                wanted = helpers.expected_planes(model, "mxfp8")
+                helpers.assert_same_bits(planes, wanted, f"planes, zero({stage}) {options}")
+
+
+def keep_gradient(found: dict[str, Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: found.__setitem__("gradient", grad.detach().clone()))
+
+
+def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
+    """As rank 0 of 8, where a gather repeats this rank's shard: every way brings the same bytes,
+    prefetched on streams of their own, kept in parts, staged or direct."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh(device.type, (8,), mesh_dim_names=("dp",))
+        cases: list[tuple[str, dict[str, Any]]] = [("codes", each) for each in MEMORIES]
+        cases += [("codes", {"reshard_after_forward": 2}), ("bf16", {})]
+        for format in ("mxfp8", "mxfp8_2d"):
+            seen: list[dict[str, Tensor]] = []
+            for travels, options in cases:
+                model = helpers.make(True, format)  # type: ignore[arg-type]
+                precision = helpers.precision_of(True, format)  # type: ignore[arg-type]
+                # Whatever the layout allows, or bf16 whatever it allows.
+                how = coded.sends_codes if travels == "codes" else lambda *_: False
+                with mock.patch.object(coded, "sends_codes", how):
+                    for module in (*model.layers, model):
+                        sw.fully_shard(module, mesh=mesh, precision=precision, **options)
+                found: dict[str, Tensor] = {}
+                keep = partial(keep_gradient, found)
+                model.embedding.register_forward_hook(keep)  # its gradient went through all planes
+                for step in range(3):
+                    loss, output = helpers.loss_of(model, helpers.tokens(step, 0, 0).to(device))
+                    loss.backward()
+                    found[f"output {step}"] = output
+                    found[f"gradient {step}"] = found.pop("gradient")
+                    model.zero_grad()
+                seen.append(found)
+            for (travels, options), found in zip(cases[1:], seen[1:], strict=True):
+                if "reshard_after_forward" in options:
+                    # Half a plane, repeated, is no plane: here it must only come to its end.
+                    found |= {name: seen[0][name] for name in found if "gradient" in name}
+                helpers.assert_same_bits(found, seen[0], f"{format} {travels} {options}")
+    finally:
+        dist.destroy_process_group()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     definition_on_this_torch,
     every_value_under_every_scale,
@@ -244,6 +349,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     more_elements_than_31_bits_count,
     linear,
     native_products_are_refused_below_capability_10,
+    training_is_that_of_weights_quantised_at_use,
+    eight_ranks_pretended,
 )
 
 

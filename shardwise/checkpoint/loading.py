@@ -38,6 +38,7 @@ from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, rank_file
 from shardwise.checkpoint.state import State, model_key, state_key
 from shardwise.checkpoint.world import World, share
 from shardwise.layout import Shape
+from shardwise.precision.mxfp8_tensor import NAMES
 
 
 def load(
@@ -174,7 +175,15 @@ class _Job:
         problems = []
         for name, tensor in wanted.items():
             entry = saved.get(tied.get(name, name))
-            if entry is None:
+            if coded := _coded_parts(name, saved):
+                names -= coded
+                problems.append(
+                    f"'{name}' is there as MXFP8 codes ({', '.join(sorted(coded))}): main weights "
+                    f"are never made from codes unasked. Save the model that trains (its "
+                    f"checkpoints hold main weights, whatever the format), or decode them yourself "
+                    f"(shardwise.precision.MXFP8Tensor)"
+                )
+            elif entry is None:
                 problems.append(f"missing from it: '{name}' {list(tensor.shape)}")
             else:
                 problems += _differences(name, entry, tensor)
@@ -298,6 +307,12 @@ def _differences(name: str, entry: metadata.Entry, tensor: Tensor) -> list[str]:
     if (tiling := entry.problem()) is not None:
         raise DamagedError(f"'{name}': {tiling}")
     return problems
+
+
+def _coded_parts(name: str, saved: Iterable[str]) -> set[str]:
+    """What a checkpoint holds of MXFP8 planes of one parameter."""
+    parts = {f"{name}.{plane}.{part}" for plane in NAMES.values() for part in ("codes", "scales")}
+    return parts & set(saved)
 
 
 def _explain(path: Path, manifest: Manifest, problems: list[str]) -> str:

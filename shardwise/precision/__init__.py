@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which formats weights, gradients and activations are kept."""
 
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.precision.policy import Precision
 
-__all__ = ["Precision"]
+__all__ = ["MXFP8Tensor", "Precision"]

@@ -2,7 +2,8 @@
 """MXFP8 by MXFP8 products on hardware that has them (compute capability 10.0 and later).
 
 The other operand must be MXFP8 too, so activations are rounded: the numbers are those of
-``Emulated(activations=through_mxfp8)``, not of ``Emulated()``. Nothing chooses this by itself.
+``Emulated(activations=through_mxfp8)``, not of ``Emulated()``. Nothing chooses this by itself:
+``Precision(weights="mxfp8", products="native")`` does, and is refused where there is no hardware.
 
 Written against ``torch.nn.functional.scaled_mm`` and **never run on such hardware**: the H200 has
 none. What CPU tests hold is which operands, scales and layouts reach ``scaled_mm``.
@@ -20,15 +21,15 @@ from shardwise.precision.mxfp8 import COLUMN, ROW, SIDE, SQUARE, MXFP8Error, Pla
 def native_problem(device: torch.device) -> str | None:
     """Why ``Native`` can't be used on this device; None where it can."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"{device.type} multiplies no MXFP8: use Emulated()"
+        return f"{device.type} multiplies no MXFP8: use products='emulated'"
     if not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no scaled_mm: use Emulated()"
+        return f"torch {torch.__version__} has no scaled_mm: use products='emulated'"
     capability = torch.cuda.get_device_capability(device)
     if capability < (10, 0):
         name = torch.cuda.get_device_name(device)
         return (
             f"{name} has compute capability {capability[0]}.{capability[1]}; MXFP8 products came "
-            f"with 10.0: use Emulated()"
+            f"with 10.0: use products='emulated'"
         )
     return None
 

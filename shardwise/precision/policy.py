@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,6 +19,7 @@ _NAMES = {
     "fp64": torch.float64,
 }
 DtypeLike = str | torch.dtype | None
+Products = Literal["emulated", "native"]
 
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
@@ -48,6 +49,9 @@ class Precision:
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
         include, exclude: shell patterns of the parameters that MXFP8 is for, by their names in the
             module that is wrapped; ``exclude`` wins.
+        products: of MXFP8 weights. ``"emulated"``: exact, decoded to bf16, on any device.
+            ``"native"``: by hardware that has them (compute capability 10.0), which rounds the
+            other operand to MXFP8 too: other numbers, so never chosen unasked.
     """
 
     weights: DtypeLike = None
@@ -57,8 +61,16 @@ class Precision:
     cast_inputs: bool = True
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
+    products: Products = "emulated"
 
     def __post_init__(self) -> None:
+        if self.products not in get_args(Products) or (
+            self.products == "native" and self.format is None
+        ):
+            raise ValueError(
+                f"Precision(weights={self.weights!r}, products={self.products!r}): 'emulated', or "
+                f"'native' for weights in 'mxfp8' or 'mxfp8_2d'"
+            )
         for field in ("include", "exclude"):
             object.__setattr__(self, field, patterns_of(getattr(self, field), field))
         for field in ("reduce", "main", "outputs"):

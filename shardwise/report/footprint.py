@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import FORMATS, Format, Phase
-from shardwise.shard.formats import plane_layout, planes_of, sends_codes
+from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
 
 Calls = tuple[Call, ...]
 
@@ -132,11 +132,6 @@ def footprint(
                 found += [_call("all_gather", mesh, axis, nbytes) for nbytes in sizes]
         return tuple(call for call in found if call.size > 1)
 
-    regather: Calls = ()
-    if keeps:
-        assert kept_ranks is not None
-        name = f"{mesh.names[-1]}/{kept_ranks}"
-        regather = (Call("all_gather", name, kept_ranks, numel * compute.itemsize),)
     held: tuple[int, ...] = ()
     gather: tuple[Calls, ...] = ()
     if coded is None and not aliased:
@@ -146,17 +141,25 @@ def footprint(
         shares: Sequence[int | None] = coded.shares if coded.direct else [None]
         gather = tuple(gathers(begin, everywhere, share) for share in shares)
     every = tuple(range(len(held)))
+    reads: dict[Phase, tuple[int, ...]] = {"forward": every, "backward": every}
+    if coded is not None:
+        reads = coded.reads
+    regather: Calls = ()
+    kept = sum(held[number] for number in reads["backward"]) if keeps else 0
+    if keeps:
+        assert kept_ranks is not None
+        regather = (Call("all_gather", f"{mesh.names[-1]}/{kept_ranks}", kept_ranks, kept),)
     reductions = {
         last: _reductions(mesh, placements, numel * wire.itemsize, last) for last in (False, True)
     }
     return Footprint(
         main=numel // shards * main.itemsize,
         planes=held,
-        reads={"forward": every, "backward": every} if coded is None else coded.reads,
+        reads=reads,
         staging=0 if coded is None or coded.direct else numel * compute.itemsize,
         workspace=0 if coded is None else compute.itemsize * coded.largest,
         compute=numel // mesh.num_shards(placements.compute) * compute.itemsize if staged else 0,
-        kept=numel // (kept_ranks or 1) * compute.itemsize if keeps else 0,
+        kept=kept // (kept_ranks or 1),
         packed=numel * wire.itemsize,
         partial=numel * main.itemsize,
         inner=numel // mesh.num_shards(placements.grad) * main.itemsize,
@@ -197,10 +200,10 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
     blocks = FORMATS[format]
     shares = tuple(math.prod(block) for block in blocks)
     direct = sends_codes(layout, format, persistent)
-    numel = plane_layout(layout, direct).numel
+    where, parts = plane_layout(layout, direct), layout.num_shards
     phases: tuple[Phase, Phase] = ("forward", "backward")
     return CodedPlanes(
-        held=tuple(numel + numel // share for share in shares),
+        held=tuple(plane_bytes(where, block, parts) for block in blocks),
         shares=shares,
         reads={
             phase: tuple(blocks.index(block) for block in planes_of(format, phase, persistent))

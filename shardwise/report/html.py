@@ -103,6 +103,8 @@ def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
     parts += [
         _collectives(profile or planned),
         _table("Configuration", run.get("config") or {}),
+        _table("Weights in MXFP8", run.get("weights") or {}),
+        _weights(planned),
         _table("Corpus", run.get("corpus") or {}),
         _table("Versions", run.get("versions") or {}),
         _table(
@@ -110,7 +112,7 @@ def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
             {
                 key: value
                 for key, value in run.items()
-                if key not in ("kind", "config", "corpus", "versions")
+                if key not in ("kind", "config", "weights", "corpus", "versions")
             },
         ),
         _happenings(events),
@@ -174,6 +176,20 @@ def _collectives(source: Mapping[str, Any]) -> str:
         for (operation, axis, size), (count, nbytes) in sorted(totals.items(), key=str)
     }
     return _table("Collectives of one step", rows)
+
+
+def _weights(planned: Mapping[str, Any]) -> str:
+    """Formats and planes at rest, and on the wire in each phase, as planned."""
+    rows = {
+        f"stored as {name}": f"{held['parameters']:,} parameters, planes of "
+        + (" and ".join(size_text(nbytes) for nbytes in held["plane_bytes"]) or "0 B")
+        for name, held in (planned.get("weights") or {}).items()
+    }
+    rows |= {
+        f"gathered in {phase}": f"{sent['count']:,} times, {size_text(sent['nbytes'])} together"
+        for phase, sent in (planned.get("gathered") or {}).items()
+    }
+    return _table("Compute weights, as planned", rows)
 
 
 def _happenings(events: Iterable[Event]) -> str:

@@ -23,6 +23,7 @@ from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns, shard_range
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.exchange import (
     Orthogonalisation,
     heaviest,
@@ -141,6 +142,7 @@ class Plan:
     peak_total: int
     optimizer_bytes: int
     calls: Counter[Call] = field(repr=False)
+    phases: dict[Phase, Counter[Call]] = field(repr=False)  # the same, by the phase that issues it
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
     # By name: the elements of a matrix that each replica works on, where replicas take turns.
@@ -195,6 +197,35 @@ class Plan:
             for (axis, operation, size), found in sorted(kinds.items())
         )
 
+    @property
+    def gathered(self) -> dict[str, tuple[int, int, int]]:
+        """Compute weights on the wire, by phase: (gathers, bytes of them whole, bytes sent)."""
+        found = {}
+        for phase, calls in self.phases.items():
+            weights = [(c, count) for c, count in calls.items() if c.operation == "all_gather"]
+            found[str(phase)] = (
+                sum(count for _, count in weights),
+                sum(call.nbytes * count for call, count in weights),
+                sum(call.wire_bytes * count for call, count in weights),
+            )
+        return found
+
+    @property
+    def formats(self) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+        """How compute weights are stored: (parameters, elements, bytes of each plane, whole)."""
+        found: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        for unit in self.units:
+            for group in unit.groups:
+                name, times = group.stored, len(unit.names)
+                planes = tuple(times * nbytes for nbytes in group.footprint.planes)
+                parameters, elements, held = found.get(name, (0, 0, (0,) * len(planes)))
+                found[name] = (
+                    parameters + times * len(group.layout.items),
+                    elements + times * group.layout.payload,
+                    tuple(a + b for a, b in zip(held, planes, strict=True)),
+                )
+        return found
+
     def shard_of(self, rank: int) -> int:
         """The one shard of each main buffer that a rank holds."""
         coordinate, rest = [], rank
@@ -228,6 +259,14 @@ class Plan:
             "other_bytes": options.other_bytes,
             "total": self.total,
             "padding": {"elements": self.padding, "of": self.num_elements},
+            "weights": {
+                name: {"parameters": parameters, "elements": elements, "plane_bytes": list(planes)}
+                for name, (parameters, elements, planes) in self.formats.items()
+            },
+            "gathered": {
+                phase: {"count": count, "nbytes": nbytes, "wire_bytes": sent}
+                for phase, (count, nbytes, sent) in self.gathered.items()
+            },
             "collectives": [vars(collective) for collective in self.collectives],
             "newton_schulz": None if matrices is None else matrices.as_dict(),
             "memory": options.memory,
@@ -356,6 +395,7 @@ def _plan(
         peak_total=result.peak_total,
         optimizer_bytes=held,
         calls=result.calls,
+        phases=result.phases,
         timeline=result.timeline,
         matrices=orthogonalisation(owned, mesh, placements.main, at)
         if owned is not None and owned.cargo and with_exchange

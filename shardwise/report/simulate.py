@@ -35,6 +35,7 @@ class Simulated:
     peak: dict[str, int]
     peak_total: int
     calls: Counter[Call]
+    phases: dict[Phase, Counter[Call]]  # the same, apart for forward and backward
     timeline: tuple[tuple[str, str, int], ...]  # (what happens, kind, bytes more or less)
 
 
@@ -44,7 +45,8 @@ class Step:
     def __init__(self, *, asynchronous: bool, max_reductions: int = 1) -> None:
         self.ledger = Ledger()
         self.ledger.watchers.append(self._note)
-        self.calls: Counter[Call] = Counter()
+        self.phases: dict[Phase, Counter[Call]] = {"forward": Counter(), "backward": Counter()}
+        self.phase: Phase = "forward"
         self.weight = 1  # how many microbatches the one being played stands for
         self.asynchronous, self.max_reductions = asynchronous, max_reductions
         self.doing = "at rest"
@@ -54,7 +56,7 @@ class Step:
 
     def send(self, calls: Iterable[Call]) -> None:
         for call in calls:
-            self.calls[call] += self.weight
+            self.phases[self.phase][call] += self.weight
 
     def launch(self, complete: Callable[[], None], number: int, finish: Callable[[], None]) -> None:
         """On a device a reduction is issued whole, on the host its end comes when drained."""
@@ -127,7 +129,7 @@ class SimulatedGroup:
         for number in missing:
             self.planes[number].acquire()
             self.filled[number] = True
-        if self.kept.live:
+        if self.kept.live and missing == list(self.size.reads["backward"]):
             self.step.send(self.size.regather)
             return
         if self.size.staging:
@@ -144,6 +146,7 @@ class SimulatedGroup:
         if self.size.persistent or self.size.aliased:
             return
         if keep and self.size.kept:
+            self.gather("backward")  # the plane that backward reads is not always here yet
             self.kept.acquire()
         for number, plane in enumerate(self.planes):
             plane.release()
@@ -335,10 +338,12 @@ def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
     played = min(microbatches, 3)
     for number in range(played):
         step.weight = microbatches - 2 if 0 < number < played - 1 else 1
+        step.phase = "forward"
         step.order.begin_forward()
         for unit in units:
             unit.tidy()
         root.forward()
+        step.phase = "backward"
         step.order.begin_backward()
         root.backward(last=number == played - 1)
         step.drain()
@@ -347,7 +352,8 @@ def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
         loaded=step.ledger.snapshot(),
         peak={kind: nbytes for kind, nbytes in sorted(step.ledger.peak.items()) if nbytes},
         peak_total=step.ledger.peak_total,
-        calls=step.calls,
+        calls=step.phases["forward"] + step.phases["backward"],
+        phases=step.phases,
         timeline=tuple(step.timeline),
     )
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KINDS = {
     "main": "main weights",
     "compute": "compute weights",
+    "staging": "weights on their way to MXFP8",
+    "workspace": "one matrix, decoded",
     "grad": "gradients",
     "grad_transient": "gradients on their way",
     "grad_accumulator": "gradients that wait",
@@ -37,7 +39,7 @@ class Section:
 
 
 def sections(plan: Plan) -> list[Section]:
-    found = [_bytes(plan), _collectives(plan)]
+    found = [_bytes(plan), _weights(plan), _collectives(plan)]
     if plan.matrices is not None:
         work = plan.matrices
         found.append(
@@ -112,6 +114,28 @@ def _bytes(plan: Plan) -> Section:
         rows=tuple(rows),
         note="each kind's own peak; together: the highest sum at one moment, so less than theirs. "
         "Activations are not in it.",
+    )
+
+
+def _weights(plan: Plan) -> Section:
+    rows = [
+        (
+            f"stored as {name}",
+            f"{parameters:,}",
+            " + ".join(size_text(nbytes) for nbytes in planes) or "0 B",
+            "",
+        )
+        for name, (parameters, _, planes) in plan.formats.items()
+    ]
+    rows += [
+        (f"gathered in {phase}", f"{count:,}", size_text(nbytes), size_text(sent))
+        for phase, (count, nbytes, sent) in plan.gathered.items()
+    ]
+    return Section(
+        title="Compute weights",
+        headers=("", "count", "whole", "sent"),
+        rows=tuple(rows),
+        note="MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both.",
     )
 
 

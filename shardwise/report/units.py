@@ -37,6 +37,7 @@ class PlannedGroup:
     layout: Layout
     footprint: Footprint
     dtype: torch.dtype  # of the main weight
+    stored: str  # the format or the dtype of the compute weight; "main" where that is read itself
     matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
 
     def state_bytes(self, states: tuple[int, int]) -> list[int]:
@@ -201,8 +202,13 @@ def _planned_group(
         layout=layout,
         footprint=size,
         dtype=precision.main_dtype(dtype),
+        stored=_stored(size, format, precision.compute_dtype(dtype)),
         matrices=tuple(fact[5] for fact in chosen),
     )
+
+
+def _stored(size: Footprint, format: Format | None, dtype: torch.dtype) -> str:
+    return "main" if size.aliased else format or str(dtype).removeprefix("torch.")
 
 
 def folded(root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]) -> tuple[PlannedUnit, ...]:

@@ -23,6 +23,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_native import native_problem
 from shardwise.shard.find import Found, GrainChoice, grain_of
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
@@ -117,9 +118,7 @@ def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     return problems
 
 
-def forward_problems(
-    wanted: Any, ranks: Ranks, placements: Placements, precision: Precision
-) -> list[str]:
+def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
     if wanted is None or isinstance(wanted, bool):
         return []
     if not isinstance(wanted, int):
@@ -135,12 +134,12 @@ def forward_problems(
             f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
             f"'{axis.name}'"
         ]
-    if precision.format is not None and 1 < wanted < axis.size:
-        return [
-            f"reshard_after_forward={wanted} with weights={precision.format!r}: a part of what "
-            f"forward reads is kept, and backward reads other bytes; pass True, False or None"
-        ]
     return []
+
+
+def product_problems(precision: Precision, device: torch.device) -> list[str]:
+    problem = native_problem(device) if precision.products == "native" else None
+    return [] if problem is None else [f"Precision(products='native'): {problem}"]
 
 
 def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:

@@ -42,6 +42,7 @@ from shardwise.shard.checks import (
     module_problems,
     option_problems,
     pattern_problems,
+    product_problems,
     raise_together,
 )
 from shardwise.shard.coded import GROUPS
@@ -113,6 +114,7 @@ def data_parallel(
     problems += module_problems([model], found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, None)
     problems += pattern_problems(precision, [f.name for f in found])
+    problems += product_problems(precision, device_of(mesh))
     for other in dict.fromkeys(home for home in homes if home != mesh):
         problems += mesh_problems(other, placements)
     for f in found:

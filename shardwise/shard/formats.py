@@ -17,8 +17,10 @@ Names, shapes and layouts alone: no tensor is read, and every rank decides alike
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -108,6 +110,12 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
     return Layout(layout.items, 1, end, tuple(starts))
 
 
+def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
+    """Of one plane of all weights: codes, then scales, padded to ``parts`` equal parts."""
+    nbytes = layout.numel + layout.numel // math.prod(block)
+    return -(-nbytes // parts) * parts
+
+
 # --------------------------------------------------------------------------------------- report
 
 
@@ -127,6 +135,33 @@ class PrecisionReport:
         """The others under an MXFP8 precision, and why they are not."""
         return {row.name: row.why for row in self.rows if row.why}
 
+    @property
+    def elements(self) -> tuple[int, int]:
+        """(of those in MXFP8, of all)."""
+        sizes = [(math.prod(row.shape), row.format) for row in self.rows]
+        return sum(size for size, format in sizes if format), sum(size for size, _ in sizes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, short: layers that are alike are named once, as ``blocks.*.norm.weight``.
+
+        Empty where nothing is stored in MXFP8 nor was meant to be.
+        """
+        if not self.stored and not self.kept:
+            return {}
+        held, total = self.elements
+        kept: dict[str, list[str]] = {}
+        for name, why in self.kept.items():
+            alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+            if alike not in kept.setdefault(why, []):
+                kept[why].append(alike)
+        return {
+            "format": next((row.format for row in self.rows if row.format), "none"),
+            "stored": len(self.stored),
+            "parameters": len(self.rows),
+            "share": held / total,
+            "kept": kept,
+        }
+
     def __str__(self) -> str:
         table = [("parameter", "shape", "stored as", "why")] + [
             (row.name, "x".join(map(str, row.shape)) or "scalar", row.format or "a dtype", row.why)
@@ -137,8 +172,7 @@ class PrecisionReport:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in table
         ]
-        held = sum(math.prod(row.shape) for row in self.rows if row.format)
-        total = sum(math.prod(row.shape) for row in self.rows)
+        held, total = self.elements
         lines.append(
             f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
             f"elements, are stored in MXFP8"

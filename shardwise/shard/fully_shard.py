@@ -31,6 +31,7 @@ from shardwise.shard.checks import (
     module_problems,
     option_problems,
     placement_problems,
+    product_problems,
     raise_together,
 )
 from shardwise.shard.coded import GROUPS
@@ -99,8 +100,9 @@ def fully_shard(
     ranks = Ranks(mesh)
     problems = module_problems(roots, found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, offload_policy)
-    problems += forward_problems(reshard_after_forward, ranks, placements, precision)
+    problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
+    problems += product_problems(precision, device_of(mesh))
     if gather_in_step and SHARD in placements.compute:
         problems.append(
             f"gather_in_step=True under {placements}: whole weights are not kept between steps, so "

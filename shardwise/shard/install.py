@@ -143,8 +143,21 @@ def _rest_before_load(
     unit = unit_of(module)
     if unit is not None:
         unit.hide()
+    _refuse_codes(module, state_dict, prefix)
     if metadata.get("assign_to_params_buffers", False):
         raise NotImplementedError(
             "load_state_dict(assign=True) would replace views of the flat buffers by strangers; "
             "load with assign=False"
         )
+
+
+def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:
+    """``copy_`` would take bytes for numbers, and nobody would notice before the loss does."""
+    for name, parameter in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and value.itemsize == 1 < parameter.itemsize:
+            raise ValueError(
+                f"'{prefix}{name}' is {value.dtype}: codes, not values, and main weights are never "
+                f"made from codes unasked. Load the values that were encoded, or decode them "
+                f"yourself (shardwise.precision.MXFP8Tensor)"
+            )

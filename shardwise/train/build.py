@@ -22,6 +22,7 @@ from shardwise.optim.muon import muon
 from shardwise.optim.sharded import ShardedOptimizer, optimizer
 from shardwise.precision import Precision
 from shardwise.shard.find import wrap_units
+from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
@@ -118,9 +119,16 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     with torch.device("meta"):
         model = GPT(config.model)
+    precision = precision_of(config, world)
     for unit in wrap_units(model):
-        fully_shard(
-            unit, mesh=mesh, placements=config.placements, precision=precision_of(config, world)
+        fully_shard(unit, mesh=mesh, placements=config.placements, precision=precision)
+    stored = precision_report(model)
+    if precision.format and not stored.stored:
+        reasons = dict.fromkeys(stored.kept.values())
+        raise ValueError(
+            f"precision={config.precision!r}: none of the {len(stored.rows)} parameters can be "
+            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of 32, or train "
+            f"in bf16"
         )
     model.to_empty(device=world.device)
     model.init_weights(config.seed)
@@ -131,7 +139,14 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    return Precision(weights=weights, reduce="fp32")
+    return named_precision(weights)
+
+
+def named_precision(weights: str) -> Precision:
+    """What a run by this name computes with; gradients travel and main weights rest in fp32."""
+    precision = Precision(weights=weights, reduce="fp32")
+    # A router compares experts: what MXFP8 rounds away there sends tokens elsewhere.
+    return dataclasses.replace(precision, exclude=("*router*",)) if precision.format else precision
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:

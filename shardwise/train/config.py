@@ -14,7 +14,7 @@ from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
-PrecisionName = Literal["auto", "fp32", "bf16"]
+PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,9 @@ class TrainConfig:
         warmup: steps in which learning rates rise from 0.
         decay: fraction of the steps, at the end, in which they fall to a tenth along a line.
         clip: the largest norm of the gradient.
-        precision: of compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. Main weights are fp32.
+        precision: of compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
+            ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
+            why. Main weights are fp32.
         eval_every, eval_windows: how often held-out loss is taken, over how many windows.
         save_every, keep: how often a checkpoint is written, and how many remain.
         max_skipped: steps in a row whose gradient may be broken (and is dropped) before giving up.

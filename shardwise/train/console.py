@@ -53,6 +53,13 @@ class Console:
                 f"{corpus['bigram']:.2f}, zlib {corpus['zlib']:.2f}"
             )
         say(f"ranks    {event['world_size']} x {event['device']}, {event['strategy']}")
+        if weights := event.get("weights"):
+            say(
+                f"weights  {weights['stored']} of {weights['parameters']} parameters in "
+                f"{weights['format']}, {100 * weights['share']:.1f} % of all elements; bf16:"
+            )
+            for why, names in weights["kept"].items():
+                say(f"         {', '.join(names)}: {why}")
         say(f"run      {event['out']}")
 
     def _resume(self, event: Event) -> None:

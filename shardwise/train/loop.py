@@ -27,6 +27,7 @@ from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
+from shardwise.shard.formats import precision_report
 from shardwise.train.build import Parts, build, precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
@@ -308,6 +309,7 @@ class Trainer:
             "mesh": shape,
             "device": str(self.world.device.type),
             "strategy": f"{config.strategy} over {mesh}, {config.optimizer}",
+            "weights": precision_report(self.parts.model).as_dict(),
             "out": str(self.folder),
             "versions": versions(),
         }

@@ -71,6 +71,7 @@ MODELS: dict[str, Any] = {
     "half frozen": half_frozen,
     "uneven": uneven,
     "blocks of 32": lambda: Model(32, 3),
+    "wide": lambda: Model(256, 2),
 }
 # Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
 # and the memory for decoded matrices grows in it.
@@ -89,6 +90,7 @@ def facts_of(made: Plan) -> Facts:
         "peak": made.peak,
         "peak_total": made.peak_total,
         "calls": made.calls,
+        "phases": made.phases,
     }
 
 
@@ -115,17 +117,20 @@ def measure(
     rest = books()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable)
+    headless = model_name == "backbone"
     found = []
     for step in range(2):
         sw.ledger.reset_peak()
-        with comm.record() as calls:
-            for microbatch in range(microbatches):
-                model.set_is_last_backward(microbatch == microbatches - 1)
-                batch = tokens(step, microbatch, rank, world_size)
-                if model_name == "backbone":
-                    model(batch).square().mean().backward()
-                else:
-                    loss_of(model, batch).backward()
+        phases: Facts = {"forward": Counter(), "backward": Counter()}
+        for microbatch in range(microbatches):
+            model.set_is_last_backward(microbatch == microbatches - 1)
+            batch = tokens(step, microbatch, rank, world_size)
+            with comm.record() as calls:
+                loss = model(batch).square().mean() if headless else loss_of(model, batch)
+            phases["forward"].update(calls)
+            with comm.record() as calls:
+                loss.backward()
+            phases["backward"].update(calls)
         peak = {k: n - before.get(k, 0) for k, n in sorted(sw.ledger.peak.items())}
         found.append(
             {
@@ -133,7 +138,8 @@ def measure(
                 "loaded": books(),
                 "peak": {kind: nbytes for kind, nbytes in peak.items() if nbytes},
                 "peak_total": sw.ledger.peak_total - sum(before.values()),
-                "calls": Counter(calls),
+                "calls": phases["forward"] + phases["backward"],
+                "phases": phases,
             }
         )
         optimizer.step()
@@ -221,10 +227,36 @@ def test_plan_is_exact_for_parts_kept() -> None:
     assert_planned(4, "plain", "zero3", FEW, reshard_after_forward=2)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
 def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
     assert_planned(world_size, "blocks of 32", strategy, [("mxfp8", 2), ("mxfp8_2d", 1)])
+
+
+def test_plan_is_exact_for_parts_of_planes_kept() -> None:
+    cases: list[Case] = [("mxfp8", 2), ("mxfp8_2d", 1)]
+    assert_planned(4, "blocks of 32", "zero3", cases, reshard_after_forward=2)
+
+
+def gathered_in_backward(facts: Facts) -> int:
+    """Of the layers: the root's weights stay from forward on."""
+    calls = facts["phases"]["backward"].items()
+    return sum(call.nbytes * count for call, count in calls if call.operation == "all_gather")
+
+
+def test_a_phase_of_zero3_gathers_half_the_bytes_of_bf16() -> None:
+    """One plane, 1.03 bytes against 2; norms and biases, 0.4 % of these layers, stay bf16."""
+    cases: list[Case] = [("bf16", 1), ("mxfp8", 1), ("mxfp8_2d", 1)]
+    for result in run_ranks(check_all, 2, "wide", "zero3", cases, {}):
+        bf16, rows, squares = (gathered_in_backward(steps[1]) for _, _, steps, _ in result)
+        assert 0.50 < rows / bf16 <= 0.52
+        assert 0.50 < squares / bf16 <= 0.51
+    with torch.device("meta"):
+        made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8"])
+    parameters, elements, planes = made.formats["mxfp8"]
+    assert parameters == 4 and planes == (elements * 33 // 32,) * 2, "a row and a column plane"
+    assert made.as_dict()["gathered"]["backward"]["nbytes"] == rows == made.gathered["backward"][1]
+    assert "stored as mxfp8" in str(made) and "gathered in backward" in str(made)
 
 
 def test_one_rank_alone() -> None:

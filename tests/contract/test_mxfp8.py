@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
-from shardwise.precision.mxfp8 import MXFP8Error
+from shardwise.precision import mxfp8_native
+from shardwise.precision.mxfp8 import ROW, MXFP8Error
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.shard import checks
 from shardwise.shard.coded_parameter import CodedParameter
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.module import units_of
@@ -60,6 +63,8 @@ def test_precision_refuses() -> None:
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(MXFP8Error, match="give a sequence of patterns"):
         sw.Precision(weights="mxfp8", include="*.mlp.*")
+    with pytest.raises(ValueError, match=r"products='native'.*for weights in 'mxfp8'"):
+        sw.Precision(weights="bf16", products="native")
 
 
 # ----------------------------------------------------------------------------------------- layouts
@@ -126,20 +131,65 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not() -> None:
 
 def check_refusals(rank: int, world_size: int) -> list[str]:
     mesh = mesh_of(world_size)
-    lonely, typo = nn.Linear(64, 64), replace(MXFP8, exclude=("haed.*",))
+    typo = replace(MXFP8, exclude=("haed.*",))
+    model = wrap(make(True), "zero3", world_size, precision=MXFP8)
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    codes = MXFP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
+    native = replace(MXFP8, products="native")
+    with mock.patch.object(checks, "native_problem", return_value=None):
+        lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
+    (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
+    with mock.patch.object(mxfp8_native, "native_problem", return_value=None):
+        assert isinstance(group.matmul, mxfp8_native.Native), "where there is hardware for it"
     return [
-        raised(
-            lambda: sw.fully_shard(lonely, mesh=mesh, precision=MXFP8, reshard_after_forward=2),
-            ValueError,
-        ),
+        raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
+        raised(lambda: model.load_state_dict(whole | {"layers.0.up.weight": codes}), ValueError),
     ]
 
 
 def test_what_cannot_hold_is_refused_by_name() -> None:
-    for kept, typo in run_ranks(check_refusals, 4):
-        assert "reshard_after_forward=2 with weights='mxfp8'" in kept and "pass True" in kept
+    for native, typo, codes in run_ranks(check_refusals, 2):
+        assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
+        assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.MXFP8Tensor" in codes
+
+
+# ---------------------------------------------------------------------- parts kept for backward
+
+
+def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
+    """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
+    often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
+    runs = []
+    for options, shape in (({}, {}), ({"reshard_after_forward": 2}, {"outside": True})):
+        model = make(True, format, **shape)
+        wrap(model, "zero3", world_size, precision=precision_of(True, format), **options)
+        optimizer = optimizer_of(model, "muon")
+        runs.append(train(model, rank, optimizer=optimizer, **often))
+    assert_same_bits(runs[1], runs[0], "parts kept")
+    model.outside = False
+    before = sw.ledger.snapshot()
+    loss = loss_of(model, tokens(9, 0, rank))[0]
+    kept = sw.ledger.snapshot()["compute"] - before.get("compute", 0)
+    with sw.comm.record() as calls:
+        loss.backward()
+    planes = [call for call in calls if call.operation == "all_gather" and call.size == 2]
+    coded = [g for unit in units_of(model) for g in unit.groups if g.format]
+    assert len(planes) == sum(len(unit.groups) for unit in units_of(model))
+    assert not [call for call in calls if call.operation == "all_gather" and call.size == 4]
+    assert kept >= sum(g.blocks[-1].nbytes // 2 for g in coded) > 0
+    assert sw.ledger.snapshot().get("compute") == before.get("compute"), "given back"
+    loss_of(model, tokens(9, 0, rank))  # no backward comes for what this keeps
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert_same_bits(planes_seen(model), expected_planes(model, format), "not the parts of before")
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
+def test_a_part_of_what_backward_reads_can_be_kept(format: str) -> None:
+    run_ranks(check_parts_kept, 4, format)
 
 
 # ------------------------------------------------------------------------------------ what is read

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.precision.mxfp8 import Plane, encode
 from shardwise.precision.mxfp8_linear import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
+from shardwise.precision.mxfp8_tensor import READS, Format, MXFP8Tensor, Phase
+from shardwise.shard.coded import GROUPS
+from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
+from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import mesh_for
 
@@ -32,6 +38,31 @@ class QuantisedAtUse(nn.Linear):
         planes = MXFP8Tensor.encode(self.weight.detach(), self.format)
         parameter = self.weight if self.weight.requires_grad else None
         return mxfp8_linear(input, planes, self.bias, parameter=parameter)
+
+
+class AtUse(Group):
+    """fp8 off in the groups of fp8 on: bf16 is gathered and stays bf16 until it is multiplied by.
+
+    The weights' way is that of every bf16 group; the gradients' way must be that of MXFP8 groups,
+    collective by collective.
+    """
+
+    format: Format = "mxfp8"
+    matmul = None
+
+    def _whole_parameter(self, index: int, requires_grad: bool) -> CodedParameter:
+        return CodedParameter.of(CodedWeight(weakref.ref(self), index), requires_grad)
+
+    def plane(self, index: int, phase: Phase) -> Plane:
+        return encode(self.whole.view(index), (READS[self.format][phase],))[0]
+
+
+class SquareAtUse(AtUse):
+    format: Format = "mxfp8_2d"
+
+
+def off_in_the_same_groups() -> Any:
+    return mock.patch.dict(GROUPS, {"mxfp8": AtUse, "mxfp8_2d": SquareAtUse})
 
 
 class Layer(nn.Module):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
+from shardwise.optim.routing import Route, routes_of
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import coded
 from shardwise.shard.formats import planes_of
@@ -24,12 +26,17 @@ from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
     STRATEGIES,
+    AtUse,
+    SquareAtUse,
     assert_same_bits,
     expected_planes,
+    loss_of,
     make,
+    off_in_the_same_groups,
     optimizer_of,
     planes_seen,
     precision_of,
+    tokens,
     train,
     wrap,
 )
@@ -52,10 +59,20 @@ def run(
     return model, train(model, rank, optimizer=optimizer, **trains)
 
 
+def reductions(calls: list[Any]) -> list[Any]:
+    """All but the gathers of weights, in order: what gradients and the optimizer send."""
+    return [call for call in calls if call.operation != "all_gather"]
+
+
 def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, format: Any) -> int:
-    coded, on = run(rank, world_size, strategy, kind, True, format)
-    _, off = run(rank, world_size, strategy, kind, False, format)
+    with sw.comm.record() as sent_on:
+        coded, on = run(rank, world_size, strategy, kind, True, format)
+    with sw.comm.record() as sent_off, off_in_the_same_groups():
+        plain, off = run(rank, world_size, strategy, kind, True, format)
+    assert {type(g) for u in units_of(plain) for g in u.groups if g.format} <= {AtUse, SquareAtUse}
     assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
+    assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
+    assert len(reductions(sent_on)) >= STEPS
     assert set(sw.precision_report(coded).stored) == STORED
     found = planes_seen(coded)
     assert_same_bits(found, expected_planes(coded, format), "codes and scales")
@@ -65,15 +82,37 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     return len(on)
 
 
+# "muon" has AdamW beside it, for all that is no matrix; "adamw" is torch's own.
 @pytest.mark.parametrize(
     ("strategy", "kind", "format"),
-    [(strategy, kind, "mxfp8") for strategy in STRATEGIES for kind in ("adamw", "muon")]
+    [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
+    + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3", "hfsdp")]
     + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d"), ("hfsdp", "muon", "mxfp8_2d")],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_of(strategy)
     seen = run_ranks(check_on_and_off, world_size, strategy, kind, format, timeout=180)
     assert min(seen) > 2 * STEPS
+
+
+# ---------------------------------------------------------------------------- two ranks, and four
+
+
+def check_world(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
+    """Of four ranks, two that reduce together first see the same data: a + a = 2a, exactly."""
+    model = wrap(make(True), strategy, world_size, precision=precision_of(True))
+    optimizer = optimizer_of(model, "muon")
+    return train(model, rank * 2 // world_size, optimizer=optimizer) | planes_seen(model)
+
+
+def test_four_ranks_train_to_the_bits_of_two() -> None:
+    two = run_ranks(check_world, 2, "zero3", timeout=180)
+    assert not torch.equal(two[0]["loss 0.0"], two[1]["loss 0.0"]), "they see different data"
+    for strategy in ("hsdp", "hfsdp"):
+        four = run_ranks(check_world, 4, strategy, timeout=180)
+        for rank, found in enumerate(four):
+            assert_same_bits(found, two[rank // 2], f"rank {rank} of four, {strategy}")
+    assert any(name.endswith("column.codes") for name in two[0])
 
 
 # ------------------------------------------------------------------------------- schedules, memory
@@ -148,11 +187,12 @@ def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, forma
 
 def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
     """Layouts that cut blocks, or keep matrices whole, compute the same."""
-    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8")
+    few: dict[str, Any] = {"steps": range(10)}
+    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
     chosen = []
     for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
         model, found = run(
-            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g
+            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g, **few
         )
         assert_same_bits(found, expected, str(grain))
         chosen.append([g.direct for unit in units_of(model) for g in unit.groups if g.format])
@@ -201,6 +241,61 @@ def test_data_parallel_trains_to_the_same_bits(stage: int, format: str) -> None:
             assert not any(direct), "both planes of an element weigh more than its bf16 value"
         if format == "mxfp8_2d":
             assert any(direct), "owners of whole matrices send their codes"
+
+
+def owners_of(model: Any) -> list[set[str]]:
+    """By bucket that is trained: which optimizers write to it."""
+    kinds = {id(one.parameter): one.route.kind for one in routes_of(model)}
+    return [
+        {kinds[id(p)] for p in group.sharded}
+        for unit in units_of(model)
+        for group in unit.groups
+        if group.trainable
+    ]
+
+
+def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]], list[int]]:
+    """Owners by bucket, and gathers of each step; ``mixed``: buckets planned as if all parameters
+    had one owner."""
+    module = sys.modules["shardwise.shard.data_parallel"]  # sw.data_parallel is the function
+    plan = module._plan
+    one_owner = Route(kind="elementwise", reason="for everybody")
+
+    def wrong(found: Any, routes: Any, *rest: Any) -> Any:
+        return plan(found, dict.fromkeys(routes, one_owner), *rest)
+
+    model = make(True)
+    sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
+    with mock.patch.object(module, "_plan", wrong if mixed else plan):
+        sw.data_parallel(
+            model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True),
+            overlap_gather="step",
+        )  # fmt: skip
+    optimizer = optimizer_of(model, "muon")
+    gathers = []
+    for step in range(3):
+        with sw.comm.record() as calls:
+            loss_of(model, tokens(step, 0, rank))[0].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gathers.append(sum(call.operation == "all_gather" for call in calls))
+    return owners_of(model), gathers
+
+
+def assert_one_owner(owners: list[set[str]], gathers: list[int]) -> None:
+    mixed = [sorted(kinds) for kinds in owners if len(kinds) > 1]
+    assert not mixed, f"buckets of several optimizers: {mixed}"
+    # The first step gathers frozen weights too; with "step" what it wrote is sent in the same one.
+    assert gathers[1:] == [len(owners)] * 2, f"{gathers} gathers of {len(owners)} buckets"
+
+
+def test_buckets_have_one_owner_each_and_come_once_a_step() -> None:
+    for owners, gathers in run_ranks(check_owners, 2, False):
+        assert len(owners) == 3, "Muon's in MXFP8, AdamW's in MXFP8, AdamW's in bf16"
+        assert_one_owner(owners, gathers)
+    for owners, gathers in run_ranks(check_owners, 2, True):
+        with pytest.raises(AssertionError, match="buckets of several optimizers"):
+            assert_one_owner(owners, gathers)
 
 
 # -------------------------------------------------------------------------------- save and resume
@@ -269,7 +364,8 @@ RIGHT = coded.CodedGroup._gather_staged
 
 
 def check_control(rank: int, world_size: int, mistake: str) -> str:
-    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8")
+    few: dict[str, Any] = {"steps": range(6)}  # each of them shows at once, and stays
+    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
             stack.enter_context(mock.patch.object(coded.CodedGroup, "_missing", never_made_anew))
@@ -281,7 +377,7 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
         if mistake == "init":
             through_codes(model)
         model = wrap(model, "zero1", world_size, precision=precision_of(True))
-        on = train(model, rank, optimizer=optimizer_of(model, "adamw"))
+        on = train(model, rank, optimizer=optimizer_of(model, "adamw"), **few)
     with pytest.raises(AssertionError, match="differ") as caught:
         assert_same_bits(on, off, mistake)
     return str(caught.value)

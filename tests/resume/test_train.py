@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.report.html import write_report
 from shardwise.train.loop import Trainer
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
@@ -36,8 +37,8 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
     return {e["step"]: (e["loss"], e["grad_norm"]) for e in events_of(folder, "step")}
 
 
-def compare(strategy: str, optimizer: str, world_size: int, tmp_path: Path) -> None:
-    changes = {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
+def compare(strategy: str, optimizer: str, world_size: int, tmp_path: Path, **changes: Any) -> None:
+    changes |= {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
     first, second = tmp_path / "first", tmp_path / "second"
     expected = run_ranks(straight, world_size, str(first), changes)
     assert sorted(losses(first)) == list(range(1, 9))
@@ -63,6 +64,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(strategy: str, tmp_path: Path) -
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
 def test_on_two_axes(strategy: str, tmp_path: Path) -> None:
     compare(strategy, "muon", 4, tmp_path)
+
+
+def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
+    wide = dataclasses.replace(TINY.model, dim=32)
+    compare("zero3", "muon", 2, tmp_path, precision="mxfp8", model=wide)
+    (run,) = events_of(tmp_path / "first", "run")
+    weights, (planned,) = run["weights"], events_of(tmp_path / "first", "plan")
+    assert weights["format"] == "mxfp8" and weights["stored"] >= 7 * wide.num_layers
+    kept = {name: why for why, names in weights["kept"].items() for name in names}
+    assert kept["embedding.weight"] == "read by Embedding, not by linears alone"
+    assert kept["blocks.*.attention_norm.weight"] == "read by RMSNorm, not by linears alone"
+    assert planned["plan"]["weights"]["mxfp8"]["parameters"] == weights["stored"]
+    page = write_report(tmp_path / "first").read_text()
+    assert "Weights in MXFP8" in page and "read by Embedding" in page
+    assert "gathered in backward" in page
+    narrow = {"precision": "mxfp8_2d", "data": write_text(tmp_path)}
+    for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
+        assert "none of the" in said and "can be stored so" in said and "multiples of 32" in said
 
 
 def test_with_adamw_on_three_ranks(tmp_path: Path) -> None:
@@ -110,7 +129,9 @@ def test_another_number_of_ranks_neither_repeats_nor_skips(tmp_path: Path) -> No
         assert sorted(near) == [5, 6, 7, 8]
 
 
-def refuse(rank: int, world_size: int, folder: str, path: str, changes: dict[str, Any]) -> str:
+def refuse(
+    rank: int, world_size: int, folder: str, path: str | None, changes: dict[str, Any]
+) -> str:
     try:
         make_trainer(rank, world_size, folder, path, **changes)
     except ValueError as error:

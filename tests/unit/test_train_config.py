@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise import cli
 from shardwise.models.config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
@@ -187,3 +188,26 @@ def test_trackers_get_the_numbers() -> None:
     assert found["train/loss"] == 2.0 and "train/step" not in found and "train/lr" not in found
     assert scalars({"kind": "eval", "step": 4, "loss": 1.0}) == {"held_out/loss": 1.0}
     assert scalars({"kind": "save", "step": 4}) == {}
+
+
+def test_a_plan_takes_the_precision_of_the_recipe_or_the_flag(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert load_recipe("gpt_1b_mxfp8").precision == "mxfp8"
+    for flag, stored in ((None, "bfloat16"), ("mxfp8_2d", "mxfp8_2d")):
+        assert cli.plan(cli.Plan(model="smoke", ranks=2, precision=flag), []) == 0  # type: ignore[arg-type]
+        said = capsys.readouterr().out
+        assert f"stored as {stored} " in said and "gathered in forward" in said
+
+
+def test_the_console_says_once_what_stays_bf16() -> None:
+    stream = io.StringIO()
+    kept = {"read by Embedding, not by linears alone": ["embedding.weight"]}
+    weights = {"format": "mxfp8", "stored": 28, "parameters": 47, "share": 0.923, "kept": kept}
+    corpus = {"name": "text", "text": "1M tokens", "sha256": "0" * 64}
+    model = {"parameters": 10**6, "text": "4 layers"}
+    event = {"kind": "run", "corpus": corpus, "model": model, "world_size": 2, "device": "cpu"}
+    Console(3, stream=stream).log(event | {"strategy": "zero3", "out": ".", "weights": weights})
+    said = stream.getvalue()
+    assert "28 of 47 parameters in mxfp8, 92.3 % of all elements" in said
+    assert "embedding.weight: read by Embedding, not by linears alone" in said
