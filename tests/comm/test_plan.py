@@ -283,17 +283,23 @@ def check_muon(
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
     rest = books()
     sw.ledger.reset_peak()
-    with comm.record() as calls:
-        for microbatch in range(2):
-            model.set_is_last_backward(microbatch == 1)
-            loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
+    phases: Facts = {"forward": Counter(), "backward": Counter()}
+    for microbatch in range(2):
+        model.set_is_last_backward(microbatch == 1)
+        with comm.record() as calls:
+            loss = loss_of(model, tokens(0, microbatch, rank, world_size))
+        phases["forward"].update(calls)
+        with comm.record() as calls:
+            loss.backward()
+        phases["backward"].update(calls)
     peak = {kind: n - before.get(kind, 0) for kind, n in sorted(sw.ledger.peak.items())}
     facts = {
         "rest": rest,
         "loaded": books(),
         "peak": {kind: nbytes for kind, nbytes in peak.items() if nbytes},
         "peak_total": sw.ledger.peak_total - sum(before.values()),
-        "calls": Counter(calls),
+        "calls": phases["forward"] + phases["backward"],
+        "phases": phases,
     }
     with comm.record() as calls:
         optimizer.step()
