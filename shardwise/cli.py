@@ -33,7 +33,7 @@ class Train:
     """
 
     recipe: Positional[str] = "default"
-    """default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, or file.py:function."""
+    """default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, or file.py:function."""
     steps: int | None = None
     """Optimizer steps of the whole run."""
     data: str | None = None
@@ -42,6 +42,8 @@ class Train:
     """bytes, or bpe:SIZE."""
     strategy: Strategy | None = None
     """How parameters, gradients and optimizer states are spread over the ranks."""
+    ep: int | None = None
+    """Over how many ranks experts are spread."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
     batch: int | None = None
@@ -65,7 +67,7 @@ class Train:
 
     def changes(self) -> dict[str, Any]:
         """What the flags change in a configuration."""
-        names = ["steps", "data", "tokenizer", "strategy", "optimizer", "precision"]
+        names = ["steps", "data", "tokenizer", "strategy", "ep", "optimizer", "precision"]
         names += ["batch", "lr", "matrix_lr", "seed"]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -147,6 +147,12 @@ class GroupedMLP(nn.Module):
         spec = _Spec(bundles, self._chosen[1], self.activation, self.gate_up_block, delayed)
         return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]
 
+    def spread(self, first: int, count: int) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on."""
+        for linear in (self.fc1, self.fc2):
+            linear.spread(first, count)
+        self.num_experts = count
+
     def _bundles(self) -> list[ExpertTensor]:
         """W1, W2 and, where there are biases, b1, b2."""
         names = ["weight", "bias"] if self.fc1.has_bias else ["weight"]

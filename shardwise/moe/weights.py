@@ -54,6 +54,12 @@ def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
         part.data = value
 
 
+def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
+    """Tell optimizers that know matrices how a parameter falls into them: blocks of so many rows,
+    repeated, each kind of block a matrix of its own; none, where it is no matrix at all."""
+    parameter.matrix_blocks = blocks  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------ their gradients
 
 # ``write(None, False)`` makes a gradient [experts, ...] anew; ``write(out, add)`` leaves it in
