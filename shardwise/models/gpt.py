@@ -131,9 +131,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values would be drawn for nothing
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
-            self.blocks = nn.ModuleList(
-                Block(config, layer) for layer in range(config.num_layers)
-            )
+            self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
             self.norm = RMSNorm(config.dim, eps=config.norm_eps)
             # A tied head has no module: two modules that share a parameter no longer do after
             # `to_empty`, which gives each its own.

@@ -123,7 +123,11 @@ class GroupedLinear(nn.Module):
         weights = self.experts("weight")
         device = weights.parameters[0].device
         values = torch.empty(
-            self.num_experts, self.out_features, self.in_features, device=device, dtype=weights.dtype
+            self.num_experts,
+            self.out_features,
+            self.in_features,
+            device=device,
+            dtype=weights.dtype,
         )
         for index, value in enumerate(values):
             generator = None

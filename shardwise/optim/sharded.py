@@ -27,7 +27,7 @@ from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, recorded, route_problems, routes_of
+from shardwise.optim.routing import Route, route_problems, routes_of, split_of
 from shardwise.optim.storage import buffer_of, home_of, local_of, problem_of, written
 
 # Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _launch(self) -> None:
         """Plan who computes what (collective where parameters are sharded)."""
         found = [
-            Matrix(self._name(parameter), parameter, _split_of(parameter), group)
+            Matrix(self._name(parameter), parameter, split_of(parameter), group)
             for group in self.param_groups
             if group["kind"] == "matrix"
             for parameter in group["params"]
@@ -247,8 +247,3 @@ def parameter_problems(
                 f"are not those of the split; keep it whole, or store its parts apart"
             )
     return list(dict.fromkeys(problem for problem in problems if problem))
-
-
-def _split_of(parameter: Tensor) -> Any:
-    chosen: Route | None = recorded(parameter)
-    return chosen.split if chosen is not None else None

@@ -35,7 +35,7 @@ class ExpertLoad:
                 router.forget_load()
 
     def figures(self, total: Tensor) -> dict[str, Any]:
-        """Of the tallies of all ranks: the numbers that belong to a step, each the layers' worst."""
+        """Of the tallies of all ranks: a step's numbers, each the layers' worst."""
         if not self.routers:
             return {}
         layers = total.view(len(self.routers), -1)  # [layers, experts + 1]

@@ -3,8 +3,8 @@
 
     batch -> forward, backward (microbatches) -> clip -> step -> agree -> log, evaluate, save
 
-Ranks agree once a step, on the loss of all, who saw a request to stop, and which experts had how
-much to do. Everything that a rank decides is decided from those, so that no rank ever goes on alone.
+Ranks agree once a step, on the loss of all, on who saw a request to stop, and on how much each
+expert had to do. All that a rank decides is decided from those: no rank ever goes on alone.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def gpt_1b_nodes() -> TrainConfig:
 
 
 RECIPES: dict[str, Recipe] = {
-    recipe.__name__: recipe for recipe in (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes)
+    recipe.__name__: recipe
+    for recipe in (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes)
 }
 
 

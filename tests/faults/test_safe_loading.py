@@ -38,7 +38,7 @@ from shardwise.checkpoint import (
     metadata,
     verify,
 )
-from shardwise.checkpoint.loading import Checkpoint
+from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.metadata import _Record
 from tests.models import mesh_of
 from tests.ranks import run_ranks
