@@ -128,7 +128,7 @@ class Bench:
     """Run a benchmark of a checkout; what follows its name goes to it (try --help there)."""
 
     name: Positional[str] = ""
-    """fsdp, muon, muon-vs-adamw, ..."""
+    """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
 
 
 Command = (

@@ -197,7 +197,7 @@ def _overlaps(
     )
     box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     for item in create_read_items_for_chunk_list("", saved, [box]):
-        chunk = by_offset[tuple(item.storage_index.offset)]
+        chunk = by_offset[tuple(item.storage_index.offset or ())]
         part = _narrow(target, item.dest_offsets, item.lengths)
         yield chunk, _Copy(part, tuple(item.storage_offsets), tuple(item.lengths))
 

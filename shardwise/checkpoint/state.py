@@ -206,7 +206,7 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
     tensors: dict[str, list[str]] = {}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        names = []
+        names: list[str] = []
         for parameter in group["params"]:
             name = state.names.get(id(parameter))
             if name is None:

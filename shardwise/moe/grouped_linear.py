@@ -27,6 +27,7 @@ from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.products import (
+    Into,
     LoopProducts,
     PathName,
     check_ends,
@@ -351,7 +352,8 @@ def weight_writer(
     products: LoopProducts, dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> WriteGradient:
     def write(out: Tensor | None, add: bool) -> Tensor:
-        return products.weight_gradient(dy, x, ends, dtype=dtype, out=out, add=add)
+        into = Into(dtype if out is None else out.dtype, out, add)
+        return products.weight_gradient(dy, x, ends, into)
 
     return write
 
@@ -360,10 +362,7 @@ def bias_writer(
     products: LoopProducts, dy: Tensor, ends: Tensor, dtype: torch.dtype, p: Tensor | None = None
 ) -> WriteGradient:
     def write(out: Tensor | None, add: bool) -> Tensor:
-        value = products.bias_gradient(dy, ends, p)
-        if out is None:
-            return value.to(dtype)
-        return out.add_(value) if add else out.copy_(value)
+        return Into(dtype, out, add).take(products.bias_gradient(dy, ends, p))
 
     return write
 

@@ -100,8 +100,8 @@ def route(
             reason = f"chosen by {selector}"
         else:
             kind, reason = _default(name, parameter, modules, vocabularies)
-        split = splits.get(name) or _declared(parameter, kind)
-        routes[name] = Route(kind=kind, reason=reason, split=split)  # type: ignore[arg-type]
+        blocks = splits.get(name) or _declared(parameter, kind)
+        routes[name] = Route(kind=kind, reason=reason, split=blocks)  # type: ignore[arg-type]
         problems += route_problems(name, tuple(parameter.shape), routes[name])
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))

@@ -73,7 +73,7 @@ def test_any_way_of_holding_experts_reads_any_other(tmp_path: Path) -> None:
         saved.append({name: value for part in parts for name, value in part.items()})
         report = verify(paths[-1])
         assert report.ok, str(report)
-    # 2 matrices and 2 biases of each expert, and 5 other parameters; 1 state of a matrix, 3 of others
+    # Of each expert 2 matrices and 2 biases, 5 other parameters; a matrix has 1 state, others 3.
     assert {len(values) for values in saved} == {4 * (2 * 2 + 2 * 4) + 3 * 2 + 2 * 4}
     for way in WAYS.values():
         for found in on_ranks(load, way, paths):
