@@ -49,6 +49,8 @@ LayoutName = Literal["grouped", "indexed"]
 class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
 
+    writes_main_grad = True  # gradients go straight to where they are summed, if there is such
+
     def __init__(
         self,
         num_experts: int,

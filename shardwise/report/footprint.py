@@ -82,6 +82,7 @@ class Footprint:
     regather: Calls  # from the parts kept by k neighbours
     reduce: dict[bool, Calls] = field(hash=False)  # by whether it is the last microbatch
     room: dict[bool, tuple[int, ...]] = field(hash=False)  # for each: gloo's, for peers' messages
+    opens_early: bool = False  # a kernel writes gradients where they are summed, inside backward
 
     @property
     def grad(self) -> int:

@@ -117,7 +117,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     """Wrapped on the meta device, so that no rank ever holds the whole model."""
     shape = config.mesh_shape(world.size, world.num_nodes)
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    options: dict[str, Any] = {"placements": config.placements, "precision": precision_of(config, world)}
+    precision = precision_of(config, world)
+    options: dict[str, Any] = {"placements": config.placements, "precision": precision}
     with torch.device("meta"):
         model = GPT(config.model)
     spread_experts(model, config, world, options)
