@@ -50,6 +50,7 @@ class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
 
     writes_main_grad = True  # gradients go straight to where they are summed, if there is such
+    multiplies_decoded = True  # weights may be kept in codes, and decoded where they are used
 
     def __init__(
         self,
@@ -335,7 +336,7 @@ class _Linear(torch.autograd.Function):
         dy = dy.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            value = bundles[0].value(dy.dtype)
+            value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
         owed = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:

@@ -218,7 +218,7 @@ class _MLP(torch.autograd.Function):
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
         dy = dy.contiguous()
-        dh = products.input_gradient(dy, bundles[1].value(dy.dtype), ends)
+        dh = products.input_gradient(dy, bundles[1].value(dy.dtype, "backward"), ends)
         dz, h, dp = products.activation_backward(dh, z, p, spec.form)
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
@@ -238,7 +238,8 @@ class _MLP(torch.autograd.Function):
             del owed[: len(owed) // 2], dh, h
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = products.input_gradient(dz, bundles[0].value(dz.dtype), ends).to(ctx.x_dtype)
+            w1 = bundles[0].value(dz.dtype, "backward")
+            dx = products.input_gradient(dz, w1, ends).to(ctx.x_dtype)
         if spec.delayed is not None:
             spec.delayed.owe(owed)
             return dx, dp, None, None, None

@@ -203,7 +203,8 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
             for phase in phases
         },
         direct=direct,
-        largest=max(item.numel for item in layout.items),
+        # Experts are decoded all at once, in memory of the moment.
+        largest=max((item.numel for item in layout.items if len(item.shape) == 2), default=0),
     )
 
 
