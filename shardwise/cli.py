@@ -33,7 +33,7 @@ class Train:
     """
 
     recipe: Positional[str] = "default"
-    """default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8, or
+    """default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8, or
     file.py:function."""
     steps: int | None = None
     """Optimizer steps of the whole run."""
@@ -43,6 +43,8 @@ class Train:
     """bytes, or bpe:SIZE."""
     strategy: Strategy | None = None
     """How parameters, gradients and optimizer states are spread over the ranks."""
+    ep: int | None = None
+    """Over how many ranks experts are spread."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
     """Of the compute weights; mxfp8 and mxfp8_2d are for linear layers, the rest stays bf16."""
@@ -67,7 +69,7 @@ class Train:
 
     def changes(self) -> dict[str, Any]:
         """What the flags change in a configuration."""
-        names = ["steps", "data", "tokenizer", "strategy", "optimizer", "precision"]
+        names = ["steps", "data", "tokenizer", "strategy", "ep", "optimizer", "precision"]
         names += ["batch", "lr", "matrix_lr", "seed"]
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -129,7 +131,7 @@ class Bench:
     """Run a benchmark of a checkout; what follows its name goes to it (try --help there)."""
 
     name: Positional[str] = ""
-    """fsdp, muon, muon-vs-adamw, ..."""
+    """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
 
 
 Command = (

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,12 @@ from shardwise.checkpoint import owner
 from shardwise.checkpoint.attempt import is_taken
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
-from shardwise.checkpoint.loading import Checkpoint, read_whole
+from shardwise.checkpoint.reading import Checkpoint, read_whole
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name
 from shardwise.models.config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
+from shardwise.moe import convert_gate_up
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,21 @@ def _as_gpt(
         raise CheckpointError(
             f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
         ) from error
+    try:
+        written = hf_config(model)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     stored = {entry.dtype for key, entry in checkpoint.index.items() if key.startswith("model.")}
     kind = dtype or max(stored, key=lambda found: found.itemsize)
-    return partial(hf_tensors, config=model), hf_config(model, dtype=dtype_name(kind))
+    orders = checkpoint.values["extra_states"]
+
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
+        if order is not None:  # an expert's gate and up: stacked over there
+            tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
+        return hf_tensors(name, tensor, config=model)
+
+    return convert, {**written, "torch_dtype": dtype_name(kind)}
 
 
 class _Converter:

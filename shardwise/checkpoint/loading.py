@@ -3,39 +3,28 @@
 
 check   names, shapes, dtypes against the manifest's index; sha256, files shared out over ranks
 agree   one small object per rank: all go on, or all raise the same
-read    the saved boxes that meet this rank's, each copied into place
+read    the saved boxes that meet this rank's, each copied into place (``reading``)
 agree   that everybody has read
-
-saved by 2 ranks         rank 0 | rows 0-3 |  rank 1 | rows 4-6 |
-read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6 |
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import metadata, random_state, state
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError, UnsafeError
-from shardwise.checkpoint.files import Window, check_bytes, open_listed, read_listed
-from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, rank_file
-from shardwise.checkpoint.state import State, model_key, state_key
+from shardwise.checkpoint.errors import DamagedError, MismatchError
+from shardwise.checkpoint.experts import Stack
+from shardwise.checkpoint.files import check_bytes
+from shardwise.checkpoint.manifest import Manifest, rank_file
+from shardwise.checkpoint.reading import Checkpoint, Copies
+from shardwise.checkpoint.state import State, state_key
 from shardwise.checkpoint.world import World, share
 from shardwise.layout import Shape
 from shardwise.precision.mxfp8_tensor import NAMES
@@ -65,67 +54,6 @@ def load(
         raise MismatchError(f"the ranks were asked to load different checkpoints: {identities}")
     world.together(lambda: job.read(restore_random))
     return job.extra
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint's manifest, index and values: everything but the tensors."""
-
-    path: Path
-    manifest: Manifest
-    index: metadata.Index
-    values: dict[str, Any]
-
-    @staticmethod
-    def open(path: Path) -> Checkpoint:
-        manifest = Manifest.read(path)
-        manifest.check_sizes(path)
-        data = read_listed(path, manifest.file(METADATA))
-        index = metadata.parse(data, str(path / METADATA), manifest.files)
-        values = manifest.read_json(path, STATE)
-        if not isinstance(values, dict) or not {"tied", "extra_states", "optimizer"} <= set(values):
-            raise DamagedError(f"{path / STATE} is not what shardwise writes")
-        return Checkpoint(path, manifest, index, values)
-
-    def read(self, chunks: Iterable[metadata.Chunk]) -> Iterator[tuple[metadata.Chunk, Tensor]]:
-        """The tensors of some chunks, file by file, front to back. One is in memory at a time."""
-        by_file: dict[str, list[metadata.Chunk]] = {}
-        for chunk in chunks:
-            by_file.setdefault(chunk.file, []).append(chunk)
-        for name, wanted in sorted(by_file.items()):
-            file = self.manifest.file(name)
-            with open_listed(self.path, file) as stream:
-                for chunk in sorted(wanted, key=lambda chunk: chunk.begin):
-                    yield chunk, _read_tensor(stream, self.path / name, chunk)
-
-    def inspect(self, chunks: Iterable[metadata.Chunk]) -> None:
-        """That each of them is a tensor of the right shape; its numbers are not read."""
-        with torch.serialization.skip_data():
-            for _ in self.read(chunks):
-                pass
-
-
-def _read_tensor(stream: Any, where: Path, chunk: metadata.Chunk) -> Tensor:
-    window = Window(stream, chunk.begin, chunk.length)
-    try:
-        value = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        raise UnsafeError(
-            f"{where} holds something else than a tensor at byte {chunk.begin}, which loading "
-            f"could run: {reason}"
-        ) from error
-    except Exception as error:  # torch's reader of broken bytes may raise anything
-        raise DamagedError(f"{where}: no tensor at byte {chunk.begin}: {error!r:.200}") from error
-    found = type(value).__name__
-    if type(value) is Tensor:
-        if value.dtype == chunk.dtype and tuple(value.shape) == chunk.sizes:
-            return value
-        found = f"{value.dtype} {list(value.shape)}"
-    raise DamagedError(
-        f"{where}: {found} at byte {chunk.begin}, where the index promises {chunk.dtype} "
-        f"{list(chunk.sizes)}"
-    )
 
 
 class _Job:
@@ -159,7 +87,7 @@ class _Job:
         sizes = [file.size for file in files]
         for file in share(files, sizes, self.world.rank, self.world.size):
             check_bytes(self.path, file)
-        self.copies = Copies(self.checkpoint, self.state.tensors, self.checkpoint.values["tied"])
+        self.copies = Copies(self.checkpoint, self.state)
         self.checkpoint.inspect(self.copies.chunks)
 
     def _model_problems(self) -> list[str]:
@@ -170,10 +98,17 @@ class _Job:
         }
         tied: dict[str, str] = self.checkpoint.values["tied"]
         here = self.state
-        wanted = {key.removeprefix("model."): t for key, t in here.tensors.items()}
+        wanted: dict[str, tuple[Shape, torch.dtype]] = {}
+        known = set(here.tied)
+        for key, tensor in here.tensors.items():
+            name = key.removeprefix("model.")
+            stack = here.stacks.get(name)
+            shape = tuple(tensor.shape) if stack is None else stack.stored_shape(tensor.shape)
+            wanted |= dict.fromkeys(stack.here if stack else (name,), (shape, tensor.dtype))
+            known |= {*here.stored_names(name)}
         names = set(saved) | set(tied)
         problems = []
-        for name, tensor in wanted.items():
+        for name, (shape, dtype) in wanted.items():
             entry = saved.get(tied.get(name, name))
             if coded := _coded_parts(name, saved):
                 names -= coded
@@ -184,12 +119,12 @@ class _Job:
                     f"(shardwise.precision.MXFP8Tensor)"
                 )
             elif entry is None:
-                problems.append(f"missing from it: '{name}' {list(tensor.shape)}")
+                problems.append(f"missing from it: '{name}' {list(shape)}")
             else:
-                problems += _differences(name, entry, tensor)
-        for name in sorted(names - set(wanted) - set(here.tied)):
-            shape = list(saved[tied.get(name, name)].shape)
-            problems.append(f"unexpected in it: '{name}' {shape}")
+                problems += _differences(name, entry, shape, dtype)
+        for name in sorted(names - known):
+            shape = saved[tied.get(name, name)].shape
+            problems.append(f"unexpected in it: '{name}' {list(shape)}")
         for name, first in here.tied.items():
             if name in saved and first in saved:
                 problems.append(
@@ -217,7 +152,7 @@ class _Job:
                         f"the model does not: make it after wrapping, with model.parameters()"
                     )
                     continue
-                known.add(name)
+                known |= {*self.state.stored_names(name)}
                 problems += self._state_problems(optimizer, name, parameter, saved, kind)
         stored = set(saved["tensors"]) | set(saved["scalars"])
         for name in sorted(stored - known):
@@ -228,16 +163,22 @@ class _Job:
         self, optimizer: Optimizer, name: str, parameter: Tensor, saved: Any, kind: str
     ) -> list[str]:
         """Compare one parameter's state; prepare what this optimizer has not made yet."""
-        tensors = saved["tensors"].get(name, [])
-        scalars = saved["scalars"].get(name, {})
+        stack = self.state.stacks.get(name)
+        stored = self.state.stored_name(name)
+        tensors = saved["tensors"].get(stored, [])
+        scalars = saved["scalars"].get(stored, {})
         wanted = {*tensors, *scalars}
         here: dict[str, Any] = optimizer.state.get(parameter, {})
-        entries = {key: self.checkpoint.index.get(state_key(name, key)) for key in tensors}
-        if any(entry is None for entry in entries.values()):
+        members = stack.here if stack else (name,)
+        entries = {
+            key: [self.checkpoint.index.get(state_key(one, key)) for one in members]
+            for key in tensors
+        }
+        if any(entry is None for found in entries.values() for entry in found):
             raise DamagedError(f"{self.path}: optimizer states of '{name}' are not in the index")
         if not here and wanted:
             # It makes its states later than now, or never for this parameter.
-            here = {key: _new_state(parameter, key, e) for key, e in entries.items() if e}
+            here = {key: _new_state(parameter, key, e[0], stack) for key, e in entries.items()}
             here |= scalars
             self.new_states.append((parameter, here))
         elif here and not wanted and saved["class"] == kind:
@@ -249,13 +190,17 @@ class _Job:
                 f"in the checkpoint, {sorted(here) or 'none'} in this {kind}"
             ]
         problems = []
-        for key, entry in entries.items():
-            value, full = here[key], state_key(name, key)
-            if isinstance(value, Tensor) and entry is not None:
-                problems += _differences(full, entry, value)
-                self.state.tensors[full] = value
-            else:
-                problems.append(f"'{full}' is a tensor in the checkpoint and a number here")
+        for key, found in entries.items():
+            value = here[key]
+            if not isinstance(value, Tensor):
+                problems.append(f"'{state_key(name, key)}' is a tensor in the checkpoint and a "
+                                f"number here")  # fmt: skip
+                continue
+            self.state.add(name, partial(state_key, key=key), value)
+            shape = stack.stored_shape(value.shape) if stack else tuple(value.shape)
+            for one, entry in zip(members, found, strict=True):
+                assert entry is not None
+                problems += _differences(state_key(one, key), entry, shape, value.dtype)
         return problems
 
     # ------------------------------------------------------------------ reading
@@ -266,7 +211,7 @@ class _Job:
             assert self.optimizer is not None
             self.optimizer.state[parameter] = new
         values = self.checkpoint.values
-        state.set_extra_states(self.model, values["extra_states"])
+        state.set_extra_states(self.model, self.state, values["extra_states"])
         if self.optimizer is not None:
             state.set_options(self.optimizer, self.state, values["optimizer"])
             state.set_scalars(self.optimizer, self.state, values["optimizer"])
@@ -286,22 +231,26 @@ class _Job:
         return values
 
 
-def _new_state(parameter: Tensor, key: str, entry: metadata.Entry) -> Tensor:
+def _new_state(
+    parameter: Tensor, key: str, entry: metadata.Entry | None, stack: Stack | None
+) -> Tensor:
     """Like the parameter, unless it is a count beside one; in the layout of the parameter then."""
-    if entry.shape == tuple(parameter.shape) and (entry.shape or key != "step"):
+    assert entry is not None
+    shape = stack.live_shape(entry.shape) if stack else entry.shape
+    if shape == tuple(parameter.shape) and (entry.shape or key != "step"):
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     return torch.zeros(entry.shape, dtype=entry.dtype)
 
 
-def _differences(name: str, entry: metadata.Entry, tensor: Tensor) -> list[str]:
+def _differences(name: str, entry: metadata.Entry, shape: Shape, dtype: torch.dtype) -> list[str]:
     problems = []
-    if entry.shape != tuple(tensor.shape):
+    if entry.shape != tuple(shape):
         problems.append(
-            f"'{name}' has shape {list(entry.shape)} in it, {list(tensor.shape)} in this model"
+            f"'{name}' has shape {list(entry.shape)} in it, {list(shape)} in this model"
         )
-    if entry.dtype != tensor.dtype:
+    if entry.dtype != dtype:
         problems.append(
-            f"'{name}' is {entry.dtype} in it, {tensor.dtype} here: load in the saved dtype and "
+            f"'{name}' is {entry.dtype} in it, {dtype} here: load in the saved dtype and "
             f"convert afterwards"
         )
     if (tiling := entry.problem()) is not None:
@@ -322,83 +271,3 @@ def _explain(path: Path, manifest: Manifest, problems: list[str]) -> str:
     if len(problems) > 40:
         shown.append(f"  and {len(problems) - 40} more")
     return "\n".join([headline, *shown])
-
-
-# ------------------------------------------------------------------------------ tensors
-
-
-class Copies:
-    """What fills this rank's pieces of tensors: for every saved piece, where its parts go."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, targets: dict[str, Tensor], tied: dict[str, str]
-    ) -> None:
-        self._checkpoint = checkpoint
-        self.chunks: dict[metadata.Chunk, list[tuple[Tensor, Any]]] = {}
-        for key, tensor in targets.items():
-            name = key.removeprefix("model.")
-            source = model_key(tied[name]) if key.startswith("model.") and name in tied else key
-            entry = checkpoint.index[source]
-            by_offset = {chunk.offsets: chunk for chunk in entry.chunks}
-            for item in _overlaps(entry, _boxes(tensor)):
-                chunk = by_offset[tuple(item.storage_index.offset)]
-                self.chunks.setdefault(chunk, []).append((tensor, item))
-
-    @torch.no_grad()
-    def run(self) -> None:
-        for chunk, value in self._checkpoint.read(self.chunks):
-            for tensor, item in self.chunks[chunk]:
-                target = _box_of(tensor, item.dest_index)
-                _narrow(target, item.dest_offsets, item.lengths).copy_(
-                    _narrow(value, item.storage_offsets, item.lengths)
-                )
-
-
-def read_whole(checkpoint: Checkpoint, key: str) -> Tensor:
-    """One tensor, whole, in host memory."""
-    entry = checkpoint.index[key]
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
-    Copies(checkpoint, {key: whole}, {}).run()
-    return whole
-
-
-def _boxes(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """This rank's boxes. Asking a sharded parameter also marks it as written, on every rank."""
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return []
-        chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
-        return [chunk for chunk in chunks if chunk.sizes.numel()]
-    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
-
-
-def _overlaps(entry: metadata.Entry, boxes: list[ChunkStorageMetadata]) -> list[Any]:
-    """What to copy from where: DCP's resharding arithmetic."""
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        for chunk in entry.chunks
-    ]
-    saved = TensorStorageMetadata(
-        TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks
-    )
-    items = create_read_items_for_chunk_list("", saved, boxes)
-    read, needed = (
-        sum(item.lengths.numel() for item in items),
-        sum(box.sizes.numel() for box in boxes),
-    )
-    if read != needed:
-        raise CheckpointError(f"{read} of {needed} elements would be read: this is a bug")
-    return items
-
-
-def _box_of(tensor: Tensor, index: MetadataIndex) -> Tensor:
-    if isinstance(tensor, DTensor):
-        box: Tensor = tensor.__get_tensor_shard__(index)
-        return box.detach()
-    return tensor.detach()
-
-
-def _narrow(tensor: Tensor, offsets: Shape, lengths: Shape) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor

@@ -54,10 +54,18 @@ class LayoutPlanner(SavePlanner):
     """A ``SavePlanner`` whose local plans need no global step.
 
     ``single`` names tensors that only rank 0 writes: those that may differ between ranks.
+    ``own`` names plain tensors that every rank writes: they stand for other things on others.
     """
 
-    def __init__(self, rank: int, world_size: int, single: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        single: frozenset[str] = frozenset(),
+        own: frozenset[str] = frozenset(),
+    ) -> None:
         self._rank, self._everybody, self._single = rank, tuple(range(world_size)), single
+        self._own = own
         self._tensors: dict[str, Tensor] = {}
 
     def set_up_planner(
@@ -93,7 +101,7 @@ class LayoutPlanner(SavePlanner):
         if key in self._single:
             return self._everybody[:1]
         if not isinstance(tensor, DTensor):
-            return self._everybody
+            return (self._rank,) if key in self._own else self._everybody
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:

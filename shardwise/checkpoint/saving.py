@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import metadata, owner, random_state, state
 from shardwise.checkpoint.attempt import Attempt
 from shardwise.checkpoint.errors import CheckpointError, MismatchError, SaveError
+from shardwise.checkpoint.experts import one_by_one
 from shardwise.checkpoint.files import File, HashedFile, write_file
 from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, now, rank_file, versions
 from shardwise.checkpoint.plan import LayoutPlanner, Piece
@@ -113,12 +114,18 @@ def take(
             problems.append(str(error))
     if problems:
         raise CheckpointError(_listed("this can't be saved", problems))
-    planner = LayoutPlanner(world.rank, world.size, frozenset(found.buffers))
+    spread = frozenset(key for key, stack in found.members.items() if stack.spread)
+    planner = LayoutPlanner(world.rank, world.size, frozenset(found.buffers), spread)
     planner.set_up_planner(found.tensors)
+    pieces = [
+        part
+        for piece in planner.pieces()
+        for part in one_by_one(piece, found.members.get(piece.key))
+    ]
     rank_values = {"random": random_state.capture(), "extra": dict(extra or {})}
     return Snapshot(
-        pieces=planner.pieces(),
-        keys=frozenset(found.tensors),
+        pieces=pieces,
+        keys=found.stored_keys,
         rank_values=to_bytes(rank_values, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=state.placements_of(model),

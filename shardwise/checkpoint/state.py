@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.experts import Stack, stacks_of
 from shardwise.checkpoint.values import encode
 from shardwise.optim.muon import convert_momentum
 from shardwise.optim.storage import local_of
@@ -52,7 +54,31 @@ class State:
     tied: dict[str, str] = field(default_factory=dict)  # a further name -> the one that is saved
     extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have any
     names: dict[int, str] = field(default_factory=dict)  # of parameters, by identity
+    stacks: dict[str, Stack] = field(default_factory=dict)  # expert parameters, by name
+    members: dict[str, Stack] = field(default_factory=dict)  # how their tensors are stored, by key
     problems: list[str] = field(default_factory=list)
+
+    def add(self, name: str, rename: Callable[[str], str], tensor: Tensor) -> str:
+        """A tensor of the parameter ``name`` (or a buffer); its key."""
+        key = rename(name)
+        self.tensors[key] = tensor
+        if name in self.stacks:
+            self.members[key] = self.stacks[name].renamed(rename)
+        return key
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """What a parameter is called in a checkpoint: on all ranks, by expert where it has any."""
+        return self.stacks[name].everywhere if name in self.stacks else (name,)
+
+    def stored_name(self, name: str) -> str:
+        """The first of those that are here."""
+        return self.stacks[name].here[0] if name in self.stacks else name
+
+    @property
+    def stored_keys(self) -> frozenset[str]:
+        """Of the tensors of all ranks."""
+        alone = self.tensors.keys() - self.members.keys()
+        return frozenset(alone).union(*(stack.everywhere for stack in self.members.values()))
 
 
 def model_key(name: str) -> str:
@@ -84,7 +110,8 @@ def clean(name: str) -> str:
 
 def of_model(model: nn.Module) -> State:
     """Parameters and persistent buffers. Weights that are kept gathered go to rest first."""
-    state, model = State(), unwrapped(model)
+    model = unwrapped(model)
+    state = State(stacks=stacks_of(model, clean))
     parameters = {id(parameter) for parameter in model.parameters()}
     first_name: dict[int, str] = {}
     live = model.state_dict(keep_vars=True)  # the registered objects themselves
@@ -102,7 +129,7 @@ def of_model(model: nn.Module) -> State:
             state.tied[name] = first_name[id(value)]
         else:
             first_name[id(value)] = name
-            state.tensors[model_key(name)] = value
+            state.add(name, model_key, value)
             if id(value) in buffers:
                 state.buffers.add(model_key(name))
             else:
@@ -179,7 +206,7 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
     tensors: dict[str, list[str]] = {}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        names = []
+        names: list[str] = []
         for parameter in group["params"]:
             name = state.names.get(id(parameter))
             if name is None:
@@ -189,15 +216,18 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                     f"model does not: make the optimizer after wrapping, with model.parameters()"
                 )
                 continue
-            names.append(name)
+            stored = state.stored_names(name)
+            names += stored
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors.setdefault(name, []).append(key)
-                    state.tensors[state_key(name, key)] = value
-                    state.problems += tensor_problems(state_key(name, key), value)
-                    state.problems += _whole_problem(state_key(name, key), parameter, value)
+                    for one in stored:
+                        tensors.setdefault(one, []).append(key)
+                    full = state.add(name, partial(state_key, key=key), value)
+                    state.problems += tensor_problems(full, value)
+                    state.problems += _whole_problem(full, parameter, value)
                 else:
-                    scalars.setdefault(name, {})[key] = value
+                    for one in stored:
+                        scalars.setdefault(one, {})[key] = value
         options, described = _options(group)
         groups.append({"parameters": names, "options": options, "described": described})
     return {
@@ -240,7 +270,7 @@ def set_options(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> No
     for index, group in enumerate(optimizer.param_groups):
         sources = []
         for parameter in group["params"]:
-            source = by_name.get(state.names[id(parameter)])
+            source = by_name.get(state.stored_name(state.names[id(parameter)]))
             if source is not None:
                 sources.append(source["options"])
                 _convert_momentum(group, source["options"], optimizer.state.get(parameter, {}))
@@ -291,16 +321,19 @@ def set_scalars(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> No
     """States that are plain numbers."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            scalars = saved["scalars"].get(state.names[id(parameter)])
+            scalars = saved["scalars"].get(state.stored_name(state.names[id(parameter)]))
             if scalars:
                 optimizer.state[parameter].update(scalars)
 
 
-def set_extra_states(model: nn.Module, extra_states: dict[str, Any]) -> None:
-    """What modules with ``set_extra_state`` have saved beside tensors."""
+def set_extra_states(model: nn.Module, state: State, extra_states: dict[str, Any]) -> None:
+    """What modules with ``set_extra_state`` have saved beside tensors; but gate and up of experts
+    stand in this model's own order by now."""
     modules = {clean(name): module for name, module in unwrapped(model).named_modules()}
+    settled = {stack.order for stack in state.stacks.values()}
     for name, value in extra_states.items():
-        modules[name.rpartition(".")[0]].set_extra_state(value)
+        if name not in settled:
+            modules[name.rpartition(".")[0]].set_extra_state(value)
 
 
 def as_saved(state: State, optimizer: dict[str, Any] | None) -> Any:

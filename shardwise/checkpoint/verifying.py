@@ -11,8 +11,8 @@ from pathlib import Path
 from shardwise.checkpoint import metadata
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes
-from shardwise.checkpoint.loading import Checkpoint
 from shardwise.checkpoint.manifest import NAME, Manifest, rank_file
+from shardwise.checkpoint.reading import Checkpoint
 
 
 @dataclass

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Recompute = Literal["none", "block"]
+Score = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +60,18 @@ class GPTConfig:
         tied: whether the head reads the embedding's rows instead of its own.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
             backward (activation checkpointing); ``"none"`` keeps all.
-        num_experts: 0 for a dense model; otherwise every feed-forward is this many experts.
+        num_experts: 0 for a dense model; otherwise a feed-forward is this many experts.
         experts_per_token: to how many of them a token goes.
         expert_hidden_dim: width of one. ``None``: ``hidden_width / experts_per_token``, so that a
             token costs what it costs in the dense model.
+        shared_hidden_dim: width of a feed-forward beside the experts, for all tokens; 0: none.
+        num_dense_layers: how many layers, the first ones, have no experts.
+        expert_score: how a router's logits become scores.
+        normalise_scores: whether the scores of a token's experts are made to sum to 1.
         balance_coefficient: weight of the load-balance term in the training loss.
+        z_coefficient: weight of the term that keeps a router's logits small.
+        bias_rate: how far a step moves the bias that makes busy experts less likely; 0: no bias.
+        capacity_factor: of the even share of tokens, what an expert takes at most; ``None``: all.
     """
 
     vocab_size: int = 257
@@ -83,7 +91,14 @@ class GPTConfig:
     num_experts: int = 0
     experts_per_token: int = 2
     expert_hidden_dim: int | None = None
+    shared_hidden_dim: int = 0
+    num_dense_layers: int = 0
+    expert_score: Score = "softmax"
+    normalise_scores: bool = True
     balance_coefficient: float = 0.01
+    z_coefficient: float = 0.0
+    bias_rate: float = 0.0
+    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, Mapping):  # as JSON gives it back
@@ -130,14 +145,19 @@ class GPTConfig:
         heads = self.head_width if self.qk_norm else 0
         vectors = self.num_layers * (2 * self.dim + 2 * heads) + self.dim
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return self.num_layers * self._matrix_parameters(experts) + vectors + tables
+        return self._matrix_parameters(experts) + vectors + tables
 
     def _matrix_parameters(self, experts: int) -> int:
-        """Of one block."""
+        """Of all blocks."""
         attention = 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
-        if self.num_experts == 0:
-            return attention + 3 * self.dim * self.hidden_width
-        return attention + self.dim * self.num_experts + experts * 3 * self.dim * self.expert_width
+        mixed = self.num_layers - self.num_dense_layers if self.num_experts else 0
+        dense = 3 * self.dim * self.hidden_width
+        width = experts * self.expert_width + self.shared_hidden_dim
+        mixture = self.dim * self.num_experts + 3 * self.dim * width
+        return self.num_layers * attention + (self.num_layers - mixed) * dense + mixed * mixture
+
+    def has_experts(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def flops_per_token(self, context: int | None = None) -> int:
         """Of forward and backward together, for one token of a sequence of ``context`` tokens.
@@ -147,9 +167,7 @@ class GPTConfig:
         recomputation adds is not counted: MFU measures the work that had to be done.
         """
         context = self.context if context is None else context
-        matrices = self.num_layers * self._matrix_parameters(
-            min(self.experts_per_token, self.num_experts)
-        )
+        matrices = self._matrix_parameters(min(self.experts_per_token, self.num_experts))
         head = self.vocab_size * self.dim
         # Scores and mixed values: 2 multiply-adds for every channel and key; half the keys.
         attention = self.num_layers * 2 * self.num_heads * self.head_width * (context + 1)
@@ -165,15 +183,24 @@ class GPTConfig:
             value = getattr(self, name)
             if value is not None and not _is_positive_int(value):
                 problems.append(f"{name}={value!r} must be a positive integer")
-        if not isinstance(self.num_experts, int) or self.num_experts < 0:
-            problems.append(f"num_experts={self.num_experts!r} must be 0 (dense) or more")
+        for name, meaning in (
+            ("num_experts", "dense"),
+            ("shared_hidden_dim", "none"),
+            ("num_dense_layers", "none"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                problems.append(f"{name}={value!r} must be 0 ({meaning}) or more")
         for name in ("rope_theta", "norm_eps"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name}={getattr(self, name)!r} must be positive")
-        if not self.balance_coefficient >= 0:
-            problems.append(
-                f"balance_coefficient={self.balance_coefficient!r} must not be negative"
-            )
+        for name in ("balance_coefficient", "z_coefficient", "bias_rate"):
+            if not getattr(self, name) >= 0:
+                problems.append(f"{name}={getattr(self, name)!r} must not be negative")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            problems.append(f"capacity_factor={self.capacity_factor!r} must be positive, or None")
+        if self.expert_score not in get_args(Score):
+            problems.append(f"expert_score={self.expert_score!r}: 'softmax' or 'sigmoid'")
         if self.recompute not in get_args(Recompute):
             choices = " or ".join(repr(choice) for choice in get_args(Recompute))
             problems.append(f"recompute={self.recompute!r} must be {choices}")
@@ -189,6 +216,16 @@ class GPTConfig:
         if self.num_heads % self.kv_heads:
             problems.append(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.kv_heads}"
+            )
+        if not self.num_experts and (self.shared_hidden_dim or self.num_dense_layers):
+            problems.append(
+                f"shared_hidden_dim={self.shared_hidden_dim} and num_dense_layers="
+                f"{self.num_dense_layers} belong to a model with experts: leave them at 0"
+            )
+        if self.num_dense_layers >= self.num_layers and self.num_experts:
+            problems.append(
+                f"num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers} leave "
+                f"no layer for the experts: lower it, or set num_experts=0"
             )
         if 0 < self.num_experts < self.experts_per_token:
             problems.append(

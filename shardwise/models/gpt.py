@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.config import GPTConfig, RopeScaling
-from shardwise.models.experts import Experts
 from shardwise.models.norm import RMSNorm
 from shardwise.models.rotary import Rotary, rotate
+from shardwise.moe import MixtureOfExperts, Routing, swiglu
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
 
@@ -64,31 +64,56 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: one projection gates the other."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_width, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_width, bias=False)
-        self.down = nn.Linear(config.hidden_width, config.dim, bias=False)
+        self.gate = nn.Linear(dim, width, bias=False)
+        self.up = nn.Linear(dim, width, bias=False)
+        self.down = nn.Linear(width, dim, bias=False)
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[B, T, C] -> the same; nothing to be balanced."""
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden)), None  # inside [B, T, F]
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))  # type: ignore[no-any-return]  # inside [..., F]
+
+
+def mixture(config: GPTConfig) -> MixtureOfExperts:
+    """The feed-forward of a block as experts, with one beside them for all tokens if it has one."""
+    routing = Routing(
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        score=config.expert_score,
+        normalise=config.normalise_scores,
+        balance_loss=config.balance_coefficient,
+        z_loss=config.z_coefficient,
+        bias_rate=config.bias_rate,
+        capacity_factor=config.capacity_factor,
+    )
+    width = config.shared_hidden_dim
+    shared = FeedForward(config.dim, width) if width else None
+    return MixtureOfExperts(
+        routing, config.dim, config.expert_width, activation=swiglu(), shared=shared
+    )
 
 
 class Block(nn.Module):
-    """One layer; returns the hidden states and, from experts, how uneven the spread was."""
+    """One layer; returns the hidden states and, from experts, what the loss gains by them."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = Experts(config) if config.num_experts else FeedForward(config)
+        self.feed_forward: nn.Module = (
+            mixture(config)
+            if config.has_experts(layer)
+            else FeedForward(config.dim, config.hidden_width)
+        )
 
     def forward(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary)  # [B, T, C]
-        change, uneven = self.feed_forward(self.feed_forward_norm(hidden))
-        return hidden + change, uneven
+        normed = self.feed_forward_norm(hidden)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            change, routes = self.feed_forward(normed)
+            return hidden + change, routes.loss
+        return hidden + self.feed_forward(normed), None
 
 
 class GPT(nn.Module):
@@ -106,7 +131,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values would be drawn for nothing
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
             self.norm = RMSNorm(config.dim, eps=config.norm_eps)
             # A tied head has no module: two modules that share a parameter no longer do after
             # `to_empty`, which gives each its own.
@@ -127,14 +152,23 @@ class GPT(nn.Module):
         device = self.embedding.weight.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         depth = (2 * self.config.num_layers) ** -0.5
+        mixtures = [one for one in self.modules() if isinstance(one, MixtureOfExperts)]
+        # Experts may be spread over ranks: they draw theirs by their numbers.
+        apart = {id(p) for one in mixtures for p in (one.router.weight, *one.experts.parameters())}
         for name, parameter in self.named_parameters():
+            if id(parameter) in apart:
+                continue
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
             else:
                 deviation = parameter.shape[-1] ** -0.5
-                if name.endswith(("wo.weight", "down.weight", "down")):
+                if name.endswith(("wo.weight", "down.weight")):
                     deviation *= depth
                 nn.init.normal_(parameter, std=deviation, generator=generator)
+        for layer, one in enumerate(mixtures):
+            one.init_weights(
+                None if seed is None else seed * len(mixtures) + layer, out_scale=depth
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -143,8 +177,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, T, V]; with ``targets`` [B, T] the mean cross-entropy over those scored.
 
-        A target of -100 is not scored; without any scored target the loss is 0. In training mode a
-        mixture of experts adds its load-balance term.
+        A target of -100 is not scored; without any scored target the loss is 0. In training mode
+        mixtures of experts add the mean of their terms: load balance and z-loss.
         """
         if tokens.shape[1] > self.config.context:
             raise ValueError(
@@ -154,24 +188,24 @@ class GPT(nn.Module):
         hidden = self.embedding(tokens)  # [B, T, C]
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
         recompute = self.config.recompute == "block" and torch.is_grad_enabled()
-        uneven: list[Tensor] = []
+        terms: list[Tensor] = []
         for block in self.blocks:
             if recompute:  # no dropout here, so no random state to keep
-                hidden, spread = checkpoint(
+                hidden, term = checkpoint(
                     block, hidden, rotary, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden, spread = block(hidden, rotary)
-            if spread is not None:
-                uneven.append(spread)
+                hidden, term = block(hidden, rotary)
+            if term is not None:
+                terms.append(term)
         hidden = self.norm(hidden)
         head = self.embedding.weight if self.head is None else self.head.weight
         logits = F.linear(hidden, head)  # [B, T, V]
         if targets is None:
             return logits
         loss = cross_entropy(logits, targets)
-        if uneven and self.training:
-            loss = loss + self.config.balance_coefficient * torch.stack(uneven).mean()
+        if terms and self.training:
+            loss = loss + torch.stack(terms).mean()
         return loss
 
 

@@ -8,7 +8,10 @@
     True      > 0           Qwen3MoeForCausalLM
 
 Dictionaries in, dictionaries out: no file is read or written and `transformers` is not needed.
-Nothing is transposed or permuted either; experts, one stacked tensor here, are views of it there.
+Nothing is transposed or permuted either; experts, one stacked tensor here, are views of it there:
+
+    experts.fc1.weight [experts, gate and up, dim]     experts.3.gate_proj.weight, .up_proj.weight
+    experts.fc2.weight [experts, dim, width]           experts.3.down_proj.weight
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.models.config import GPTConfig, RopeScaling
+from shardwise.moe import convert_gate_up, declare_gate_up
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -50,89 +54,137 @@ _INNER = {
     "feed_forward.up.weight": "mlp.up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
-# Of a stacked tensor [experts, ...], `{}` stands for the expert.
+# Of the matrices that an expert's rows of a stacked tensor hold, `{}` stands for the expert.
 _EXPERTS = {
     "qwen3_moe": {
-        "feed_forward.router.weight": "mlp.gate.weight",
-        "feed_forward.gate": "mlp.experts.{}.gate_proj.weight",
-        "feed_forward.up": "mlp.experts.{}.up_proj.weight",
-        "feed_forward.down": "mlp.experts.{}.down_proj.weight",
+        "feed_forward.router.weight": ["mlp.gate.weight"],
+        "feed_forward.experts.fc1.weight": [
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+        ],
+        "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
     },
     "mixtral": {
-        "feed_forward.router.weight": "block_sparse_moe.gate.weight",
-        "feed_forward.gate": "block_sparse_moe.experts.{}.w1.weight",
-        "feed_forward.up": "block_sparse_moe.experts.{}.w3.weight",
-        "feed_forward.down": "block_sparse_moe.experts.{}.w2.weight",
+        "feed_forward.router.weight": ["block_sparse_moe.gate.weight"],
+        "feed_forward.experts.fc1.weight": [
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+        ],
+        "feed_forward.experts.fc2.weight": ["block_sparse_moe.experts.{}.w2.weight"],
     },
 }
 _QK_NORMS = ("q_norm.weight", "k_norm.weight")
-_STACKS = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
+_FC1 = "feed_forward.experts.fc1."
+# All experts, or (as checkpoints hold them) the one whose number follows.
+_STACK = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def model_type(config: GPTConfig) -> str:
-    """Which of their models this one is."""
-    if config.num_experts:
-        return "qwen3_moe" if config.qk_norm else "mixtral"
-    return "qwen3" if config.qk_norm else "llama"
+    """Which of their models this one is; refused where none computes the same."""
+    if not config.num_experts:
+        return "qwen3" if config.qk_norm else "llama"
+    kind = "qwen3_moe" if config.qk_norm else "mixtral"
+    problems = []
+    if config.shared_hidden_dim:
+        problems.append(f"shared_hidden_dim={config.shared_hidden_dim}")
+    if config.expert_score != "softmax" or config.bias_rate:
+        problems.append(f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate}")
+    if config.capacity_factor is not None:
+        problems.append(f"capacity_factor={config.capacity_factor}")
+    if kind == "mixtral" and (config.num_dense_layers or not config.normalise_scores):
+        problems.append(
+            f"num_dense_layers={config.num_dense_layers}, normalise_scores="
+            f"{config.normalise_scores} (with qk_norm=True it would be a Qwen3MoeForCausalLM)"
+        )
+    if problems:
+        raise ValueError(
+            f"{_ARCHITECTURES[kind]} has nothing for {'; '.join(problems)}: such a model has no "
+            f"Hugging Face form; export it with names as they are (convert=, config=)"
+        )
+    return kind
 
 
 # ----------------------------------------------------------------------------------------- weights
 
 
 def hf_names(name: str, config: GPTConfig) -> list[str]:
-    """Their names of one of our parameters: one, or one for each expert of a stack."""
+    """Their names of one of our parameters: one, or those of all experts' matrices in it."""
     if name in _OUTER:
         return [_OUTER[name]]
     found = _BLOCK.fullmatch(name)
-    names = _INNER | _EXPERTS.get(model_type(config), {})
-    if found is None or found[2] not in names:
+    names = {ours: [theirs] for ours, theirs in _INNER.items()}
+    names |= _EXPERTS.get(model_type(config), {})
+    inner = found[2] if found is not None else ""
+    stack = _STACK.fullmatch(inner)
+    if found is None or (stack[1] if stack else inner) not in names:
         raise ValueError(f"{name!r} is no parameter of a GPT")
-    theirs = f"model.layers.{found[1]}.{names[found[2]]}"
-    return [theirs.format(e) for e in range(config.num_experts)] if "{}" in theirs else [theirs]
+    prefix = f"model.layers.{found[1]}."
+    if stack is None:
+        return [prefix + names[inner][0]]
+    experts = [int(stack[2])] if stack[2] else range(config.num_experts)
+    return [prefix + theirs.format(expert) for expert in experts for theirs in names[stack[1]]]
 
 
 def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor]:
     """One of our parameters, whole, under their names: to convert a large model bit by bit."""
-    names = hf_names(name, config)
-    return dict(zip(names, tensor.unbind() if _is_stack(name) else [tensor], strict=True))
+    names, parts = hf_names(name, config), [tensor]
+    stack = _STACK.fullmatch(name)
+    if stack is not None:
+        matrices = [tensor] if stack[2] else list(tensor.unbind())
+        count = len(names) // len(matrices)  # gate and up, one behind the other
+        parts = [part for matrix in matrices for part in matrix.chunk(count)]
+    return dict(zip(names, parts, strict=True))
 
 
-def to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
     """A full state dict of ``GPT(config)`` under their names; the tensors are views."""
     _check_names(state.keys(), _our_names(config), "a state dict of this GPT")
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
+        if name.endswith("_extra_state"):
+            continue  # says in which order gate and up stand, for the tensor beside it
+        if _FC1 in name:
+            order = state[f"{name.partition(_FC1)[0]}{_FC1}_extra_state"]["gate_up_block"]
+            tensor = convert_gate_up(tensor, order, 0, -2)
         converted |= hf_tensors(name, tensor, config)
     return converted
 
 
-def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
     """Their weights as a state dict of ``GPT(config)``; experts are stacked, the rest is shared."""
-    needed = {name: hf_names(name, config) for name in _our_names(config)}
+    ours = [name for name in _our_names(config) if not name.endswith("_extra_state")]
+    needed = {name: hf_names(name, config) for name in ours}
     # Old files carry the rotary frequencies, some the tied head: both follow from the rest.
     given = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
     if config.tied:
         given = [name for name in given if name != "lm_head.weight"]
     expected = {name for names in needed.values() for name in names}
     _check_names(given, expected, f"weights of a {_ARCHITECTURES[model_type(config)]}")
-    return {
-        name: torch.stack([state[one] for one in theirs]) if _is_stack(name) else state[theirs[0]]
-        for name, theirs in needed.items()
-    }
+    found: dict[str, Any] = {}
+    for name, theirs in needed.items():
+        parts = [state[one] for one in theirs]
+        if _STACK.fullmatch(name) is None:
+            found[name] = parts[0]
+            continue
+        count = len(parts) // config.num_experts
+        matrices = [torch.cat(parts[i : i + count]) for i in range(0, len(parts), count)]
+        found[name] = torch.stack(matrices)
+        if _FC1 in name:
+            declare_gate_up(found, name.removesuffix("weight"), 0)
+    return found
 
 
 def _our_names(config: GPTConfig) -> list[str]:
-    inner = [name for name in _INNER if config.qk_norm or not name.endswith(_QK_NORMS)]
-    if config.num_experts:
-        inner = [name for name in inner if not name.startswith("feed_forward.")]
-        inner += _EXPERTS[model_type(config)]
-    outer = [name for name in _OUTER if not (config.tied and name == "head.weight")]
-    return outer + [f"blocks.{i}.{name}" for i in range(config.num_layers) for name in inner]
-
-
-def _is_stack(name: str) -> bool:
-    return name.endswith(_STACKS)
+    dense = [name for name in _INNER if config.qk_norm or not name.endswith(_QK_NORMS)]
+    names = [name for name in _OUTER if not (config.tied and name == "head.weight")]
+    for layer in range(config.num_layers):
+        inner = dense
+        if config.has_experts(layer):
+            inner = [name for name in dense if not name.startswith("feed_forward.")]
+            inner += [*_EXPERTS[model_type(config)], f"{_FC1}_extra_state"]
+        names += [f"blocks.{layer}.{name}" for name in inner]
+    return names
 
 
 def _check_names(given: Any, expected: Any, what: str) -> None:
@@ -202,9 +254,9 @@ def hf_config(
         values |= {
             "num_experts": config.num_experts,
             "moe_intermediate_size": config.expert_width,
-            "norm_topk_prob": True,
+            "norm_topk_prob": config.normalise_scores,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": list(range(config.num_dense_layers)),
         }
     elif kind == "mixtral":
         values |= {
@@ -248,6 +300,11 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
             "expert_hidden_dim": values[width],
             "balance_coefficient": values.get("router_aux_loss_coef", 0.001),
         }
+    if kind == "qwen3_moe":
+        experts |= {
+            "normalise_scores": bool(values.get("norm_topk_prob", False)),
+            "num_dense_layers": len(values.get("mlp_only_layers") or ()),
+        }
     return GPTConfig(
         vocab_size=values["vocab_size"],
         dim=values["hidden_size"],
@@ -287,10 +344,13 @@ def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
     if values.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append("partial_rotary_factor is set, a GPT rotates whole heads")
     if kind == "qwen3_moe":
-        if not values.get("norm_topk_prob", False):
-            problems.append("norm_topk_prob is not set: a GPT's weights of chosen experts sum to 1")
-        if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
-            problems.append("some layers have no experts: in a GPT all have or none")
+        dense = sorted(values.get("mlp_only_layers") or ())
+        if dense != list(range(len(dense))) or values.get("decoder_sparse_step", 1) != 1:
+            problems.append(
+                f"mlp_only_layers={dense}, decoder_sparse_step="
+                f"{values.get('decoder_sparse_step', 1)}: in a GPT the first layers have no "
+                f"experts, and all others have"
+            )
     return problems
 
 

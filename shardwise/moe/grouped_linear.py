@@ -27,6 +27,7 @@ from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.products import (
+    Into,
     LoopProducts,
     PathName,
     check_ends,
@@ -34,13 +35,22 @@ from shardwise.moe.products import (
     make_products,
     path_problems,
 )
-from shardwise.moe.weights import ExpertTensor, WriteGradient, as_neighbours
+from shardwise.moe.weights import (
+    ExpertTensor,
+    WriteGradient,
+    as_neighbours,
+    as_one,
+    declare_matrices,
+)
 
 LayoutName = Literal["grouped", "indexed"]
 
 
 class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
+
+    writes_main_grad = True  # gradients go straight to where they are summed, if there is such
+    multiplies_decoded = True  # weights may be kept in codes, and decoded where they are used
 
     def __init__(
         self,
@@ -68,6 +78,8 @@ class GroupedLinear(nn.Module):
         if small := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
             raise ValueError(f"GroupedLinear({', '.join(small)}): sizes are 1 or more")
         self.num_experts, self.in_features, self.out_features = sizes.values()
+        # Where experts are spread over ranks: the number of the first one here, and of all.
+        self.first_expert, self.total_experts = 0, num_experts
         self.has_bias = bias
         self.layouts: dict[str, LayoutName] = {"weight": weight_layout}
         if bias:
@@ -76,6 +88,7 @@ class GroupedLinear(nn.Module):
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
         for name in self.layouts:
             self._register(name, torch.empty(num_experts, *shapes[name], **options))  # type: ignore[arg-type]
+        self._declare()
         self.delay_weight_gradient = delay_weight_gradient
         self.delayed = DelayedGradients()
         self._asked_path = path
@@ -92,13 +105,61 @@ class GroupedLinear(nn.Module):
             for index, value in enumerate(values):  # neighbours in one storage
                 self.register_parameter(f"{name}{index}", nn.Parameter(value))
 
+    def _declare(self) -> None:
+        """Grouped biases [experts, out] are no matrices, whatever they look like."""
+        for name, blocks in (("weight", self.row_blocks), ("bias", ())):
+            for parameter in self.experts(name).parameters if name in self.layouts else ():
+                if name == "bias" or blocks:
+                    declare_matrices(parameter, blocks)
+
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        """Blocks of rows that are matrices of their own; none: all rows are one matrix."""
+        return ()
+
     def reset_parameters(self) -> None:
-        with torch.no_grad():
-            for parameter in self.experts("weight").parameters:
-                nn.init.normal_(parameter, std=self.in_features**-0.5)
-            if self.has_bias:
-                for parameter in self.experts("bias").parameters:
-                    nn.init.zeros_(parameter)
+        self.draw(self.in_features**-0.5)
+
+    @torch.no_grad()
+    def draw(self, deviation: float, seed: int | None = None) -> None:
+        """Fresh weights, biases of zero. With a seed an expert's values depend on its number
+        alone, not on which rank has it, nor on the layout; else on torch's own generator."""
+        weights = self.experts("weight")
+        device = weights.parameters[0].device
+        values = torch.empty(
+            self.num_experts,
+            self.out_features,
+            self.in_features,
+            device=device,
+            dtype=weights.dtype,
+        )
+        for index, value in enumerate(values):
+            generator = None
+            if seed is not None:
+                number = seed * self.total_experts + self.first_expert + index
+                generator = torch.Generator(device).manual_seed(number)
+            nn.init.normal_(value, std=deviation, generator=generator)
+        parts = [values] if weights.grouped else list(values)
+        for parameter, part in zip(weights.parameters, parts, strict=True):
+            parameter.copy_(part)
+        for parameter in self.experts("bias").parameters if self.has_bias else ():
+            parameter.zero_()
+
+    def spread(self, first: int, count: int) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on."""
+        kept = {}
+        for name in self.layouts:
+            bundle = self.experts(name)
+            whole = bundle.parameters[0].detach() if bundle.grouped else as_one(bundle.parameters)
+            kept[name] = whole[first : first + count].clone(), bundle.trains
+        for name in list(self._parameters):
+            delattr(self, name)
+        self.num_experts, self.first_expert = count, first
+        for name, (values, trains) in kept.items():
+            self._register(name, values)
+            for parameter in self.experts(name).parameters:
+                parameter.requires_grad_(trains)
+        self._declare()
 
     def experts(self, name: str) -> ExpertTensor:
         """The parameters called ``name`` as they are registered now (a wrapper may swap them)."""
@@ -110,6 +171,7 @@ class GroupedLinear(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self._products = None  # another device or dtype may have another way
+        self._declare()  # torch may have made new parameters
         for name, layout in self.layouts.items():
             if layout == "indexed":
                 as_neighbours(self.experts(name).parameters)  # type: ignore[arg-type]
@@ -158,13 +220,27 @@ class GroupedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for name, layout in self.layouts.items():
-            keys.normalise(state_dict, prefix, name, self.num_experts, layout)
+        self._normalise(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _normalise(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Bring the keys to this layout; of the experts of all ranks, take those that are here."""
+        for name, layout in self.layouts.items():
+            spread = self.num_experts < self.total_experts
+            if spread and keys.holds(state_dict, prefix, name, self.total_experts):
+                keys.one_by_one(state_dict, prefix, name, self.total_experts)
+                keys.from_one_by_one(
+                    state_dict, prefix, name, self.num_experts,
+                    first_expert=self.first_expert, layout=layout,
+                )  # fmt: skip
+            else:
+                keys.normalise(state_dict, prefix, name, self.num_experts, layout)
 
 
 class GateUpLinear(GroupedLinear):
     """A first linear whose rows are gates and ups; its state dict says in which order."""
+
+    gate_up_block: int = 0
 
     def __init__(self, *args: Any, gate_up_block: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,6 +248,11 @@ class GateUpLinear(GroupedLinear):
             raise ValueError(f"out_features={self.out_features}: gate and up need an even number")
         check_block(gate_up_block, self.out_features // 2)
         self.gate_up_block = gate_up_block
+        self._declare()
+
+    @property
+    def row_blocks(self) -> tuple[int, ...]:
+        return (self.gate_up_block or self.out_features // 2,) * 2
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", gate_up_block={self.gate_up_block}"
@@ -200,8 +281,7 @@ class GateUpLinear(GroupedLinear):
         errors: list[str],
     ) -> None:
         rest = (local_metadata, strict, missing, unexpected, errors)
-        for name, layout in self.layouts.items():
-            keys.normalise(state_dict, prefix, name, self.num_experts, layout)
+        self._normalise(state_dict, prefix)
         mine = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
         here = [key for key in state_dict if key in mine]
         extra = state_dict.get(f"{prefix}_extra_state")
@@ -256,7 +336,7 @@ class _Linear(torch.autograd.Function):
         dy = dy.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            value = bundles[0].value(dy.dtype)
+            value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
         owed = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:
@@ -275,7 +355,8 @@ def weight_writer(
     products: LoopProducts, dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> WriteGradient:
     def write(out: Tensor | None, add: bool) -> Tensor:
-        return products.weight_gradient(dy, x, ends, dtype=dtype, out=out, add=add)
+        into = Into(dtype if out is None else out.dtype, out, add)
+        return products.weight_gradient(dy, x, ends, into)
 
     return write
 
@@ -284,10 +365,7 @@ def bias_writer(
     products: LoopProducts, dy: Tensor, ends: Tensor, dtype: torch.dtype, p: Tensor | None = None
 ) -> WriteGradient:
     def write(out: Tensor | None, add: bool) -> Tensor:
-        value = products.bias_gradient(dy, ends, p)
-        if out is None:
-            return value.to(dtype)
-        return out.add_(value) if add else out.copy_(value)
+        return Into(dtype, out, add).take(products.bias_gradient(dy, ends, p))
 
     return write
 
@@ -299,8 +377,11 @@ def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def autocasts(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def check_rows(x: Tensor, in_features: int) -> None:
@@ -311,7 +392,7 @@ def check_rows(x: Tensor, in_features: int) -> None:
 
 
 def check_dtypes(x: Tensor, bundles: list[ExpertTensor]) -> None:
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         return
     others = {bundle.dtype for bundle in bundles} - {x.dtype}
     if others:
@@ -323,6 +404,8 @@ def check_dtypes(x: Tensor, bundles: list[ExpertTensor]) -> None:
 
 def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
     """The path asked for, or the first that is possible; refused where it turns out impossible."""
+    if x.is_meta:
+        return "loop"  # shapes alone: no kernel can tell more
     dtype = compute_dtype(x)
     for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
         problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)

@@ -16,6 +16,7 @@ objects that its two linears have at that moment.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from shardwise.moe.grouped_linear import (
     weight_writer,
 )
 from shardwise.moe.products import (
+    Form,
     LoopProducts,
     PathName,
     check_ends,
@@ -144,8 +146,15 @@ class GroupedMLP(nn.Module):
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
             inputs = [anchor(x, inputs)]
-        spec = _Spec(bundles, self._chosen[1], self.activation, self.gate_up_block, delayed)
+        form = Form(self.activation, self.gate_up_block)
+        spec = _Spec(bundles, self._chosen[1], form, delayed)
         return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]
+
+    def spread(self, first: int, count: int) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on."""
+        for linear in (self.fc1, self.fc2):
+            linear.spread(first, count)
+        self.num_experts = count
 
     def _bundles(self) -> list[ExpertTensor]:
         """W1, W2 and, where there are biases, b1, b2."""
@@ -172,21 +181,14 @@ class GroupedMLP(nn.Module):
         self.delayed.pay()
 
 
+@dataclass(frozen=True, eq=False)
 class _Spec:
     """What a node needs besides tensors."""
 
-    __slots__ = ("activation", "block", "bundles", "delayed", "products")
-
-    def __init__(
-        self,
-        bundles: list[ExpertTensor],
-        products: LoopProducts,
-        activation: Activation,
-        block: int,
-        delayed: DelayedGradients | None,
-    ) -> None:
-        self.bundles, self.products, self.delayed = bundles, products, delayed
-        self.activation, self.block = activation, block
+    bundles: list[ExpertTensor]
+    products: LoopProducts
+    form: Form
+    delayed: DelayedGradients | None
 
 
 class _MLP(torch.autograd.Function):
@@ -198,7 +200,7 @@ class _MLP(torch.autograd.Function):
         rows = x.to(dtype).contiguous()
         w1, w2, *biases = (bundle.value(dtype) for bundle in spec.bundles)
         b1 = biases[0] if biases else None
-        z, h = spec.products.activated(rows, w1, b1, p, ends, spec.activation, spec.block)
+        z, h = spec.products.activated(rows, w1, b1, p, ends, spec.form)
         y = spec.products.linear(h, w2, ends)
         if biases:
             y = torch.addcmul(
@@ -216,8 +218,8 @@ class _MLP(torch.autograd.Function):
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
         dy = dy.contiguous()
-        dh = products.input_gradient(dy, bundles[1].value(dy.dtype), ends)
-        dz, h, dp = products.activation_backward(dh, z, p, spec.activation, spec.block)
+        dh = products.input_gradient(dy, bundles[1].value(dy.dtype, "backward"), ends)
+        dz, h, dp = products.activation_backward(dh, z, p, spec.form)
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
             dp = dp + (dy.float() * b2.float()).sum(-1)
@@ -236,7 +238,8 @@ class _MLP(torch.autograd.Function):
             del owed[: len(owed) // 2], dh, h
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = products.input_gradient(dz, bundles[0].value(dz.dtype), ends).to(ctx.x_dtype)
+            w1 = bundles[0].value(dz.dtype, "backward")
+            dx = products.input_gradient(dz, w1, ends).to(ctx.x_dtype)
         if spec.delayed is not None:
             spec.delayed.owe(owed)
             return dx, dp, None, None, None

@@ -36,6 +36,14 @@ def indexed_keys(prefix: str, name: str, num_experts: int, first: int = 0) -> li
     return [f"{prefix}{name}{index}" for index in range(first, first + num_experts)]
 
 
+def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
+    """Whether a state dict has so many experts, in either layout."""
+    value = state.get(f"{prefix}{name}")
+    if value is not None:
+        return bool(value.dim()) and value.shape[0] == num_experts
+    return all(key in state for key in indexed_keys(prefix, name, num_experts))
+
+
 def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
     """Stack ``weight0 .. weight{n-1}``, if all are there and ``weight`` is not."""
     members, target = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"

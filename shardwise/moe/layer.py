@@ -54,7 +54,6 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         local = check_axis(routing.num_experts, axis)
         self.axis = axis if axis is not None and axis.size > 1 else None
-        self.first_expert = 0 if self.axis is None else self.axis.rank * local
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
         self.experts = GroupedMLP(
             local,
@@ -72,6 +71,42 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared = shared
         self._dispatcher = Dispatcher(self.axis)
+        for linear in (self.experts.fc1, self.experts.fc2):
+            linear.first_expert = 0 if self.axis is None else self.axis.rank * local
+            linear.total_experts = routing.num_experts
+
+    def spread(self, axis: comm.Axis | None, tokens: comm.Axis | None = None) -> None:
+        """Keep this rank's share of the experts, of all that are here now. Before sharding.
+
+        ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
+        """
+        if axis is not None and axis.size > 1:
+            local = check_axis(self.router.routing.num_experts, axis)
+            self.experts.spread(axis.rank * local, local)
+            self.axis = axis
+            self._dispatcher = Dispatcher(axis)
+        tokens = tokens or axis
+        self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
+
+    @property
+    def first_expert(self) -> int:
+        """The number of the first expert here, among those of all ranks."""
+        return self.experts.fc1.first_expert
+
+    def init_weights(self, seed: int | None, *, out_scale: float = 1.0) -> None:
+        """Fresh values for router and experts; an expert's are the same whichever rank has it.
+
+        Products keep the size of what they are given; what the experts add is ``out_scale`` large.
+        """
+        device, weight = self.router.weight.device, self.router.weight
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+        self.router.reset_buffers()
+        for number, (linear, scale) in enumerate(
+            ((self.experts.fc1, 1.0), (self.experts.fc2, out_scale)), 1
+        ):
+            given = None if seed is None else 3 * seed + number
+            linear.draw(scale * linear.in_features**-0.5, given)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
         tokens = hidden.flatten(0, -2)  # [tokens, hidden]

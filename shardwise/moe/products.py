@@ -13,6 +13,7 @@ rounded at the same places on every path: see ``moe/activation.py``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,46 @@ from shardwise.moe import activation as define
 from shardwise.moe.activation import Activation
 
 PathName = Literal["loop", "grouped_mm", "fused"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What stands between the two products, and the order of gate and up before it."""
+
+    activation: Activation
+    block: int
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """As kernels take them."""
+        return {
+            "gated": self.activation.gated,
+            "alpha": self.activation.alpha,
+            "limit": self.activation.limit,
+            "offset": self.activation.offset,
+            "block": self.block,
+        }
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where a gradient goes: a new tensor of ``dtype``, or ``out``, written or added to."""
+
+    dtype: torch.dtype
+    out: Tensor | None = None
+    add: bool = False
+
+    def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        """[experts, out, in], for a product of transposed ``dy`` and ``x``."""
+        if self.out is not None:
+            return self.out
+        return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Put a finished value there."""
+        if self.out is None:
+            return value.to(self.dtype)
+        return self.out.add_(value) if self.add else self.out.copy_(value)
 
 
 class LoopProducts:
@@ -44,48 +85,28 @@ class LoopProducts:
             torch.mm(rows, matrix, out=into)
         return out
 
-    def weight_gradient(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        ends: Tensor,
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        add: bool = False,
-    ) -> Tensor:
-        """``dyᵀ·x`` [experts, out, in] of each expert's rows, zeros where it has none.
-
-        New, of ``dtype``; or written to ``out``, or added to it.
-        """
-        if out is None:
-            out = dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=dtype)
-        for left, right, into in zip(_parts(dy, ends), _parts(x, ends), out, strict=True):
+    def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows, zeros where it has none."""
+        out = into.memory(dy, x, ends)
+        for left, right, part in zip(_parts(dy, ends), _parts(x, ends), out, strict=True):
             value = left.float().T @ right.float()
-            into.add_(value) if add else into.copy_(value)
+            part.add_(value) if into.add else part.copy_(value)
         return out
 
     def activated(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        p: Tensor,
-        ends: Tensor,
-        activation: Activation,
-        block: int,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
         z = self.linear(x, weight, ends)
         if bias is not None:
             z = (z.float() + bias[expert_of(ends, len(x))]).to(z.dtype)
-        return z, define.activate(z, p, activation, block)
+        return z, define.activate(z, p, form.activation, form.block)
 
     def activation_backward(
-        self, dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+        self, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``dz``, ``h`` anew and ``dp``. The memory of ``dh`` may be reused."""
-        return define.activate_backward(dh, z, p, activation, block)
+        return define.activate_backward(dh, z, p, form.activation, form.block)
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
         """[experts, out] fp32: the sum of each expert's rows, times p where it is given."""
@@ -103,22 +124,10 @@ class GroupedProducts(LoopProducts):
     def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(dy, weight, offs=ends)
 
-    def weight_gradient(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        ends: Tensor,
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        add: bool = False,
-    ) -> Tensor:
+    def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         if dy.device.type == "cpu":  # on CUDA torch has bf16 alone: the sum is rounded to it
             dy, x = dy.float(), x.float()
-        value = F.grouped_mm(dy.T, x, offs=ends)
-        if out is None:
-            return value.to(dtype)
-        return out.add_(value) if add else out.copy_(value)
+        return into.take(F.grouped_mm(dy.T, x, offs=ends))
 
 
 class FusedProducts(GroupedProducts):
@@ -132,77 +141,47 @@ class FusedProducts(GroupedProducts):
     ) -> None:
         self.fc1_tile, self.weight_tile, self.fuse_fc1 = fc1_tile, weight_tile, fuse_fc1
 
-    def weight_gradient(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        ends: Tensor,
-        *,
-        dtype: torch.dtype,
-        out: Tensor | None = None,
-        add: bool = False,
-    ) -> Tensor:
-        if out is not None and ((add and out.dtype != torch.float32) or not _aligned(out)):
-            return super().weight_gradient(dy, x, ends, dtype=dtype, out=out, add=add)
+    def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
+        if not _aligned(into.out) or (into.add and into.dtype != torch.float32):
+            return super().weight_gradient(dy, x, ends, into)
         from shardwise.kernels import grouped_weight
 
-        if out is None:
-            out = dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=dtype)
-        grouped_weight.weight_gradient(dy, x, ends, out, add=add, tile=self.weight_tile)
+        out = into.memory(dy, x, ends)
+        grouped_weight.weight_gradient(dy, x, ends, out, add=into.add, tile=self.weight_tile)
         return out
 
     def activated(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        p: Tensor,
-        ends: Tensor,
-        activation: Activation,
-        block: int,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
-        if self._fuses_fc1(len(x), weight, activation, block):
+        if self._fuses_fc1(len(x), weight, form):
             from shardwise.kernels import grouped_fc1
 
-            return grouped_fc1.fc1(
-                x, weight, bias, p, ends, tile=self.fc1_tile, **_numbers(activation, block)
-            )
+            return grouped_fc1.fc1(x, weight, bias, p, ends, tile=self.fc1_tile, **form.numbers)
         from shardwise.kernels import grouped_activation
 
         z = self.linear(x, weight, ends)
         expert = None if bias is None else expert_of(ends, len(x)).int()
-        numbers = _numbers(activation, block)
-        return z, grouped_activation.forward(z, p, bias=bias, expert=expert, **numbers)
+        return z, grouped_activation.forward(z, p, bias=bias, expert=expert, **form.numbers)
 
-    def _fuses_fc1(self, num_rows: int, weight: Tensor, activation: Activation, block: int) -> bool:
-        width = weight.shape[1] // activation.inputs_per_output
-        fits = grouped.fits_fc1(width, block, activation.gated, self.fc1_tile)
+    def _fuses_fc1(self, num_rows: int, weight: Tensor, form: Form) -> bool:
+        width = weight.shape[1] // form.activation.inputs_per_output
+        fits = grouped.fits_fc1(width, form.block, form.activation.gated, self.fc1_tile)
         wanted = self.fuse_fc1
         if wanted is None:
             wanted = grouped.fc1_wins(weight.shape[2], num_rows / len(weight))
         return fits and wanted and weight.is_contiguous() and _aligned(weight)
 
     def activation_backward(
-        self, dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
+        self, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
         from shardwise.kernels import grouped_activation
 
-        return grouped_activation.backward(dh, z, p, **_numbers(activation, block))
+        return grouped_activation.backward(dh, z, p, **form.numbers)
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
         from shardwise.kernels import grouped_weight
 
         return grouped_weight.bias_gradient(dy, ends, p)
-
-
-def _numbers(activation: Activation, block: int) -> dict[str, Any]:
-    return {
-        "gated": activation.gated,
-        "alpha": activation.alpha,
-        "limit": activation.limit,
-        "offset": activation.offset,
-        "block": block,
-    }
 
 
 def _aligned(value: Tensor | None) -> bool:
@@ -213,7 +192,10 @@ def _aligned(value: Tensor | None) -> bool:
 
 
 def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if ends.is_meta:  # no counts: the shapes and FLOPs are those of one expert with all rows
+        sizes = [len(rows)] + [0] * (len(ends) - 1)
+    else:
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return tuple(rows.split(sizes))
 
 
@@ -269,7 +251,7 @@ def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
                 f"ends={values} do not add up to the {num_rows} rows: they must not fall, and the "
                 f"last must be {num_rows}"
             )
-    else:
+    elif not ends.is_meta:
         torch._assert_async(ends[-1] == num_rows)
 
 

@@ -10,8 +10,8 @@ down the scores of busy experts; a bias that is moved after each step, without a
 that drops a token's choice where its expert is full. The z-loss keeps logits small.
 
 Losses are means over this rank's tokens, but the shares of tokens per expert are counted over
-``axis``: then the mean of all ranks' losses is the loss of the whole batch. Nothing here waits for
-the device.
+``axis``, the ranks that have tokens of one batch: then the mean of all ranks' losses is the loss of
+the whole batch, and the bias is the same on every rank. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -82,15 +82,19 @@ class Routes:
     capacity: int | None
 
     def statistics(self) -> dict[str, Tensor]:
-        """For metrics, still on the device: the busiest expert's load over the even share, the
-        share of experts without work, and the share of choices that were dropped."""
-        counts = self.counts.float()
-        total = counts.sum() + self.dropped
-        return {
-            "load_max": counts.max() / counts.mean().clamp_min(1e-9),
-            "idle_share": (counts == 0).float().mean(),
-            "dropped_share": self.dropped / total.clamp_min(1),
-        }
+        """For metrics, still on the device: see :func:`statistics_of`."""
+        return statistics_of(self.counts, self.dropped, self.counts.sum() + self.dropped)
+
+
+def statistics_of(counts: Tensor, dropped: Tensor, total: Tensor) -> dict[str, Tensor]:
+    """The busiest expert's load over the even share, the share of experts without work, and the
+    share of choices that were dropped; counts [..., experts]."""
+    counts = counts.float()
+    return {
+        "load_max": counts.amax(-1) / counts.mean(-1).clamp_min(1e-9),
+        "idle_share": (counts == 0).float().mean(-1),
+        "dropped_share": dropped / total.clamp_min(1),
+    }
 
 
 class Router(nn.Module):
@@ -98,6 +102,7 @@ class Router(nn.Module):
 
     expert_bias: Tensor
     load: Tensor
+    dropped: Tensor
 
     def __init__(
         self,
@@ -115,21 +120,29 @@ class Router(nn.Module):
         )
         zeros = torch.zeros(routing.num_experts, dtype=torch.float32, device=device)
         if routing.bias_rate:
-            self.register_buffer("expert_bias", zeros)
-            # What the next update of the bias goes by; no part of a checkpoint between steps.
-            self.register_buffer("load", zeros.clone(), persistent=False)
+            self.register_buffer("expert_bias", zeros.clone())
+        # Choices since the last step, for the bias and for metrics: no part of a checkpoint, which
+        # is made between steps.
+        self.register_buffer("load", zeros, persistent=False)
+        self.register_buffer("dropped", zeros[:1].clone(), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """As new: ``to_empty`` leaves anything in them."""
         if self.routing.bias_rate:
             self.expert_bias.zero_()
-            self.load.zero_()
+        self.forget_load()
 
     def forward(self, tokens: Tensor) -> Routes:
         """tokens [tokens, hidden]."""
         routing = self.routing
-        with torch.autocast(tokens.device.type, enabled=False):
+        # A dry run's tensors have no device that autocast knows.
+        kind = "cpu" if tokens.is_meta else tokens.device.type
+        with torch.autocast(kind, enabled=False):
             # fp32: bf16 would tie experts that differ.
             logits = F.linear(tokens.float(), self.weight.float())  # [tokens, experts]
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
@@ -150,14 +163,16 @@ class Router(nn.Module):
             kept = _places_in_line(chosen, wanted) < capacity
             weights = weights * kept
             counts = wanted.clamp_max(capacity)
-        if routing.bias_rate and self.training and torch.is_grad_enabled():
+        dropped = (wanted - counts).sum()
+        if self.training and torch.is_grad_enabled() and not _recomputing():
             self.load += wanted
+            self.dropped += dropped
         return Routes(
             experts=chosen,
             weights=weights,
             kept=kept,
             counts=counts,
-            dropped=(wanted - counts).sum(),
+            dropped=dropped,
             loss=self._loss(logits, scores, wanted),
             capacity=capacity,
         )
@@ -177,15 +192,27 @@ class Router(nn.Module):
             loss = loss + routing.z_loss * logits.logsumexp(-1).square().mean()
         return loss
 
+    def tally(self) -> Tensor:
+        """[experts + 1], still on the device: choices of each expert on this rank since the last
+        :meth:`update_bias`, dropped ones too, and how many of all were dropped."""
+        return torch.cat([self.load, self.dropped])
+
     @torch.no_grad()
     def update_bias(self) -> None:
-        """After an optimizer step: busy experts become a little less likely, idle ones more."""
-        if not self.routing.bias_rate:
-            return
-        if self.axis is not None:
-            comm.all_reduce(self.load, self.axis).wait()
-        self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()
+        """After an optimizer step: busy experts become a little less likely, idle ones more.
+
+        Without a ``bias_rate`` it only starts the counts anew.
+        """
+        if self.routing.bias_rate:
+            if self.axis is not None:
+                comm.all_reduce(self.load, self.axis).wait()
+            self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()
+        self.forget_load()
+
+    def forget_load(self) -> None:
+        """Count anew."""
         self.load.zero_()
+        self.dropped.zero_()
 
 
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
@@ -195,6 +222,11 @@ def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
     """
     chances = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
     return scores.shape[-1] * (shares * chances.mean(0)).sum() - 1
+
+
+def _recomputing() -> bool:
+    """Whether a forward runs inside a backward: what it sees has been counted."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
 
 
 def _count(chosen: Tensor, num_experts: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,15 @@ def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
         part.data = value
 
 
+def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
+    """Tell optimizers that know matrices how a parameter falls into them: blocks of so many rows,
+    repeated, each kind of block a matrix of its own; none, where it is no matrix at all."""
+    parameter.matrix_blocks = blocks  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------ their gradients
 
+Phase = Literal["forward", "backward"]
 # ``write(None, False)`` makes a gradient [experts, ...] anew; ``write(out, add)`` leaves it in
 # ``out``, or adds it to that.
 WriteGradient = Callable[[Tensor | None, bool], Tensor]
@@ -68,9 +76,9 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one for each expert
 
-    def value(self, dtype: torch.dtype) -> Tensor:
-        """[experts, ...] as the products read it, now."""
-        parts = [parameter.detach() for parameter in self.parameters]
+    def value(self, dtype: torch.dtype, phase: Phase = "forward") -> Tensor:
+        """[experts, ...] as the products of forward or backward read it, now."""
+        parts = [_read(parameter, phase) for parameter in self.parameters]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
 
     @property
@@ -154,6 +162,13 @@ class ExpertTensor:
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+def _read(parameter: Tensor, phase: Phase) -> Tensor:
+    """The values; of a parameter that is kept in codes, those that this phase has codes for."""
+    coded = getattr(parameter, "coded", None)
+    decoded: Tensor = parameter.detach() if coded is None else coded.dequantise(phase)
+    return decoded
 
 
 def _offers_main_grad(parameter: Tensor) -> bool:

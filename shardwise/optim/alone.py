@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.routing import Route, recorded
+from shardwise.optim.routing import Route, split_of
 from shardwise.optim.sharded import (
     ShardedOptimizer,
     matrix_group,
@@ -56,17 +56,14 @@ class Muon(ShardedOptimizer):
             counts[id(parameter)] = counts.get(id(parameter), 0) + 1
             if counts[id(parameter)] == 2:
                 problems.append(f"{name} is given twice")
-        whole = [(name, p, recorded(p) or _MATRIX) for name, p in found]
-        problems += parameter_problems(found, [(n, p, _as_matrix(r)) for n, p, r in whole])
+        whole = [(name, p, _as_matrix(p)) for name, p in found]
+        problems += parameter_problems(found, whole)
         raise_together("sw.Muon", problems, [parameter for _, parameter in found])
         super().__init__(groups, names)
 
 
-_MATRIX = Route(kind="matrix", reason="given to sw.Muon")
-
-
-def _as_matrix(chosen: Route) -> Route:
-    return Route(kind="matrix", reason=chosen.reason, split=chosen.split)
+def _as_matrix(parameter: Tensor) -> Route:
+    return Route(kind="matrix", reason="given to sw.Muon", split=split_of(parameter))
 
 
 def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:

@@ -7,6 +7,9 @@ optimizers alike.
     the output head: by name, or shaped like an embedding      elementwise
     convolutions, norms, biases, vectors, a single row         elementwise
 
+A module may have declared how a parameter of its own falls into matrices (``matrix_blocks``: gate
+and up of experts), or that it is none (their biases, a row for each expert).
+
 The answer depends on module types, names and global shapes, never on how a parameter is cut: it is
 the same before and after sharding. ``route`` overrides it and hangs it on the parameters, which
 carry their attributes through ``fully_shard``.
@@ -94,10 +97,11 @@ def route(
             continue
         if by_user:
             kind, selector = next(iter(by_user.items()))
-            routes[name] = Route(kind=kind, reason=f"chosen by {selector}", split=splits.get(name))  # type: ignore[arg-type]
+            reason = f"chosen by {selector}"
         else:
             kind, reason = _default(name, parameter, modules, vocabularies)
-            routes[name] = Route(kind=kind, reason=reason, split=splits.get(name))
+        blocks = splits.get(name) or _declared(parameter, kind)
+        routes[name] = Route(kind=kind, reason=reason, split=blocks)  # type: ignore[arg-type]
         problems += route_problems(name, tuple(parameter.shape), routes[name])
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))
@@ -114,7 +118,7 @@ def routes_of(model: nn.Module) -> list[Routed]:
         chosen = recorded(parameter)
         if chosen is None:
             kind, reason = _default(name, parameter, modules, vocabularies)
-            chosen = Route(kind=kind, reason=reason)
+            chosen = Route(kind=kind, reason=reason, split=_declared(parameter, kind))
         shape = tuple(parameter.shape)
         found.append(
             Routed(name, parameter, chosen, _suspicions(name, shape, chosen, vocabularies))
@@ -126,6 +130,12 @@ def recorded(parameter: Tensor) -> Route | None:
     """What ``route`` hung on a parameter, if it did."""
     found = getattr(parameter, ATTRIBUTE, None)
     return found if isinstance(found, Route) else None
+
+
+def split_of(parameter: Tensor) -> Split | None:
+    """How a parameter that is a matrix falls into several."""
+    chosen = recorded(parameter)
+    return chosen.split if chosen is not None else _declared(parameter, "matrix")
 
 
 def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str]:
@@ -150,6 +160,8 @@ def _default(
     name: str, parameter: Tensor, modules: Sequence[nn.Module], vocabularies: set[tuple[int, ...]]
 ) -> tuple[Kind, str]:
     shape = tuple(parameter.shape)
+    if getattr(parameter, "matrix_blocks", None) == ():
+        return "elementwise", "no matrix, its module says"
     if any(isinstance(module, _EMBEDDINGS) for module in modules):
         return "elementwise", "embedding" if len(modules) == 1 else "embedding, tied"
     if len(shape) < 2:
@@ -170,6 +182,11 @@ def _default(
     if min(shape[-2:]) == 1:
         return "elementwise", "a single row or column"
     return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
+
+
+def _declared(parameter: Tensor, kind: str) -> Split | None:
+    blocks: tuple[int, ...] | None = getattr(parameter, "matrix_blocks", None)
+    return Split(sizes=blocks) if blocks and kind == "matrix" else None
 
 
 def _suspicions(

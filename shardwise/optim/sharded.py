@@ -26,7 +26,7 @@ from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, recorded, route_problems, routes_of
+from shardwise.optim.routing import Route, route_problems, routes_of, split_of
 from shardwise.optim.storage import buffer_of, home_of, local_of, problem_of, written
 from shardwise.optim.turns import take_turns, turns_of
 
@@ -68,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Plan who computes what, and put momenta there (collective where parameters are
         sharded)."""
         found = [
-            Matrix(self._name(parameter), parameter, _split_of(parameter), group)
+            Matrix(self._name(parameter), parameter, split_of(parameter), group)
             for group in self.param_groups
             if group["kind"] == "matrix"
             for parameter in group["params"]
@@ -275,8 +275,3 @@ def parameter_problems(
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:
     yield step(*args)
-
-
-def _split_of(parameter: Tensor) -> Any:
-    chosen: Route | None = recorded(parameter)
-    return chosen.split if chosen is not None else None

@@ -65,10 +65,17 @@ def ineligible(
     if not any(fnmatchcase(name, pattern) for pattern in wanted):
         return f"not in include={wanted}"
     # An embedding reads rows and a norm scales: neither multiplies by a decoded matrix.
-    strangers = sorted({owner.__name__ for owner in owners if not issubclass(owner, nn.Linear)})
+    strangers = sorted({owner.__name__ for owner in owners if not _multiplies(owner)})
     if strangers:
         return f"read by {', '.join(strangers)}, not by linears alone"
-    return "; ".join(shape_problems(shape)) or None
+    if name.rpartition(".")[2].startswith("bias"):
+        return "a bias, a row for each expert" if len(shape) == 2 else "a bias"
+    # Of a stack [experts, rows, columns] each member is stored for itself.
+    return "; ".join(shape_problems(shape[-2:] if len(shape) == 3 else shape)) or None
+
+
+def _multiplies(owner: type[nn.Module]) -> bool:
+    return issubclass(owner, nn.Linear) or getattr(owner, "multiplies_decoded", False)
 
 
 def choose(

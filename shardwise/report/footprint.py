@@ -85,6 +85,7 @@ class Footprint:
     room: dict[bool, tuple[int, ...]] = field(hash=False)  # for each: gloo's, for peers' messages
     # for each: what is packed for it, on any backend; nothing where no replicas take turns
     packing: dict[bool, tuple[int, ...]] = field(hash=False)
+    opens_early: bool = False  # a kernel writes gradients where they are summed, inside backward
 
     @property
     def grad(self) -> int:
@@ -210,7 +211,8 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
             for phase in phases
         },
         direct=direct,
-        largest=max(item.numel for item in layout.items),
+        # Experts are decoded all at once, in memory of the moment.
+        largest=max((item.numel for item in layout.items if len(item.shape) == 2), default=0),
     )
 
 

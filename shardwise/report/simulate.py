@@ -10,7 +10,8 @@ ranks cost as much as two. Microbatches between the first and the last are all a
 is played and counted as often as it comes.
 
 Assumed: units run in the order in which they are registered, each once; every trainable parameter
-gets a gradient; no kernel writes its weight gradient into the buffer itself (those open it early).
+gets a gradient. Where a kernel writes a weight gradient into the buffer itself, it opens it early:
+before the reduction of the unit before has made room.
 """
 
 from __future__ import annotations
@@ -158,6 +159,11 @@ class SimulatedGroup:
         if not self.published:
             self.grad.release()
 
+    def open(self, last: bool) -> None:
+        """A kernel asks for the memory of a gradient."""
+        keep = all(self.size.waits) and not last
+        self._target(keep, last or not any(self.size.waits)).acquire()
+
     def reduce(self, last: bool) -> None:
         step, size = self.step, self.size
         step.drain(0 if self.in_flight else step.max_reductions - 1)
@@ -279,6 +285,9 @@ class SimulatedUnit:
         trained = [group.size.parameters for group in self.groups if group.size.trainable]
         if not self.inner and sum(trained) > 1:
             self.step.finish_issued()  # before the last gradient
+        for group in self.groups:
+            if group.size.opens_early:
+                group.open(self._last)
         for group in self.groups:
             group.release()
         self._in_backward = False

@@ -12,7 +12,7 @@ The grouping and the layouts are made by the same functions that ``fully_shard``
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -157,6 +157,7 @@ def lay_out(
             (f.name, tuple(f.parameter.shape), f.parameter.dtype, f.parameter.requires_grad)
             + (grain_of(f, grain), id(f.parameter) in matrices)
             + (stored_as(f, precision).format,)
+            + (any(getattr(owner, "writes_main_grad", False) for owner in f.owners),)
             for f in owner.found
         )
         if facts not in known:
@@ -200,7 +201,7 @@ def _planned_group(
     )
     return PlannedGroup(
         layout=layout,
-        footprint=size,
+        footprint=replace(size, opens_early=size.trainable and any(fact[7] for fact in chosen)),
         dtype=precision.main_dtype(dtype),
         stored=_stored(size, format, precision.compute_dtype(dtype)),
         matrices=tuple(fact[5] for fact in chosen),

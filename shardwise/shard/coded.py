@@ -54,8 +54,9 @@ class GroupPlane:
         self.views: list[Plane] | None = None
 
     def view(self, index: int, low: int, high: int) -> Plane:
-        """Elements [low, high) of one weight, which must be whole blocks."""
-        columns = self.layout.items[index].shape[1]
+        """Elements [low, high) of one weight, which must be whole blocks; a stack of members as one
+        high matrix, in which no block reaches from one to the next."""
+        columns = self.layout.items[index].shape[-1]
         shape = ((high - low) // columns, columns)
         first, last = self.layout.starts[index] + low, self.layout.starts[index] + high
         codes, scales = self.ranges(first, last)

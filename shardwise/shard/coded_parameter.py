@@ -79,6 +79,26 @@ class CodedWeight(MXFP8Tensor):
     def plane(self, phase: Phase) -> Plane:
         return self.group.plane(self._index, phase)
 
+    def dequantise(
+        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        return super().dequantise(phase, dtype=dtype).view(self.shape)
+
+    def members(self) -> list[MXFP8Tensor]:
+        """Of a stack [experts, rows, columns], each for itself: views of the planes here."""
+        planes = [
+            [
+                Plane(codes=codes, scales=scales, block=block)
+                for codes, scales in zip(
+                    plane.codes.chunk(self.shape[0]),
+                    plane.scales.chunk(self.shape[0]),
+                    strict=True,
+                )
+            ]
+            for block, plane in self.planes.items()
+        ]
+        return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
+
 
 class CodedParameter(WholeParameter):
     """A parameter as forward sees it, whose values are planes.
@@ -108,8 +128,7 @@ class CodedParameter(WholeParameter):
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        rows, columns = self.coded.shape
-        return f"CodedParameter({rows}x{columns}, {self.coded.format})"
+        return f"CodedParameter({'x'.join(map(str, self.coded.shape))}, {self.coded.format})"
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

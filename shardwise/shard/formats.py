@@ -55,8 +55,9 @@ def stored_as(found: Found, precision: Precision) -> Stored:
 
 def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
     """The parameter to be laid out: where rows may be cut apart, blocks of 32 stay together."""
-    grain = grain_of(found, choice)
-    return Item(found.name, tuple(found.parameter.shape), in_blocks(grain) if format else grain)
+    grain, shape = grain_of(found, choice), tuple(found.parameter.shape)
+    # A row of a stack [experts, rows, columns] is a whole member: its blocks are together anyway.
+    return Item(found.name, shape, in_blocks(grain) if format and len(shape) == 2 else grain)
 
 
 def in_blocks(grain: Grain) -> Grain:
@@ -83,7 +84,7 @@ def encodes_locally(layout: Layout) -> bool:
     if layout.num_shards > 1 and layout.shard_size % SQUARE:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
-        block_rows = SIDE * item.shape[1]
+        block_rows = SIDE * item.shape[-1]
         cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
         if start % SQUARE or any(cut % block_rows for cut in cuts):
             return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build: from a configuration to the parts of a run, on every rank at once.
 
-Four lines of :func:`build_model` are all that sharding takes; the model knows nothing of it.
+A few lines of :func:`build_model` are all that sharding takes; the model knows nothing of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import comm
 from shardwise.models.gpt import GPT
+from shardwise.moe import MixtureOfExperts
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
 from shardwise.optim.sharded import ShardedOptimizer, optimizer
@@ -48,7 +49,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     """All parts; what is wrong on any rank is raised on all of them."""
 
     def check() -> None:
-        config.mesh_shape(world.size, world.num_nodes)
+        config.expert_mesh_shape(world.size, world.num_nodes)
         config.share(world.size)
 
     world.together(check)
@@ -117,11 +118,13 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     """Wrapped on the meta device, so that no rank ever holds the whole model."""
     shape = config.mesh_shape(world.size, world.num_nodes)
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    precision = precision_of(config, world)
+    options: dict[str, Any] = {"placements": config.placements, "precision": precision}
     with torch.device("meta"):
         model = GPT(config.model)
-    precision = precision_of(config, world)
+    spread_experts(model, config, world, options)
     for unit in wrap_units(model):
-        fully_shard(unit, mesh=mesh, placements=config.placements, precision=precision)
+        fully_shard(unit, mesh=mesh, **options)
     stored = precision_report(model)
     if precision.format and not stored.stored:
         reasons = dict.fromkeys(stored.kept.values())
@@ -133,6 +136,31 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     model.to_empty(device=world.device)
     model.init_weights(config.seed)
     return model
+
+
+def spread_experts(
+    model: nn.Module, config: TrainConfig, world: World, options: dict[str, Any]
+) -> None:
+    """Experts over ``ep``: each rank's are cut and reduced over the ranks that hold the same ones,
+    and their gradients, sums over the tokens of all ranks, divided by the number of all."""
+    mixtures = mixtures_of(model)
+    axis = None
+    if config.ep > 1:
+        shape = config.expert_mesh_shape(world.size, world.num_nodes)
+        names = tuple(shape)
+        whole = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=names)
+        axis = comm.as_axis(whole.get_group("ep"), "ep")
+        mesh = whole[names[0] if len(names) == 2 else names[:-1]]
+    for layer in mixtures:
+        layer.spread(axis, world.axis)
+        if axis is not None:
+            fully_shard(layer.experts, mesh=mesh, **options)
+            divisor = layer.gradient_divisor(world.size)
+            layer.experts.set_gradient_divide_factor(divisor)  # type: ignore[operator]
+
+
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

@@ -32,6 +32,7 @@ class TrainConfig:
         strategy: how parameters, gradients and optimizer states are spread.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
+        ep: over how many neighbouring ranks experts are spread; every rank has tokens of its own.
         optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
         matrix_lr: Muon's learning rate.
         lr: AdamW's.
@@ -58,6 +59,7 @@ class TrainConfig:
     microbatches: int = 1
     strategy: Strategy = "zero3"
     replicas: int | None = None
+    ep: int = 1
     optimizer: OptimizerName = "muon"
     matrix_lr: float = 0.02
     lr: float = 3e-3
@@ -86,7 +88,7 @@ class TrainConfig:
 
     def _problems(self) -> list[str]:
         problems = []
-        for name in ("steps", "batch", "microbatches", "eval_windows", "save_every", "keep"):
+        for name in ("steps", "batch", "microbatches", "eval_windows", "save_every", "keep", "ep"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be 1 or more")
@@ -113,6 +115,13 @@ class TrainConfig:
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
+        if not problems and self.model.num_experts % self.ep:
+            problems.append(
+                f"ep={self.ep} does not divide the {self.model.num_experts} experts of the model: "
+                f"every rank holds as many; choose a divisor"
+            )
+        elif not problems and self.ep > 1 and not self.model.num_experts:
+            problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
         return problems
 
     @property
@@ -143,6 +152,20 @@ class TrainConfig:
                 f"{world_size}"
             )
         return {"dp_outer": replicas, "dp": world_size // replicas}
+
+    def expert_mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
+        """Where experts live: the same axes, with ``ep`` neighbours of the inner one taken apart.
+
+        Ranks that differ on ``ep`` hold other experts; on the other axes, the same ones or other
+        pieces of them.
+        """
+        shape = self.mesh_shape(world_size, num_nodes)
+        if shape["dp"] % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide the {shape['dp']} ranks of axis dp: choose a "
+                f"divisor of it, or another number of ranks"
+            )
+        return {**shape, "dp": shape["dp"] // self.ep, "ep": self.ep}
 
     def share(self, world_size: int) -> int:
         """Sequences of one microbatch on one rank."""

@@ -3,8 +3,8 @@
 
     batch -> forward, backward (microbatches) -> clip -> step -> agree -> log, evaluate, save
 
-Ranks agree once a step, on four numbers: the loss of all, who saw a request to stop. Everything
-that a rank decides is decided from those, so that no rank ever goes on alone.
+Ranks agree once a step, on the loss of all, on who saw a request to stop, and on how much each
+expert had to do. All that a rank decides is decided from those: no rank ever goes on alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shardwise.train.build import Parts, build, precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
 from shardwise.train.events import EventFile, Events, Sink
+from shardwise.train.expert_load import ExpertLoad
 from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
 from shardwise.train.guard import Guard, Skips
 from shardwise.train.speed import Speed
@@ -73,6 +74,7 @@ class Trainer:
         self.step = 0
         self.skips = Skips(self.config.max_skipped)
         self.speed = Speed(self.config, world)
+        self.experts = ExpertLoad(self.parts.model)
         self.store = Store(
             folder / CHECKPOINTS,
             self.config.keep,
@@ -88,7 +90,8 @@ class Trainer:
             write_config(folder, self.config.to_json())
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
-            self.events("plan", **self._plan())
+            if self.config.ep == 1:  # a plan has one mesh for all parameters
+                self.events("plan", **self._plan())
             if resume is not None:
                 self.events("resume", step=self.step, path=str(resume))
 
@@ -145,11 +148,13 @@ class Trainer:
         else:
             self.skips.good()
             parts.optimizer.step()
+        load = self.experts.tally()
+        self.experts.after_step(moved=not broken)
         parts.optimizer.zero_grad()
         parts.scheduler.step()
         self.step += 1
         asked = guard.asked
-        agreed = torch.tensor([float(loss), float(asked is not None)], dtype=torch.float64)
+        agreed = torch.tensor([float(loss), float(asked is not None), *load], dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
         mean, stops = float(agreed[0]) / world.size, int(agreed[1])
         seconds = time.perf_counter() - began
@@ -164,6 +169,7 @@ class Trainer:
             lr=parts.scheduler.get_last_lr(),
             tokens=self.step * config.batch * config.model.context,
             skipped=self.skips.total,
+            **self.experts.figures(agreed[2:]),
             **self.speed.of(seconds),
         )
         return (asked or "another rank was asked to") if stops else None
@@ -198,6 +204,9 @@ class Trainer:
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
+        if self.experts.counts:
+            counts, dropped = self.experts.counts, self.experts.dropped
+            self.events("experts", step=self.step, counts=counts, dropped=dropped)
         return bits
 
     def save(self) -> None:
@@ -287,6 +296,7 @@ class Trainer:
         experts = f", {model.num_experts} experts" if model.num_experts else ""
         shape = config.mesh_shape(self.world.size, self.world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
+        mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
         return {
             "config": config.to_json(),
             "model": {

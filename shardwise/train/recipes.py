@@ -42,9 +42,53 @@ def smoke() -> TrainConfig:
 def moe_tiny() -> TrainConfig:
     """8 experts, 2 for each token, at about the cost of ``default``."""
     model = GPTConfig(
-        dim=128, num_layers=4, num_heads=4, context=128, num_experts=8, experts_per_token=2
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        context=128,
+        num_experts=8,
+        experts_per_token=2,
+        num_dense_layers=1,
     )
     return TrainConfig(model=model, steps=200)
+
+
+def moe_1b() -> TrainConfig:
+    """1B parameters, 0.2B of them for each token: 64 experts, 6 and a shared one for each token."""
+    model = GPTConfig(
+        dim=1024,
+        num_layers=12,
+        num_heads=16,
+        num_kv_heads=8,
+        hidden_dim=2816,
+        context=2048,
+        num_experts=64,
+        experts_per_token=6,
+        expert_hidden_dim=448,
+        shared_hidden_dim=896,
+        num_dense_layers=1,
+        balance_coefficient=0.001,
+        z_coefficient=0.001,
+        bias_rate=0.001,
+        expert_score="sigmoid",
+        recompute="block",
+    )
+    return TrainConfig(
+        model=model,
+        data="stdlib+torch",
+        tokenizer="bpe:8192",
+        batch=256,
+        microbatches=8,
+        steps=10_000,
+        warmup=200,
+        lr=3e-4,
+        matrix_lr=0.02,
+        weight_decay=0.01,
+        precision="bf16",
+        eval_every=500,
+        eval_windows=512,
+        save_every=500,
+    )
 
 
 def gpt_124m() -> TrainConfig:
@@ -104,7 +148,7 @@ def gpt_1b_mxfp8() -> TrainConfig:
     return dataclasses.replace(gpt_1b(), precision="mxfp8")
 
 
-_OURS = (default, smoke, moe_tiny, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8)
+_OURS = (default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8)
 RECIPES: dict[str, Recipe] = {recipe.__name__: recipe for recipe in _OURS}
 
 

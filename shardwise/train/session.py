@@ -89,7 +89,7 @@ def _after_a_failure(request: Request) -> Settled:
 
 def check(settled: Settled, world_size: int) -> None:
     """What can be said against it before any rank is started."""
-    settled.config.mesh_shape(world_size)
+    settled.config.expert_mesh_shape(world_size)
     settled.config.share(world_size)
 
 

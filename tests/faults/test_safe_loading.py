@@ -38,8 +38,8 @@ from shardwise.checkpoint import (
     metadata,
     verify,
 )
-from shardwise.checkpoint.loading import Checkpoint
 from shardwise.checkpoint.metadata import _Record
+from shardwise.checkpoint.reading import Checkpoint
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 

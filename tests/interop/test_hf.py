@@ -42,6 +42,14 @@ MODELS = {
     "qwen3 experts": replace(
         LLAMA, qk_norm=True, num_experts=4, experts_per_token=2, expert_hidden_dim=24
     ),
+    "qwen3 experts behind a dense layer": replace(
+        LLAMA,
+        qk_norm=True,
+        num_experts=4,
+        expert_hidden_dim=24,
+        num_dense_layers=1,
+        normalise_scores=False,
+    ),
     "mixtral": replace(LLAMA, num_experts=3, experts_per_token=2, expert_hidden_dim=40),
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -141,16 +149,21 @@ def test_there_and_back_is_the_same(config: GPTConfig) -> None:
     model = random_model(config)
     state = model.state_dict()
     theirs = to_hf(state, config)
-    assert len(theirs) >= len(state)
+    assert len(theirs) >= len(list(model.parameters()))
     back = from_hf(theirs, config)
     assert back.keys() == state.keys()
-    assert all(torch.equal(back[name], state[name]) for name in state)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    assert all(torch.equal(back[name], value) for name, value in tensors.items())
+    # What stands beside them says in which order gate and up are.
+    rest = {name: value for name, value in state.items() if name not in tensors}
+    assert len(rest) == (config.num_layers - config.num_dense_layers) * (config.num_experts > 0)
+    assert all(back[name] == value == {"gate_up_block": 0} for name, value in rest.items())
     again = config_from_hf(json.loads(json.dumps(hf_config(config))))
     assert again.num_parameters == config.num_parameters
     assert model_type(again) == model_type(config)
     # Bit by bit, as a large model is exported.
     parts: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
+    for name, tensor in tensors.items():
         parts |= hf_tensors(name, tensor, config)
         assert [*hf_tensors(name, tensor, config)] == hf_names(name, config)
     assert parts.keys() == theirs.keys()
@@ -192,9 +205,11 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"'gpt_neox'.*llama, qwen3"):
         config_from_hf({"model_type": "gpt_neox"})
     experts = hf_config(MODELS["qwen3 experts"])
-    with pytest.raises(ValueError, match="norm_topk_prob") as caught:
-        config_from_hf(experts | {"norm_topk_prob": False, "mlp_only_layers": [0]})
-    assert "no experts" in str(caught.value)
+    with pytest.raises(ValueError, match=r"mlp_only_layers=\[1\].*the first layers have no"):
+        config_from_hf(experts | {"mlp_only_layers": [1]})
+    for name, value in (("shared_hidden_dim", 8), ("bias_rate", 0.1), ("expert_score", "sigmoid")):
+        with pytest.raises(ValueError, match=f"Qwen3MoeFor.* has nothing for .*{name}"):
+            hf_config(replace(MODELS["qwen3 experts"], **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sliding_window=4096"):
         config_from_hf(LLAMA_405B | {"model_type": "mistral"})
     mistral = config_from_hf(LLAMA_405B | {"model_type": "mistral", "sliding_window": None})

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError, Manifest, Store
-from shardwise.checkpoint.loading import Checkpoint
 from shardwise.checkpoint.metadata import tiling_problem
 from shardwise.checkpoint.plan import LayoutPlanner
+from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.values import from_bytes, to_bytes
 from tests.ranks import run_ranks
 from tests.resume import helpers

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.models.experts import _SortBack, _Spread, grouped_linear, looped_linear, unevenness
 from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, generate
 from shardwise.models.norm import RMSNorm
 from shardwise.models.rotary import Rotary, rotate, stretch
+from shardwise.moe import MixtureOfExperts
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 
@@ -31,6 +31,9 @@ VARIANTS = {
     "one head each": replace(SMALL, num_kv_heads=None),
     "wide heads": replace(SMALL, head_dim=20, hidden_dim=24),
     "experts": EXPERTS,
+    "shared expert, first layer dense": replace(
+        EXPERTS, shared_hidden_dim=24, num_dense_layers=1, bias_rate=0.01, z_coefficient=0.01
+    ),
 }
 
 
@@ -56,7 +59,8 @@ def test_parameters_are_what_the_config_says(config: GPTConfig) -> None:
     assert model.num_parameters == config.num_parameters
     assert ("head.weight" in model.state_dict()) == (not config.tied)
     if config.num_experts:
-        unused = config.num_layers * 2 * 3 * config.dim * config.expert_width
+        layers = config.num_layers - config.num_dense_layers
+        unused = layers * 2 * 3 * config.dim * config.expert_width
         assert config.num_active_parameters == config.num_parameters - unused
     else:
         assert config.num_active_parameters == config.num_parameters
@@ -292,33 +296,20 @@ def test_a_model_of_405_billion_is_there_at_once() -> None:
 
 def test_experts_are_the_obvious_sum() -> None:
     """Every token through every expert, weighted by what the router gives its best two."""
-    layer = make(EXPERTS).blocks[0].feed_forward  # type: ignore[union-attr]
+    layer = make(replace(EXPERTS, balance_coefficient=1.0)).blocks[0].feed_forward  # type: ignore[union-attr]
+    assert isinstance(layer, MixtureOfExperts)
     hidden = torch.randn(2, 5, EXPERTS.dim)
-    found, uneven = layer(hidden)
-    chances = layer.router(hidden).softmax(-1)
+    found, routes = layer(hidden)
+    chances = F.linear(hidden, layer.router.weight).softmax(-1)
     best, chosen = chances.topk(2, -1)
     weights = torch.zeros_like(chances).scatter(-1, chosen, best / best.sum(-1, keepdim=True))
-    inner = F.silu(torch.einsum("btc,efc->btef", hidden, layer.gate))
-    inner = inner * torch.einsum("btc,efc->btef", hidden, layer.up)
-    each = torch.einsum("btef,ecf->btec", inner, layer.down)
+    gate, up = layer.experts.fc1.weight.chunk(2, 1)
+    inner = F.silu(torch.einsum("btc,efc->btef", hidden, gate))
+    inner = inner * torch.einsum("btc,efc->btef", hidden, up)
+    each = torch.einsum("btef,ecf->btec", inner, layer.experts.fc2.weight)
     torch.testing.assert_close(found, (each * weights.unsqueeze(-1)).sum(2))
     shares = torch.bincount(chosen.flatten(), minlength=4) / 20
-    torch.testing.assert_close(uneven, 4 * (shares * chances.mean((0, 1))).sum() - 1)
-
-
-@pytest.mark.parametrize("sizes", [(3, 0, 4, 1), (0, 0, 8, 0), (2, 2, 2, 2)])
-def test_grouped_products_are_a_loop_of_products(sizes: tuple[int, ...]) -> None:
-    ends = torch.tensor(sizes).cumsum(0).int()
-    rows = torch.randn(8, 16, requires_grad=True)
-    weight = torch.randn(4, 12, 16, requires_grad=True)
-    grad = torch.randn(8, 12)
-    results = []
-    for function in (grouped_linear, looped_linear):
-        out = function(rows, weight, ends)
-        results.append((out, *torch.autograd.grad(out, (rows, weight), grad)))
-    torch.testing.assert_close(*results)
-    empty = [expert for expert, size in enumerate(sizes) if size == 0]
-    assert (results[0][2][empty] == 0).all()
+    torch.testing.assert_close(routes.loss, 4 * (shares * chances.mean((0, 1))).sum() - 1)
 
 
 def test_sizes_that_no_grouped_product_takes_are_looped() -> None:
@@ -329,31 +320,27 @@ def test_sizes_that_no_grouped_product_takes_are_looped() -> None:
     assert all(one.grad is not None for one in model.parameters())
 
 
-def test_rows_are_moved_with_exact_gradients() -> None:
-    order = torch.randperm(12)
-    tokens = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: _Spread.apply(t, order, 2), tokens)
-    assert torch.equal(_Spread.apply(tokens, order, 2), tokens[order // 2])
-    rows = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: _SortBack.apply(t, order), rows)
-    assert torch.equal(_SortBack.apply(rows[order], order), rows)
-
-
-def test_unevenness_is_zero_when_even_and_pushes_busy_experts_down() -> None:
-    even = torch.full((8, 4), 0.25)
-    assert unevenness(even, torch.tensor([4, 8, 12, 16])).item() == 0.0
-    logits = torch.tensor([[2.0, 0.0, 0.0, 0.0]]).expand(8, 4).clone().requires_grad_()
-    uneven = unevenness(logits.softmax(-1), torch.tensor([8, 16, 16, 16]))
-    assert uneven.item() > 0.5
-    uneven.backward()
-    assert (logits.grad[:, 0] > 0).all() and (logits.grad[:, 2:] < 0).all()
-
-
-def test_the_balance_term_belongs_to_training_alone() -> None:
+@pytest.mark.parametrize("name", ["balance_coefficient", "z_coefficient"])
+def test_the_terms_of_experts_belong_to_training_alone(name: str) -> None:
     tokens, targets = words(EXPERTS)
-    plain, pushed = (make(replace(EXPERTS, balance_coefficient=c)) for c in (0.0, 10.0))
+    quiet = replace(EXPERTS, balance_coefficient=0.0)
+    plain, pushed = (make(replace(quiet, **{name: c})) for c in (0.0, 10.0))  # type: ignore[arg-type]
     assert pushed(tokens, targets) > plain(tokens, targets) + 1e-3
     assert pushed.eval()(tokens, targets) == plain.eval()(tokens, targets)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_choices_are_counted_once_a_forward(recompute: str) -> None:
+    """Recomputation sees the same tokens again, evaluation sees others: neither counts."""
+    model = make(replace(EXPERTS, recompute=recompute, bias_rate=0.01))  # type: ignore[arg-type]
+    tokens, targets = words(EXPERTS)
+    model(tokens, targets).backward()
+    model.eval()(tokens)
+    for block in model.train().blocks:
+        router = block.feed_forward.router  # type: ignore[union-attr]
+        assert router.tally().sum() == 2 * tokens.numel()
+        router.update_bias()
+        assert router.expert_bias.abs().max() > 0 and router.tally().sum() == 0
 
 
 # -------------------------------------------------------------------------------------- generation

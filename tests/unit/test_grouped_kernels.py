@@ -27,7 +27,7 @@ if INSIDE:
     from shardwise.kernels import grouped, grouped_fc1, grouped_weight
     from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
     from shardwise.moe.grouped_mlp import GroupedMLP
-    from shardwise.moe.products import FusedProducts, LoopProducts
+    from shardwise.moe.products import Form, FusedProducts, Into, LoopProducts
     from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
 
     ACTIVATIONS = {
@@ -130,7 +130,7 @@ def test_the_walk_over_tiles_does_not_change_the_result(band: int, flatten: bool
     numbers: Any = {"gated": True, "alpha": 1.0, "limit": None, "offset": 0.0, "block": 0}
     found = grouped_fc1.fc1(x.detach(), w1, None, p.detach(), ends_of(COUNTS), tile=tile, **numbers)
     expected = LoopProducts().activated(
-        x.detach(), w1, None, p.detach(), ends_of(COUNTS), ACTIVATIONS["swiglu"], 0
+        x.detach(), w1, None, p.detach(), ends_of(COUNTS), Form(ACTIVATIONS["swiglu"], 0)
     )
     assert all(relative(a, b.double()) < 1e-6 for a, b in zip(found, expected, strict=True))
 
@@ -148,7 +148,7 @@ def test_weight_gradients_overwrite_add_and_round() -> None:
     a, b = torch.randn(63, 40), torch.randn(63, 24)
     tile = grouped.SMALL_WEIGHT_TILE
     ends = ends_of(COUNTS)
-    expected = LoopProducts().weight_gradient(a, b, ends, dtype=torch.float32)
+    expected = LoopProducts().weight_gradient(a, b, ends, Into(torch.float32))
     spaced = torch.full((5, 2, 40, 24), float("nan"))[:, 0]  # experts at even distances
     grouped_weight.weight_gradient(a, b, ends, spaced, add=False, tile=tile)
     torch.testing.assert_close(spaced, expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks.moe --results DIR``: the grouped MLP beside torch's grouped GEMM.
+"""``shardwise bench grouped-mlp --results DIR``: the grouped MLP beside torch's grouped GEMM.
 
 The peer is ``F.grouped_mm`` twice with a ``torch.compile``d activation between, in the same process
 and taking turns with ours, iteration by iteration; both give gradients for rows, router weights and
@@ -7,6 +7,7 @@ both weights. Forward and backward are timed by events inside one iteration: med
 
     table 1   gradients left to autograd, in bf16
     table 2   gradients added to fp32 main gradients: the peer adds its bf16 ones
+    table 3   training steps of one model (``benchmarks/moe_steps.py``), with the peer's experts
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import report
+from benchmarks import moe_steps, report
 from benchmarks.measure import GIB, StepClock
-from shardwise.moe.activation import swiglu
+from shardwise.moe.activation import convert_gate_up, swiglu
 from shardwise.moe.grouped_mlp import GroupedMLP
 
 SHAPES = [(8, 4096, 2048, 32768), (128, 2048, 768, 131072), (64, 4096, 2048, 65536)]
@@ -87,8 +88,6 @@ class Peer:
 
 class Ours:
     def __init__(self, w1: Tensor, w2: Tensor, block: int, path: str | None) -> None:
-        from shardwise.moe.activation import convert_gate_up
-
         experts, hidden, width = w2.shape
         self.mlp = GroupedMLP(
             experts, hidden, width, activation=swiglu(), gate_up_block=block,
@@ -222,7 +221,7 @@ def run(
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.moe",
+        prog="shardwise bench grouped-mlp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -234,10 +233,11 @@ def main(arguments: Sequence[str]) -> None:
     if device == "cpu" and not options.tiny:
         parser.error("no GPU here: add --tiny for a dry run")
     facts = report.circumstances(arguments)
-    facts["command"] = "python -m benchmarks.moe " + shlex.join(arguments)
+    facts["command"] = "shardwise bench grouped-mlp " + shlex.join(arguments)
     tables = run(TINY if options.tiny else SHAPES, options.rounds, device)
+    tables.append(moe_steps.run(compiled_activation, options.rounds, device, tiny=options.tiny))
     kind = torch.cuda.get_device_name().lower().split() if device == "cuda" else ["cpu"]
-    name = "-".join(["moe", *kind, *(["tiny"] if options.tiny else [])])
+    name = "-".join(["grouped_mlp", *kind, *(["tiny"] if options.tiny else [])])
     paths = report.write(tables, facts, name, options.results)
     print(paths[0].read_text())
 

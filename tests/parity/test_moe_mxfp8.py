@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in MXFP8: every member of a grouped weight is quantised for itself, shards hold whole
+members, and training equals bf16 weights that are quantised where they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
+from shardwise.moe.weights import ExpertTensor
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from tests.ranks import run_ranks
+
+EXPERTS, HIDDEN, WIDTH, TOKENS, STEPS = 4, 64, 32, 24, 3
+
+
+class AtUse(ExpertTensor):
+    """fp8 off: bf16 weights, encoded member by member where they are read."""
+
+    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Tensor:
+        value = super().value(dtype)
+        if value.dim() == 2:  # biases
+            return value
+        coded = [MXFP8Tensor.encode(member, "mxfp8") for member in value]
+        return torch.stack([one.dequantise(phase) for one in coded])
+
+
+class Net(nn.Module):
+    def __init__(self, layout: Any) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.before = nn.Linear(HIDDEN, 17)
+        self.after = nn.Linear(17, HIDDEN)
+        self.moe = MixtureOfExperts(
+            Routing(num_experts=EXPERTS, experts_per_token=2),
+            HIDDEN,
+            WIDTH,
+            activation=swiglu(),
+            bias=True,
+            weight_layout=layout,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, routes = self.moe(x)
+        return self.after(self.before(x + mixed)).float().square().mean() + routes.loss
+
+
+def train(
+    world_size: int, rank: int, strategy: str, ep: int, layout: Any, weights: Any
+) -> dict[str, Tensor]:
+    net = Net(layout)
+    if weights == "bf16":
+        for module in net.modules():
+            if isinstance(module, GroupedMLP):
+                bundles = module._bundles
+                module._bundles = lambda b=bundles: [AtUse(**vars(one)) for one in b()]  # type: ignore[method-assign]
+    precision = sw.Precision(weights=weights, reduce="fp32")
+    if strategy == "data_parallel":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        model: Any = sw.data_parallel(
+            net, mesh=mesh, placements=sw.zero(1), bucket_mb=1, precision=precision
+        )
+    else:
+        model = net
+        mesh = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("dp", "ep"))
+        flat = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"), comm.as_axis(flat.get_group()))
+        options: Any = {"placements": sw.zero(int(strategy[-1])), "precision": precision}
+        sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)
+        net.moe.experts.set_gradient_divide_factor(float(world_size))  # type: ignore[operator]
+        sw.fully_shard(net, mesh=flat, **options)
+    if weights == "mxfp8":
+        stored = sw.precision_report(model).stored
+        assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
+        expected = 2 if layout == "grouped" else 2 * EXPERTS // ep
+        assert sum("experts." in name for name in stored) == expected == len(stored)
+    optimizer = sw.optimizer(net, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-2))
+    values: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step))
+        loss = model(x.chunk(world_size)[rank].bfloat16())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values[f"loss {step}"] = loss.detach()
+    for name, parameter in net.named_parameters():
+        values[name] = parameter.full_tensor().detach().clone()  # type: ignore[attr-defined]
+    if weights == "mxfp8" and layout == "grouped" and strategy == "zero3":
+        members_are_coded_one_by_one(net)
+    return values
+
+
+def members_are_coded_one_by_one(net: Net) -> None:
+    whole = net.moe.experts.fc1.weight.full_tensor().detach()  # type: ignore[union-attr]
+    net.moe.experts.unshard()  # type: ignore[operator]
+    members = net.moe.experts.fc1.weight.coded.members()  # type: ignore[union-attr]
+    assert len(members) == len(whole) == net.moe.experts.num_experts
+    for member, value in zip(members, whole, strict=True):
+        alone = MXFP8Tensor.encode(value, "mxfp8")
+        for block, plane in member.planes.items():
+            assert torch.equal(plane.codes, alone.planes[block].codes)
+            assert torch.equal(plane.scales, alone.planes[block].scales)
+    net.moe.experts.reshard()  # type: ignore[operator]
+
+
+def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any) -> None:
+    on, off = (train(world_size, rank, strategy, ep, layout, kind) for kind in ("mxfp8", "bf16"))
+    assert on.keys() == off.keys() and len(on) >= STEPS + 9
+    for name, value in off.items():
+        assert torch.equal(on[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "ep", "layout"),
+    [(2, "zero3", 1, "grouped"), (2, "data_parallel", 1, "grouped"), (4, "zero3", 2, "grouped")]
+    + [(2, "zero1", 2, "indexed")],
+)
+def test_coded_experts_train_as_experts_quantised_at_use(
+    ranks: int, strategy: str, ep: int, layout: str
+) -> None:
+    run_ranks(both, ranks, strategy, ep, layout)

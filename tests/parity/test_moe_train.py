@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts in the trainer: spread over ranks or not, the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.models.config import GPTConfig
+from shardwise.train.config import TrainConfig
+from tests.ranks import run_ranks
+from tests.train_runs import events_of, make_trainer, write_text
+
+MODEL = GPTConfig(
+    dim=16,
+    num_layers=3,
+    num_heads=2,
+    context=16,
+    num_experts=4,
+    expert_hidden_dim=16,
+    shared_hidden_dim=16,
+    num_dense_layers=1,
+    z_coefficient=0.01,
+    bias_rate=0.01,
+)
+
+
+def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> list[int]:
+    trainer = make_trainer(rank, world_size, folder, model=MODEL, steps=4, **changes)
+    trainer.run()
+    biases = [router.expert_bias for router in trainer.experts.routers]
+    assert len(biases) == 2 and all(bias.abs().max() > 0 for bias in biases)
+    experts = trainer.parts.model.blocks[1].feed_forward.experts
+    return [experts.num_experts, experts.fc1.weight.to_local().numel()]
+
+
+def seen(folder: Path) -> list[list[float]]:
+    names = ("loss", "grad_norm", "expert_load_max", "expert_idle_share", "expert_dropped_share")
+    steps = events_of(folder, "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    return [[event[name] for name in names] for event in steps]
+
+
+def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
+    """Muon under zero3: 1 rank; 4 ranks; experts over 2 of 4 and over 4 of 4."""
+    data = write_text(tmp_path)
+    runs = {"one": (1, 1), "data": (4, 1), "pairs": (4, 2), "all": (4, 4)}
+    for name, (ranks, ep) in runs.items():
+        found = run_ranks(train, ranks, str(tmp_path / name), {"data": data, "ep": ep})
+        assert [local for local, _ in found] == [4 // ep] * ranks
+        # Every element of the experts is on one rank.
+        assert sum(held for _, held in found) == 4 * 32 * 16
+    expected = torch.tensor(seen(tmp_path / "one"))
+    assert expected[:, 2].min() > 1.05  # some expert is busier than the others
+    for name in runs:
+        torch.testing.assert_close(torch.tensor(seen(tmp_path / name)), expected, rtol=2e-4, atol=0)
+        [counts] = [event["counts"] for event in events_of(tmp_path / name, "experts")]
+        assert [sum(layer) for layer in counts] == [12 * 16 * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"ep": 3}, "ep=3 does not divide the 4 experts"),
+        ({"ep": 2, "model": GPTConfig()}, "the model has none"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        TrainConfig(**({"model": MODEL} | changes))
+    with pytest.raises(ValueError, match=r"ep=4 does not divide the 6 ranks"):
+        TrainConfig(model=MODEL, ep=4).expert_mesh_shape(6)
+    shape = TrainConfig(model=MODEL, ep=2, strategy="hsdp").expert_mesh_shape(8)
+    assert shape == {"dp_outer": 2, "dp": 2, "ep": 2}

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts are stored one by one: any layout, order of gate and up, and number of ranks reads any
+other, optimizer states included, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint import MismatchError, verify
+from shardwise.moe import GroupedMLP, swiglu
+from tests.moe_models import EXPERTS, Way, batch, build, by_expert, optimizer_of
+from tests.ranks import run_ranks
+
+WAYS = {
+    "plain": Way(),
+    "plain, one by one": Way(weights="indexed", biases="grouped", block=2),
+    "two ranks": Way(biases="indexed", block=4, ranks=2, strategy="zero3"),
+    "two ranks, ep 2": Way(weights="indexed", biases="indexed", ranks=2, ep=2, strategy="zero3"),
+    "four ranks, ep 2": Way(biases="indexed", block=1, ranks=4, ep=2, strategy="zero3"),
+}
+Values = dict[str, Tensor]
+
+
+def trained(rank: int, way: Way) -> tuple[Any, Any]:
+    net = build(way)
+    optimizer = optimizer_of(net)
+    for step in range(2):
+        net(batch(step, rank, way.ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def save(rank: int, world_size: int, way: Way, path: str) -> Values:
+    net, optimizer = trained(rank, way)
+    sw.save(path, net, optimizer, {"step": 2})
+    return by_expert(net, optimizer)
+
+
+def load(rank: int, world_size: int, way: Way, paths: list[str]) -> list[Values]:
+    net, optimizer = build(way), None
+    optimizer = optimizer_of(net)
+    found = []
+    for path in paths:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        assert sw.load(path, net, optimizer) == {"step": 2}
+        found.append(by_expert(net, optimizer))
+        net(batch(5, rank, way.ranks)).backward()  # what forward reads is what was loaded
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def on_ranks(call: Any, way: Way, argument: Any) -> list[Any]:
+    if way.strategy == "plain":
+        return [call(0, 1, way, argument)]
+    return run_ranks(call, way.ranks, way, argument)
+
+
+def test_any_way_of_holding_experts_reads_any_other(tmp_path: Path) -> None:
+    paths, saved = [], []
+    for number, way in enumerate(WAYS.values()):
+        paths.append(str(tmp_path / str(number)))
+        parts = on_ranks(save, way, paths[-1])
+        saved.append({name: value for part in parts for name, value in part.items()})
+        report = verify(paths[-1])
+        assert report.ok, str(report)
+    # Of each expert 2 matrices and 2 biases, 5 other parameters; a matrix has 1 state, others 3.
+    assert {len(values) for values in saved} == {4 * (2 * 2 + 2 * 4) + 3 * 2 + 2 * 4}
+    for way in WAYS.values():
+        for found in on_ranks(load, way, paths):
+            for values, expected in zip(found, saved, strict=True):
+                assert set(values) <= set(expected) and len(values) > 30
+                assert (len(values) == len(expected)) == (way.ep == 1)
+                for name, value in values.items():
+                    assert torch.equal(value, expected[name]), (way, name)
+
+
+def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_path: Path) -> None:
+    def mlp(experts: int = 3, block: int = 0) -> GroupedMLP:
+        return GroupedMLP(experts, 8, 4, activation=swiglu(), gate_up_block=block)
+
+    sw.save(tmp_path / "three", mlp())
+    with pytest.raises(MismatchError, match=r"missing from it: 'fc1\.weight3' \[8, 8\]"):
+        sw.load(tmp_path / "three", mlp(4))
+    with pytest.raises(MismatchError, match=r"unexpected in it: 'fc2\.weight2' \[8, 4\]"):
+        sw.load(tmp_path / "three", mlp(2))
+    silent = mlp()
+    silent.fc1.__class__ = type(silent.fc2)  # a linear that does not say in which order they stand
+    sw.save(tmp_path / "silent", silent)
+    with pytest.raises(MismatchError, match=r"missing from it: 'fc1\._extra_state'"):
+        sw.load(tmp_path / "silent", mlp(block=2))
+
+
+def load_whole(rank: int, world_size: int, way: Way, state: dict[str, Any]) -> Values:
+    net = build(way)
+    net.moe.experts.load_state_dict(state)
+    return by_expert(net, None)
+
+
+def test_a_whole_state_dict_loads_into_spread_experts() -> None:
+    """Each rank takes its own from all experts, in any layout and order."""
+    source = build(Way(weights="indexed", block=2))
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(3)
+    expected = by_expert(source, None)
+    way = WAYS["two ranks, ep 2"]
+    parts = run_ranks(load_whole, 2, way, source.moe.experts.state_dict())
+    seen = 0
+    for part in parts:
+        for name, value in part.items():
+            if ".experts." in name:
+                seen += 1
+                assert torch.equal(value, expected[name]), name
+    assert seen == 4 * EXPERTS
