@@ -10,6 +10,7 @@ agree   that everybody has read
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
