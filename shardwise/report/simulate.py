@@ -282,12 +282,12 @@ class SimulatedUnit:
             self._complete()
 
     def _complete(self) -> None:
-        trained = [group.size.parameters for group in self.groups if group.size.trainable]
-        if not self.inner and sum(trained) > 1:
-            self.step.finish_issued()  # before the last gradient
         for group in self.groups:
             if group.size.opens_early:
                 group.open(self._last)
+        trained = [group.size.parameters for group in self.groups if group.size.trainable]
+        if not self.inner and sum(trained) > 1:
+            self.step.finish_issued()  # before the last gradient
         for group in self.groups:
             group.release()
         self._in_backward = False
