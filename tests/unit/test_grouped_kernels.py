@@ -8,20 +8,16 @@ wrong in the interpreter; tests/device_moe.py has it.)
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import INSIDE, inside, loops, outside, run_inside
+
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
 
 if INSIDE:
     from shardwise.kernels import grouped, grouped_fc1, grouped_weight
@@ -40,18 +36,11 @@ COUNTS = [5, 0, 41, 16, 1]
 HIDDEN, WIDTH = 16, 32
 
 
-@pytest.mark.skipif(INSIDE, reason="this is that process")
+@outside
+@loops
 @pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p"]
-    done = subprocess.run(
-        [*command, "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_inside(__file__)
 
 
 @inside

@@ -8,19 +8,14 @@ wrong in the interpreter; tests/device_kernels.py has it.)
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.interpreter import INSIDE, inside, loops, outside, run_inside
+
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INSIDE:
     from shardwise.kernels import block, iterate, momentum, normalise, product, symmetric, update
@@ -35,34 +30,12 @@ if INSIDE:
     ]
     TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
 
-OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
-inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
 
-
-@pytest.mark.skipif(INSIDE, reason="this is that process")
-@pytest.mark.skipif(OLD, reason="Triton 3.6's interpreter cannot count to a bound that NumPy holds")
+@outside
+@loops
 @pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    # 1 skipped: this very test. A file that collects nothing must not pass for a green one.
-    assert " passed, 1 skipped" in done.stdout, done.stdout[-500:]
+    run_inside(__file__)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

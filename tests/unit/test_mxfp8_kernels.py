@@ -8,11 +8,6 @@ it interprets, so the tests run in a process of their own, as in test_kernels.py
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -27,35 +22,22 @@ from shardwise.precision.mxfp8 import (
     empty_planes,
     encode_reference,
 )
+from tests.interpreter import INSIDE, inside, outside, run_inside
 from tests.reference import mxfp8 as reference
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INSIDE:
     from shardwise.kernels import mxfp8 as kernels
 
-inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
 both_roundings = pytest.mark.parametrize("rounding", ["rceil", "floor"])
 
 
-@pytest.mark.skipif(INSIDE, reason="this is that process")
+@outside
 @pytest.mark.timeout(300)
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-x", "--no-header"),
-            *("-p", "no:cacheprovider", __file__),
-        ],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    # 1 skipped: this very test. A file that collects nothing must not pass for a green one.
-    assert " passed, 1 skipped" in done.stdout, done.stdout[-500:]
+    run_inside(__file__)
 
 
 def guarded(like: Tensor) -> Tensor:
