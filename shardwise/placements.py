@@ -20,7 +20,6 @@ where main is replicated.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -195,12 +194,6 @@ def turn_spans(
         outer axis, at 0     | A | B |      ->  | A |
     """
     replicated = [a for a, placement in enumerate(main) if placement != SHARD]
-    where: list[dict[int, int]] = []
-    for replica in range(math.prod(sizes[a] for a in replicated)):
-        place: dict[int, int] = {}
-        for a in replicated:
-            replica, place[a] = divmod(replica, sizes[a])
-        where.append(place)
     shared: list[Span] = []
     parts: list[list[Span]] = [[] for _ in range(sizes[axis])]
     for index, (low, high, offset) in enumerate(pieces):
@@ -209,8 +202,13 @@ def turn_spans(
         if index not in turns:
             shared.append((offset, offset + high - low))
             continue
-        for place, (begin, end) in zip(where, turns[index], strict=True):
-            begin, end = max(begin, low), min(end, high)
+        for replica, (first, last) in enumerate(turns[index]):
+            if first == last:
+                continue
+            begin, end = max(first, low), min(last, high)
+            rest, place = replica, {}
+            for a in replicated:
+                rest, place[a] = divmod(rest, sizes[a])
             reduced = all(place[a] == coordinate[a] for a in replicated if a > axis)
             if begin < end and reduced:
                 parts[place[axis]].append((offset + begin - low, offset + end - low))

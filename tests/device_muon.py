@@ -126,6 +126,12 @@ def two_ways(rank: int, world_size: int, way: str) -> float:
             ),
             replicas="spread" if first else "repeat",
         )
+        if way == "turns" and first:
+            assert planned() == {
+                name: parameter.version.turns[parameter.cut.index]  # type: ignore[attr-defined]
+                for name, parameter in wrapped.named_parameters()
+                if parameter.ndim > 1
+            }
         for step in range(3):
             wrapped(torch.tensor(1.0 + rank + step, device="cuda")).backward()
             optimizer.clip_grad_norm(10.0)
@@ -133,6 +139,15 @@ def two_ways(rank: int, world_size: int, way: str) -> float:
             optimizer.zero_grad()
         found.append(values(wrapped))
     return distance(*found)
+
+
+def planned() -> dict[str, Any]:
+    """Whose turn it is by the plan, made without a GPU."""
+    with torch.device("meta"):
+        model = Matrices()
+    sw.route(model, split={"fused": sw.Split.interleaved(3)})
+    shape = {"dp_outer": 2, "dp": 2}
+    return sw.plan(model, shape, "hsdp", optimizer="muon", wrap=[model]).turns
 
 
 def against_another_way() -> None:

@@ -154,7 +154,7 @@ class Fleet:
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
-        rounds = [self.exchange.freight[first].wave for first, *_ in self.exchange.plan.rounds]
+        rounds = [self.exchange.freight[index].wave for index, *_ in self.exchange.plan.rounds]
         self._num_rounds = [rounds.count(wave) for wave in sorted(set(waves))]
         for position, matrix in enumerate(matrices):
             take_turns(matrix.parameter, self.exchange.turns(position))
@@ -285,6 +285,8 @@ class Fleet:
                 grads.append(torch.zeros_like(buffer) if grad is None else grad)
                 buffers.append(buffer)
                 advanced.append(matrix)
+        if not buffers:
+            return
         advance = resident.accumulate if self.fused else muon.update_momentum
         updates = advance(
             buffers,

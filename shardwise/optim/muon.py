@@ -120,8 +120,9 @@ def muon(
         tensor_parallel: what to do with weights cut by tensor parallelism: whole matrices on every
             rank ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
             rounding), or each rank's block for itself ("blockwise", another optimizer).
-        replicas: ranks that hold the same shards each compute a part and "spread" it, or "repeat"
-            all of it, which sends nothing.
+        replicas: ranks that hold the same shards take turns at the matrices and "spread" the
+            result (their gradients and momenta lie with the one whose turn it is, and no more is
+            sent than the all-reduce of gradients would), or all "repeat" all of it.
     """
     return MuonSettings(
         lr=lr,

@@ -154,22 +154,25 @@ def test_hfsdp_exchanges_over_both_axes_at_once() -> None:
 
 
 class Wide(nn.Module):
-    """As many equal matrices as ranks, in one unit."""
+    """Equal matrices in one unit, and a vector among them where they are odd in number."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.matrices = nn.ParameterList(torch.randn(SIDE, SIDE) for _ in range(8))
+        self.shift = nn.Parameter(torch.zeros(SIDE)) if count % 2 else None
+        self.matrices = nn.ParameterList(torch.randn(SIDE, SIDE) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for weight in self.matrices:
             hidden = torch.tanh(hidden @ weight)
-        return hidden
+        return hidden if self.shift is None else hidden + self.shift
 
 
-def count_between_replicas(rank: int, world_size: int, strategy: str) -> dict[str, int]:
-    """Bytes that leave this rank by axis, in one whole step after the first."""
-    model = Wide()
+def count_between_replicas(
+    rank: int, world_size: int, strategy: str, count: int = 8
+) -> dict[str, int]:
+    """Bytes that leave this rank by axis, in one whole step after the first; and bytes held."""
+    model = Wide(count)
     whole = strategy == "hfsdp"
     sw.fully_shard(
         model,
@@ -190,7 +193,7 @@ def count_between_replicas(rank: int, world_size: int, strategy: str) -> dict[st
         optimizer.zero_grad()
         for call in calls:
             sent[call.axis] = sent.get(call.axis, 0) + call.wire_bytes
-    return sent
+    return sent | {"held": sum(p.to_local().nbytes for p in model.parameters())}
 
 
 def test_matrix_aligned_replicas_send_no_more_than_an_all_reduce() -> None:
@@ -201,7 +204,14 @@ def test_matrix_aligned_replicas_send_no_more_than_an_all_reduce() -> None:
     for sent in run_ranks(count_between_replicas, 4, "adamw", timeout=PATIENCE):
         assert sent["dp_outer"] == formula
     for sent in run_ranks(count_between_replicas, 4, "hfsdp", timeout=PATIENCE):
-        assert set(sent) == {"dp", "dp_outer"}, "no exchange over both"
+        assert set(sent) == {"dp", "dp_outer", "held"}, "no exchange over both"
         assert sent["dp_outer"] == formula
     for sent in run_ranks(count_between_replicas, 4, "hsdp", timeout=PATIENCE):
         assert sent["dp_outer"] == formula, "rows cut, main weights on every replica"
+    # Seven matrices fall unevenly on two replicas: each inner rank's replicas together send the
+    # formula, of what that rank holds.
+    uneven = run_ranks(count_between_replicas, 4, "hsdp", 7, timeout=PATIENCE)
+    for inner in range(2):
+        replicas = [uneven[outer * 2 + inner] for outer in range(2)]
+        assert sum(sent["dp_outer"] for sent in replicas) == 2 * (copies - 1) * replicas[0]["held"]
+        assert replicas[0]["held"] == replicas[1]["held"] > 0

@@ -110,7 +110,7 @@ def replaced(model: Model, optimizer: Any, rank: int) -> Any:
 
 
 def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
-    """With gradients there; then with other turns, whose momenta come from a state dict."""
+    """With gradients there; with other turns; with momenta that lie otherwise in a state dict."""
     replicas = optimizer.param_groups[0]["replicas"]
     backward(model, rank)
     again = optimizer_of(model, replicas)
@@ -124,8 +124,10 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
             again.step()
     fewer.step()
     model.layers[1].up.weight.requires_grad_(True)
-    last = optimizer_of(model, replicas)
-    last.load_state_dict(again.state_dict())
+    everywhere, last = optimizer_of(model, "repeat"), optimizer_of(model, replicas)
+    everywhere.load_state_dict(again.state_dict())
+    last.load_state_dict(everywhere.state_dict())
+    last.param_groups[0]["replicas"] = replicas
     backward(model, rank, 2)
     last.step()
     optimizer.state = last.state

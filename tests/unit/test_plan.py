@@ -186,6 +186,25 @@ def test_a_matrix_optimizer_takes_what_routing_says() -> None:
     assert plan(nn.Linear(4, 1), {"dp": 2}, optimizer="muon").matrices is None
 
 
+def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
+    """Small ones take a GPU longer than their operations say, and are shared out accordingly."""
+    with torch.device("meta"):
+        sides = [1024] + [512] * 12
+        model = nn.ModuleList(nn.Linear(side, side, bias=False) for side in sides)
+    devices = ("cpu", "cuda", "cuda:sm_80", "cuda:sm_100")
+    turns = {
+        device: plan(
+            model, {"dp_outer": 2, "dp": 1}, "hsdp", optimizer="muon", device=device, wrap=[model]
+        ).turns
+        for device in devices
+    }
+    assert turns["cpu"] == turns["cuda:sm_80"] != turns["cuda"] == turns["cuda:sm_100"]
+    beside = {d: sum(found[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")}
+    assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
+    with pytest.raises(ValueError, match=r"device='cuda:80': 'cuda', 'cuda:sm_80'"):
+        plan(model, {"dp": 2}, device="cuda:80")
+
+
 # ------------------------------------------------------------------------------ what is wrapped
 
 
