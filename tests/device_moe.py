@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
+from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.moe.activation import (
     Activation,
     clamped_quick_geglu,
@@ -26,7 +28,9 @@ from shardwise.moe.activation import (
     swiglu,
 )
 from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.products import FusedProducts
+from shardwise.moe.router import Routing
 
 log = logging.getLogger(__name__)
 HIDDEN, WIDTH = 256, 384
@@ -166,6 +170,64 @@ def check_same_on_every_path() -> None:
     assert (a != b).float().mean() < 0.02 and relative(a, b.double()) < 1e-3
 
 
+def check_layer_never_waits() -> None:
+    """Router, dispatch and experts, forward and backward: the host asks the device for nothing."""
+    torch.manual_seed(2)
+    routing = Routing(num_experts=8, experts_per_token=2, balance_loss=0.1, z_loss=0.1,
+                      bias_rate=0.01, capacity_factor=1.5)  # fmt: skip
+    shared = nn.Linear(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    layer = MixtureOfExperts(routing, HIDDEN, WIDTH, activation=swiglu(), shared=shared,
+                             path="fused", device="cuda", dtype=torch.bfloat16)  # fmt: skip
+    x = torch.randn(4, 96, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    for mode in ("default", "error"):  # kernels are built in the first
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            out, routes = layer(x)
+            (out.float().square().mean() + routes.loss).backward()
+            layer.router.update_bias()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def check_model(weights: str) -> None:
+    """A GPT with experts under fully_shard on one rank: fused experts against torch's products."""
+    config = GPTConfig(dim=256, num_layers=3, num_heads=4, context=128, num_experts=8,
+                       expert_hidden_dim=384, shared_hidden_dim=128, num_dense_layers=1,
+                       z_coefficient=0.01, bias_rate=0.01, recompute="block")  # fmt: skip
+    words = torch.randint(0, 257, (4, 129), generator=torch.Generator().manual_seed(0)).cuda()
+    losses = []
+    for path in ("fused", "grouped_mm"):
+        with torch.device("meta"):
+            model = GPT(config)
+        for module in model.modules():
+            if isinstance(module, GroupedMLP):
+                module._asked_path = path
+        mesh = sw.init_mesh(device_type="cuda")
+        precision = sw.Precision(weights=weights, reduce="fp32")  # type: ignore[arg-type]
+        for unit in [*model.blocks, model]:
+            sw.fully_shard(unit, mesh=mesh, placements=sw.zero(3), precision=precision)
+        model.to_empty(device="cuda")
+        model.init_weights(0)
+        optimizer = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-3))
+        found = []
+        for _ in range(20):
+            loss = model(words[:, :-1], words[:, 1:])
+            loss.backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for module in model.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.router.update_bias()
+            found.append(float(loss))
+        losses.append(found)
+    fused, products = losses
+    assert abs(fused[0] - products[0]) < 2e-3 * products[0], (fused[0], products[0])
+    assert fused[-1] < 0.8 * fused[0] and abs(fused[-1] - products[-1]) < 0.05 * products[0], losses
+
+
 def main() -> int:
     failures = 0
     number = 0
@@ -178,12 +240,18 @@ def main() -> int:
                 except Exception as error:
                     failures += 1
                     log.error("FAILED %s: %s", type(error).__name__, str(error)[:400])
-    number += 1
-    try:
-        check_same_on_every_path()
-    except Exception as error:
-        failures += 1
-        log.error("FAILED paths: %s", str(error)[:400])
+    for name, call in (
+        ("paths", check_same_on_every_path),
+        ("no waiting", check_layer_never_waits),
+        ("model in bf16", lambda: check_model("bf16")),
+        ("model in mxfp8", lambda: check_model("mxfp8")),
+    ):
+        number += 1
+        try:
+            call()
+        except Exception as error:
+            failures += 1
+            log.error("FAILED %s: %s", name, str(error)[:400], exc_info=True)
     log.info("%d checks, %d failed", number, failures)
     return int(failures > 0)
 

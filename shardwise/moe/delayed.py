@@ -31,6 +31,8 @@ class DelayedGradients:
 
     def owe(self, gradients: list[tuple[ExpertTensor, WriteGradient]]) -> None:
         self._owed.append(gradients)
+        for experts, _ in gradients:
+            experts.owe()
 
     @torch.no_grad()
     def pay(self) -> None:

@@ -65,6 +65,10 @@ class WholeParameter(nn.Parameter):
         """The same memory, and whether its contents are undefined and to be overwritten."""
         return self._home.destination(self._index)
 
+    def owe(self) -> None:
+        """Say inside a backward that the gradient comes later than this backward ends."""
+        self._home.on_owed(self._index)
+
     @property
     def _home(self) -> Gradients:
         gradients = self._gradients() if self._gradients is not None else None
@@ -110,6 +114,7 @@ class Gradients:
         self.source: Source = Caching()
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
         self.on_written: Callable[[int], None] = _ignore
+        self.on_owed: Callable[[int], None] = _ignore  # when one says that it will, after backward
         for index, parameter in enumerate(unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}

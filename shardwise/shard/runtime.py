@@ -184,6 +184,11 @@ class Runtime:
                 f"requires_grad_(False)"
             )
 
+    def settle_late(self) -> None:
+        """A unit has completed. After backward nobody else will wait for its reduction."""
+        if self._backward_task is None and not self.in_backward:
+            self.drain()
+
     def reset(self) -> None:
         """Forget an iteration that failed half way."""
         for reduction in self._reductions:

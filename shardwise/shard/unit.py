@@ -114,6 +114,7 @@ class Unit:
         self._to_come = 0  # elements of the gradients that this backward still waits for
         sizes = [size for group in self._sizes for size in group]
         self._one_more = max(sizes, default=0) + sum(sizes) // 64  # a matrix, and biases
+        self._owed: set[tuple[int, int]] = set()  # those whose gradient comes after backward
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected = 0  # forwards whose backward is still to come
         self._tidy = False  # whether the root's forward has looked after this unit already
@@ -125,6 +126,7 @@ class Unit:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = _weakly(self, number)
+            group.gradients.on_owed = _owed_weakly(self, number)
             if self._early:
                 group.main.version.settled = partial(_settle, weakref.ref(self), number)
             for block in group.blocks:
@@ -164,8 +166,18 @@ class Unit:
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
-        if settle:
+        if settle or (number, index) in self._owed:  # who owed it is done with the weight
+            self._owed.discard((number, index))
             self._maybe_complete()
+
+    def owed(self, number: int, index: int) -> None:
+        """The gradient of one parameter comes later, perhaps after this backward."""
+        self._owed.add((number, index))
+
+    @property
+    def _owes(self) -> bool:
+        """Whether nothing but what is owed keeps this unit in backward."""
+        return 0 < self._waiting == len(self._owed) and not self._open_calls
 
     def inputs_done(self, call: Call) -> None:
         """The gradients of one call's inputs are on their way."""
@@ -243,6 +255,12 @@ class Unit:
 
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        if self._owed:
+            names = [self.groups[number].items[index].name for number, index in sorted(self._owed)]
+            raise RuntimeError(
+                f"the gradients of {names} in unit '{self.name}' are still to come: call "
+                f"backward_dw() of their module after each backward, before the next forward"
+            )
         for group in self.groups:
             group.follow_trainability()
             group.gradients.tidy()
@@ -353,6 +371,7 @@ class Unit:
         self._go(Phase.RESTING)
         if any(group.trainable for group in self.groups):
             self.runtime.order.ready(self)
+        self.runtime.settle_late()
 
     def reduce(self) -> None:
         """It is this unit's turn."""
@@ -365,7 +384,7 @@ class Unit:
     def holds_turn(self) -> bool:
         """Whether units behind must wait: this one is in backward, or other ranks' may be."""
         if self.phase is Phase.BACKWARD:
-            return True
+            return not self._owes
         awaited = self.unused == "zeros" and self.expects_backward
         return awaited and any(group.trainable for group in self.groups)
 
@@ -391,6 +410,12 @@ class Unit:
             if not here
         ]
         self._running.clear()
+        self._open_calls.clear()
+        if self._owes:  # it reduces when that has come; the weights are not needed for it
+            self.hide()
+            self._release()
+            return []
+        self._owed.clear()
         self._complete()
         if self.unused == "zeros":
             return []
@@ -468,6 +493,7 @@ class Unit:
         self.phase = Phase.RESTING
         self._running.clear()
         self._open_calls.clear()
+        self._owed.clear()
         self._to_run = self._expected = 0
 
 
@@ -549,6 +575,17 @@ def _weakly(unit: Unit, number: int) -> Callable[[int], None]:
             owner.arrived(number, index, settle=False)
 
     return written
+
+
+def _owed_weakly(unit: Unit, number: int) -> Callable[[int], None]:
+    reference = weakref.ref(unit)
+
+    def owed(index: int) -> None:
+        owner = reference()
+        if owner is not None:
+            owner.owed(number, index)
+
+    return owed
 
 
 def _viewed_by(unit: Unit) -> Callable[[], bool]:

@@ -324,3 +324,45 @@ def in_bf16(rank: int, world_size: int) -> None:
 
 def test_experts_under_a_precision_policy() -> None:
     run_ranks(in_bf16, 2)
+
+
+def delayed(rank: int, world_size: int, strategy: str) -> None:
+    """With no exchange to hide them in, weight gradients come after backward, by backward_dw."""
+    net, plain = Net(delay_weight_gradient=True), Net()
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    model: nn.Module = net
+    if strategy == "data_parallel":
+        model = sw.data_parallel(net, mesh=mesh, placements=sw.zero(1), bucket_mb=1)
+    else:
+        placements = sw.zero(int(strategy[-1]))
+        sw.fully_shard(net.moe.experts, mesh=mesh, placements=placements)
+        sw.fully_shard(net, mesh=mesh, placements=placements)
+    published: list[str] = []
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: published.append(name))
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    for step in range(2):
+        loss_of(model, x[mine] + step, target[mine]).backward()
+        assert not any("moe.experts" in name for name in published)
+        with pytest.raises(RuntimeError, match=r"fc2\.weight.*call backward_dw\(\)"):
+            loss_of(model, x[mine], target[mine])
+        net.moe.backward_dw()
+        assert sorted(published) == sorted(name for name, _ in net.named_parameters())
+        for other in range(world_size):
+            parts = slice(other * TOKENS, (other + 1) * TOKENS)
+            (loss_of(plain, x[parts] + step, target[parts]) / world_size).backward()
+        named = dict(net.named_parameters())
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            gradient = whole_gradient(named[name])
+            assert gradient.dtype == torch.float32
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+        model.zero_grad()
+        plain.zero_grad()
+        published.clear()
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+def test_delayed_weight_gradients_are_reduced_when_they_come(strategy: str) -> None:
+    run_ranks(delayed, 2, strategy)
