@@ -125,13 +125,13 @@ class Unit:
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
-            group.gradients.on_written = _weakly(self, number)
-            group.gradients.on_owed = _owed_weakly(self, number)
+            group.gradients.on_written = _weakly(self.written, number)
+            group.gradients.on_owed = _weakly(self.owed, number)
             if self._early:
-                group.main.version.settled = partial(_settle, weakref.ref(self), number)
+                group.main.version.settled = _weakly(self.settled, number)
             for block in group.blocks:
-                block.viewed = _viewed_by(self)
-                block.evict = _evict_weakly(self)
+                block.viewed = _weakly(self.viewed)
+                block.evict = _weakly(self.evict)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self._listen()
@@ -150,8 +150,8 @@ class Unit:
     def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
         """The gradient of one parameter is whole for this backward.
 
-        A kernel that wrote it itself may still read the weight (``settle=False``): then the next
-        gradient, the inputs' gate or the end of backward completes the unit.
+        ``settle=False``: the next gradient, the inputs' gate or the end of backward completes the
+        unit.
         """
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
@@ -169,6 +169,10 @@ class Unit:
         if settle or (number, index) in self._owed:  # who owed it is done with the weight
             self._owed.discard((number, index))
             self._maybe_complete()
+
+    def written(self, number: int, index: int) -> None:
+        """A kernel wrote the gradient of one parameter itself, and may still read the weight."""
+        self.arrived(number, index, settle=False)
 
     def owed(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
@@ -350,6 +354,10 @@ class Unit:
     def expects_backward(self) -> bool:
         """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
         return self._expected > 0
+
+    def viewed(self) -> bool:
+        """Whether autograd holds views of the weights: a forward still waits for its backward."""
+        return self.expects_backward or self.phase is Phase.BACKWARD
 
     @property
     def gathers_in_backward(self) -> bool:
@@ -559,52 +567,12 @@ def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor)
         owner.arrived(number, index)
 
 
-def _settle(unit: weakref.ref[Unit], number: int) -> None:
-    owner = unit()
-    if owner is not None:
-        owner.settled(number)
+def _weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A method of a unit that does not keep the unit alive; None comes back once it is gone."""
+    reference = weakref.WeakMethod(method)
 
+    def call(*rest: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*first, *rest)
 
-def _weakly(unit: Unit, number: int) -> Callable[[int], None]:
-    """``unit.arrived`` for one group, without keeping the unit alive."""
-    reference = weakref.ref(unit)
-
-    def written(index: int) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.arrived(number, index, settle=False)
-
-    return written
-
-
-def _owed_weakly(unit: Unit, number: int) -> Callable[[int], None]:
-    reference = weakref.ref(unit)
-
-    def owed(index: int) -> None:
-        owner = reference()
-        if owner is not None:
-            owner.owed(number, index)
-
-    return owed
-
-
-def _viewed_by(unit: Unit) -> Callable[[], bool]:
-    """Whether a forward of ``unit`` still waits for its backward, so that autograd holds views."""
-    reference = weakref.ref(unit)
-
-    def viewed() -> bool:
-        owner = reference()
-        return owner is not None and (owner.expects_backward or owner.phase is Phase.BACKWARD)
-
-    return viewed
-
-
-def _evict_weakly(unit: Unit) -> Callable[[], None]:
-    reference = weakref.ref(unit)
-
-    def evict() -> None:
-        owner = reference()
-        if owner is not None:
-            owner.evict()
-
-    return evict
+    return call
