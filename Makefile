@@ -58,7 +58,7 @@ contracts: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 pytest: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.fsdp

@@ -1,9 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test session needs: no rank may outlive it."""
+"""What every test session needs: no rank may outlive it, and the long files come first."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ranks import shut_down
+
+# Files that take a minute or more: two workers that share the files (`make test`) would wait for
+# the last of them.
+LONG = (
+    "faults/test_train.py",
+    "interop/test_command.py",
+    "resume/test_train.py",
+    "parity/test_mxfp8.py",
+    "parity/test_muon.py",
+    "unit/test_kernels.py",
+    "unit/test_ranks.py",
+    "faults/test_store_kill.py",
+    "comm/test_plan.py",
+    "memory/test_bytes.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        name = item.path.as_posix()
+        return next((place for place, end in enumerate(LONG) if name.endswith(end)), len(LONG))
+
+    items.sort(key=rank)  # stable: within a file, and among the others, as they were
 
 
 def pytest_sessionfinish() -> None:
