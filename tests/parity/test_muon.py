@@ -184,7 +184,8 @@ def check_rounds(rank: int, world_size: int, strategy: str) -> int:
 def test_many_rounds_in_flight_give_the_same_bits(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
     rounds = run_ranks(check_rounds, world_size, strategy, timeout=PATIENCE)
-    assert len(set(rounds)) == 1 and rounds[0] >= 3
+    # Six parcels: four owners of hsdp have two at most, and two of zero0 three or more.
+    assert len(set(rounds)) == 1 and rounds[0] >= (2 if strategy == "hsdp" else 3)
 
 
 def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> int:

@@ -124,8 +124,11 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
             again.step()
     fewer.step()
     model.layers[1].up.weight.requires_grad_(True)
-    everywhere, last = optimizer_of(model, "repeat"), optimizer_of(model, replicas)
+    everywhere = optimizer_of(model, "repeat")
     everywhere.load_state_dict(again.state_dict())
+    weight = model.layers[1].up.weight
+    assert everywhere.state[weight]["momentum_buffer"].cut.matches(weight.cut)
+    last = optimizer_of(model, replicas)
     last.load_state_dict(everywhere.state_dict())
     last.param_groups[0]["replicas"] = replicas
     backward(model, rank, 2)
