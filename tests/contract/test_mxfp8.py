@@ -162,7 +162,10 @@ def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
     """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
     often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
     runs = []
-    for options, shape in (({}, {}), ({"reshard_after_forward": 2, "memory": "trace"}, {"outside": True})):
+    for options, shape in (
+        ({}, {}),
+        ({"reshard_after_forward": 2, "memory": "trace"}, {"outside": True}),
+    ):
         model = make(True, format, **shape)
         wrap(model, "zero3", world_size, precision=precision_of(True, format), **options)
         optimizer = optimizer_of(model, "muon")
