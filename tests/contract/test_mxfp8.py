@@ -109,7 +109,7 @@ def check_report(rank: int, world_size: int) -> str:
     assert set(report.stored) == STORED
     assert report.kept["embedding.weight"] == "read by Embedding, not by linears alone"
     assert "17 rows do not divide into blocks of 32" in report.kept["head.weight"]
-    assert "2-D" in report.kept["layers.0.up.bias"]
+    assert report.kept["layers.0.up.bias"] == "a bias"
     assert set(report.kept) | STORED == {name for name, _ in model.named_parameters()}
     for unit in units_of(model):
         assert {group.format for group in unit.groups} == {"mxfp8", None}
@@ -162,7 +162,10 @@ def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
     """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
     often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
     runs = []
-    for options, shape in (({}, {}), ({"reshard_after_forward": 2}, {"outside": True})):
+    for options, shape in (
+        ({}, {}),
+        ({"reshard_after_forward": 2, "memory": "trace"}, {"outside": True}),
+    ):
         model = make(True, format, **shape)
         wrap(model, "zero3", world_size, precision=precision_of(True, format), **options)
         optimizer = optimizer_of(model, "muon")
