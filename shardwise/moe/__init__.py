@@ -5,6 +5,7 @@ router          which experts each token goes to, with what weight, and how even
 dispatch        rows sorted by expert; over ranks where experts are spread; and back
 grouped_mlp     all experts' feed-forwards at once (grouped_linear: one of its halves)
 activation      what stands between the halves; the order of gate and up
+inputs          what experts are given, and whether it can be computed
 products        three ways to compute the same
 weights         expert parameters in memory, and where their gradients go
 delayed         weight gradients later than those of the inputs

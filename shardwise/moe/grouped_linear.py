@@ -26,11 +26,18 @@ from torch.autograd.function import once_differentiable
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
+from shardwise.moe.inputs import (
+    anchor,
+    check_ends,
+    check_parameters,
+    check_rows,
+    choose_path,
+    compute_dtype,
+)
 from shardwise.moe.products import (
     Into,
     LoopProducts,
     PathName,
-    check_ends,
     expert_of,
     make_products,
     path_problems,
@@ -198,7 +205,7 @@ class GroupedLinear(nn.Module):
         check_rows(x, self.in_features)
         check_ends(ends, self.num_experts, len(x))
         bundles = [self.experts(name) for name in self.layouts]
-        check_dtypes(x, bundles)
+        check_parameters(x, bundles)
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
@@ -348,7 +355,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, None, *gradients
 
 
-# ------------------------------------------------------------------------------ shared by both
+# ------------------------------------------------------------------------------ gradients
 
 
 def weight_writer(
@@ -368,57 +375,3 @@ def bias_writer(
         return Into(dtype, out, add).take(products.bias_gradient(dy, ends, p))
 
     return write
-
-
-def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Brings backward to a node whose parameters are no inputs of it."""
-    wanted = any(parameter.requires_grad for parameter in parameters)
-    return torch.empty(0, device=x.device, requires_grad=wanted)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
-
-
-def autocasts(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def check_rows(x: Tensor, in_features: int) -> None:
-    if x.dim() != 2 or x.shape[1] != in_features:
-        raise ValueError(
-            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
-        )
-
-
-def check_dtypes(x: Tensor, bundles: list[ExpertTensor]) -> None:
-    if autocasts(x):
-        return
-    others = {bundle.dtype for bundle in bundles} - {x.dtype}
-    if others:
-        raise ValueError(
-            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "
-            f"run under torch.autocast"
-        )
-
-
-def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
-    """The path asked for, or the first that is possible; refused where it turns out impossible."""
-    if x.is_meta:
-        return "loop"  # shapes alone: no kernel can tell more
-    dtype = compute_dtype(x)
-    for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
-        problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)
-        if path == "fused" and x.device.type == "cpu" and not problems:
-            problems = [] if _interpreted() else ["rows are on the CPU"]
-        if path == "fused" and x.device.type == "cuda" and dtype != torch.bfloat16:
-            problems.append(f"rows are {dtype}: kernels compute in torch.bfloat16")
-        if not problems:
-            return path
-    raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
-
-
-def _interpreted() -> bool:
-    from shardwise.kernels.grouped import interpreted
-
-    return interpreted()

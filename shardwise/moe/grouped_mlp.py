@@ -29,19 +29,21 @@ from shardwise.moe.grouped_linear import (
     GateUpLinear,
     GroupedLinear,
     LayoutName,
-    anchor,
     bias_writer,
-    check_dtypes,
+    weight_writer,
+)
+from shardwise.moe.inputs import (
+    anchor,
+    check_ends,
+    check_parameters,
     check_rows,
     choose_path,
     compute_dtype,
-    weight_writer,
 )
 from shardwise.moe.products import (
     Form,
     LoopProducts,
     PathName,
-    check_ends,
     expert_of,
     make_products,
     path_problems,
@@ -138,7 +140,7 @@ class GroupedMLP(nn.Module):
             )
         self._run_inner_hooks()
         bundles = self._bundles()
-        check_dtypes(x, bundles)
+        check_parameters(x, bundles)
         if self._chosen is None:
             path = choose_path(self._asked_path, self.hidden, self.width, x)
             self._chosen = path, make_products(path)

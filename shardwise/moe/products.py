@@ -235,26 +235,3 @@ def make_products(path: PathName) -> LoopProducts:
     if path == "fused" and grouped.interpreted():
         return FusedProducts(grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE, fuse_fc1=True)
     return kinds[path]()
-
-
-def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
-    """The counts must add up to the rows; on a device that is checked there, without waiting."""
-    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
-        raise ValueError(
-            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
-            f"[{num_experts}] of torch.int32, where each expert's rows end"
-        )
-    if ends.device.type == "cpu":
-        values = ends.tolist()
-        if values[-1] != num_rows or values != sorted(values) or values[0] < 0:
-            raise ValueError(
-                f"ends={values} do not add up to the {num_rows} rows: they must not fall, and the "
-                f"last must be {num_rows}"
-            )
-    elif not ends.is_meta:
-        torch._assert_async(ends[-1] == num_rows)
-
-
-def ends_of(counts: Tensor) -> Tensor:
-    """[experts] int32 from rows per expert."""
-    return counts.cumsum(0).int()

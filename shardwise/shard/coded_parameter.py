@@ -85,17 +85,15 @@ class CodedWeight(MXFP8Tensor):
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def members(self) -> list[MXFP8Tensor]:
-        """Of a stack [experts, rows, columns], each for itself: views of the planes here."""
-        planes = [
-            [
-                Plane(codes=codes, scales=scales, block=block)
-                for codes, scales in zip(
-                    plane.codes.chunk(self.shape[0]),
-                    plane.scales.chunk(self.shape[0]),
-                    strict=True,
-                )
-            ]
+        """Of a stack [experts, rows, columns] each for itself: views of what is here."""
+        count = self.shape[0]
+        pairs = {
+            block: zip(plane.codes.chunk(count), plane.scales.chunk(count), strict=True)
             for block, plane in self.planes.items()
+        }
+        planes = [
+            [Plane(codes=codes, scales=scales, block=block) for codes, scales in parts]
+            for block, parts in pairs.items()
         ]
         return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
 

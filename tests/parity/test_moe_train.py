@@ -45,14 +45,15 @@ def seen(folder: Path) -> list[list[float]]:
 
 
 def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
-    """Muon under zero3: 1 rank; 4 ranks; experts over 2 of 4 and over 4 of 4."""
+    """Muon under zero3: 1 rank; 4 ranks; experts over 2 of 4, also replicated, and over 4 of 4."""
     data = write_text(tmp_path)
-    runs = {"one": (1, 1), "data": (4, 1), "pairs": (4, 2), "all": (4, 4)}
+    runs = {"one": (1, 1), "data": (4, 1), "pairs": (4, 2), "hsdp": (4, 2), "all": (4, 4)}
     for name, (ranks, ep) in runs.items():
-        found = run_ranks(train, ranks, str(tmp_path / name), {"data": data, "ep": ep})
+        changes = {"data": data, "ep": ep, "strategy": "hsdp" if name == "hsdp" else "zero3"}
+        found = run_ranks(train, ranks, str(tmp_path / name), changes)
         assert [local for local, _ in found] == [4 // ep] * ranks
-        # Every element of the experts is on one rank.
-        assert sum(held for _, held in found) == 4 * 32 * 16
+        # Every element of the experts is on one rank, or on one of each replica.
+        assert sum(held for _, held in found) == 4 * 32 * 16 * (2 if name == "hsdp" else 1)
     expected = torch.tensor(seen(tmp_path / "one"))
     assert expected[:, 2].min() > 1.05  # some expert is busier than the others
     for name in runs:

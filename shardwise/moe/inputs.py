@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a grouped module is given: whether it fits, in which dtype and on which path it is computed.
+
+Everything here is asked before a kernel runs, and refused by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.grouped import interpreted
+from shardwise.moe.products import PathName, path_problems
+from shardwise.moe.weights import ExpertTensor
+
+
+def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
+    """The counts must add up to the rows; on a device that is checked there, without waiting."""
+    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
+        raise ValueError(
+            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
+            f"[{num_experts}] of torch.int32, where each expert's rows end"
+        )
+    if ends.device.type == "cpu":
+        values = ends.tolist()
+        if values[-1] != num_rows or values != sorted(values) or values[0] < 0:
+            raise ValueError(
+                f"ends={values} do not add up to the {num_rows} rows: they must not fall, and the "
+                f"last must be {num_rows}"
+            )
+    elif not ends.is_meta:
+        torch._assert_async(ends[-1] == num_rows)
+
+
+def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Brings backward to a node whose parameters are no inputs of it."""
+    wanted = any(parameter.requires_grad for parameter in parameters)
+    return torch.empty(0, device=x.device, requires_grad=wanted)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def autocasts(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def check_rows(x: Tensor, in_features: int) -> None:
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise ValueError(
+            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
+        )
+
+
+def check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
+    """Kernels address weights by the distance between experts: they must lie as torch made them."""
+    for bundle in bundles:
+        for parameter in bundle.parameters:
+            if not hasattr(parameter, "coded") and not parameter.is_contiguous():
+                raise ValueError(
+                    f"an expert parameter of shape {list(parameter.shape)} has strides "
+                    f"{parameter.stride()}: register it as .contiguous()"
+                )
+    if autocasts(x):
+        return
+    others = {bundle.dtype for bundle in bundles} - {x.dtype}
+    if others:
+        raise ValueError(
+            f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "
+            f"run under torch.autocast"
+        )
+
+
+def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
+    """The path asked for, or the first that is possible; refused where it turns out impossible."""
+    if x.is_meta:
+        return "loop"  # shapes alone: no kernel can tell more
+    dtype = compute_dtype(x)
+    for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
+        problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)
+        if path == "fused" and x.device.type == "cpu" and not problems:
+            problems = [] if interpreted() else ["rows are on the CPU"]
+        if path == "fused" and x.device.type == "cuda" and dtype != torch.bfloat16:
+            problems.append(f"rows are {dtype}: kernels compute in torch.bfloat16")
+        if not problems:
+            return path
+    raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
