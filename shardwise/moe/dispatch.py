@@ -68,8 +68,7 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
             # What is left over of dropped choices goes to the last expert with weight zero.
             bound = min(num_slots, num_experts * routes.capacity)
             order = order[:bound]
-            ends = ends.clone()
-            ends[-1] = bound
+            ends[-1:].fill_(bound)  # ends is new; an assignment would copy from the host, and wait
         return Plan(order=order, num_choices=choices, num_slots=num_slots, ends=ends)
     assert axis is not None
     local = num_experts // axis.size
