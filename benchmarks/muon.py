@@ -21,13 +21,13 @@ import torch
 from benchmarks import report
 from benchmarks.muon_exchange import run_exchange
 from benchmarks.muon_kernels import run_newton_schulz, run_tiles
-from benchmarks.muon_steps import run_step
+from benchmarks.muon_steps import CASES, run_step
 
-MODES: dict[str, Callable[[bool], list[report.Table]]] = {
-    "newton_schulz": run_newton_schulz,
-    "step": run_step,
-    "exchange": run_exchange,
-    "tiles": run_tiles,
+MODES: dict[str, Callable[[argparse.Namespace], list[report.Table]]] = {
+    "newton_schulz": lambda options: run_newton_schulz(options.tiny),
+    "step": lambda options: run_step(options.tiny, options.cases.split(",")),
+    "exchange": lambda options: run_exchange(options.tiny),
+    "tiles": lambda options: run_tiles(options.tiny),
 }
 ON_CPU = {"exchange"}
 
@@ -40,6 +40,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("modes", nargs="*", metavar="mode", help="default: newton_schulz")
+    add("--cases", default=",".join(CASES), help="of step, comma-separated; default: all")
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
     add("--name", help="of the result files; default: muon-<modes>-<the GPU's name>")
     add("--results", type=Path, default=report.RESULTS, help="folder for <name>.json and <name>.md")
@@ -48,6 +49,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown:
         parser.error(f"{unknown[0]!r} is no mode; choose from {', '.join(MODES)}")
+    unknown = [case for case in options.cases.split(",") if case not in CASES]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no case; choose from {', '.join(CASES)}")
     needs_gpu = not ON_CPU.issuperset(options.modes)
     if needs_gpu and not torch.cuda.is_available() and not options.tiny:
         parser.error(
@@ -69,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
     facts["command"] = "python -m benchmarks.muon " + shlex.join(arguments)
     tables: list[report.Table] = []
     for mode in options.modes:
-        tables += MODES[mode](options.tiny)
+        tables += MODES[mode](options)
     name = options.name or default_name(options)
     paths = report.write(tables, facts, name, options.results)
     print(paths[0].read_text())

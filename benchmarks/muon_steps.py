@@ -139,8 +139,7 @@ def table(options: Options, backend: str) -> Table:
     return Table(title=f"GPT step, {where}" + options.mark, note=note, columns=columns, rows=rows)
 
 
-def run_step(tiny: bool) -> list[Table]:
+def run_step(tiny: bool, cases: Sequence[str]) -> list[Table]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cases: Sequence[str] = tuple(CASES)
     options = Options(device=device, systems=tuple(cases), rounds=1, tiny=tiny)
     return [table(options, "nccl" if device == "cuda" else "gloo")]
