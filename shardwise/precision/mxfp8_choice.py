@@ -68,8 +68,8 @@ def ineligible(
     strangers = sorted({owner.__name__ for owner in owners if not _multiplies(owner)})
     if strangers:
         return f"read by {', '.join(strangers)}, not by linears alone"
-    if len(shape) == 2 and name.rpartition(".")[2].startswith("bias"):
-        return "a bias, a row for each expert"
+    if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
+        return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     # Of a stack [experts, rows, columns] each member is stored for itself.
     stack = len(shape) == 3 and all(map(_takes_stacks, owners))
     return "; ".join(shape_problems(shape[-2:] if stack else shape)) or None

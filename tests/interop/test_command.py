@@ -128,7 +128,7 @@ def test_export_and_plan_and_report(trained: Path) -> None:
 
 def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     done = shardwise(
-        "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "10GiB",
+        "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "8GiB",
         "--svg", "map.svg", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr

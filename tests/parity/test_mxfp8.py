@@ -86,8 +86,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
 @pytest.mark.parametrize(
     ("strategy", "kind", "format"),
     [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
-    + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3", "hfsdp")]
-    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d"), ("hfsdp", "muon", "mxfp8_2d")],
+    + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3")]
+    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_of(strategy)
@@ -137,9 +137,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 def check_schedules(rank: int, world_size: int, strategy: str) -> int:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
-    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(6)}
+    often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(3)}
     _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
-    assert "evaluation 5" in expected
+    assert "evaluation 2" in expected
     for options in OPTIONS:
         _, found = run(rank, world_size, strategy, "muon", True, "mxfp8", **often, **options)
         assert_same_bits(found, expected, str(options))
