@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +65,10 @@ def in_processes(worker: Worker, world: int, backend: str, options: Options) -> 
     ``backend="fake"`` poses as rank 0 of 8 in one process: its collectives copy locally (a gather
     repeats this rank's shard), so copies, allocations and host work are real and no bytes travel.
     """
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (worker, world, backend, options, folder)
         spawn(process_main, args=arguments, nprocs=world)
+        what = f"{worker.__module__}.{worker.__name__}, {backend}: {', '.join(options.systems)}"
+        print(f"{what}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
         return json.loads(Path(folder, "result.json").read_text())
