@@ -154,7 +154,9 @@ def against_another_way() -> None:
     for way, world_size in (("turns", 4), ("gather", 2)):
         errors = run_ranks(two_ways, world_size, way, backend="gloo", timeout=120)
         logger.info("%s on %d ranks, both ways: %.2e", way, world_size, max(errors))
-        assert max(errors) < 1e-4, errors
+        # What never travels goes through the fused kernel, which rounds momentum once where torch
+        # rounds twice: a last bit, and fp16 makes 3e-4 of it. A wrong owner would make 1.
+        assert max(errors) < 2e-3, errors
 
 
 def speed() -> None:
