@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import report
 from shardwise.layout import TENSOR, Item, tensor_fraction
-from shardwise.optim.newton_schulz import cost, preset_of
+from shardwise.optim.newton_schulz import DEFAULT, cost, preset_of
 from shardwise.optim.owners import Cargo, plan_owners
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 
@@ -120,7 +120,7 @@ def price(shape: tuple[int, ...]) -> int:
     """Newton-Schulz on every matrix of a parameter, as ``sw.muon()`` computes it."""
     count = shape[0] if len(shape) == 3 else 1
     rows, cols = shape[-2:]
-    return count * cost(rows, cols, preset_of("polar_express"))
+    return count * cost(rows, cols, preset_of(DEFAULT))
 
 
 def local_experts(weights: Iterable[Weight], ranks: int) -> list[Weight]:

@@ -200,7 +200,7 @@ def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
             found += [(check_preset, (name, form, rows, columns)) for form in FORMS[:2]]
         for rows, columns in ((128, 512), (512, 128), (64, 64), (13, 57), (1, 9)):
             found.append((check_preset, (name, "block", rows, columns)))
-    for name in ("polar_express", "s4"):
+    for name in ("polar_express", "s4", "nonic"):
         for rows, columns in ((2048, 2048), (512, 1536), (1536, 512), (136, 264)):
             for form in FORMS[:2]:
                 found.append((check_batch_invariance, (form, rows, columns, name)))

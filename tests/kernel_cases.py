@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.forms import Polynomial
+from shardwise.optim import newton_schulz as optim
 
 _RAW = (
     (8.28721, -23.59589, 17.30039),
@@ -50,6 +51,7 @@ PRESETS = {
         norm="schatten4",
         safety=1.01,
     ),
+    "nonic": optim.PRESETS["nonic"].polynomial,
 }
 
 
@@ -76,8 +78,8 @@ def gains_of(polynomial: Polynomial, values: Tensor, factor: float = 1.0) -> Ten
     """Where the polynomial takes singular values: normalised, then off by ``factor``."""
     order = 2 if polynomial.norm == "frobenius" else 4
     s = factor * values / (values.pow(order).sum().pow(1 / order) * polynomial.safety)
-    for a, b, c in polynomial.coefficients:
-        s = a * s + b * s**3 + c * s**5
+    for step in polynomial.coefficients:
+        s = sum(value * s ** (2 * power + 1) for power, value in enumerate(step))  # type: ignore[assignment]
     return s
 
 

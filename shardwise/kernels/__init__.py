@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels, each beside the torch function that defines it.
 
-Nothing here is imported by ``import shardwise``, and only the modules that hold a kernel import
-Triton: ``newton_schulz`` (the entry) and ``forms`` (the choice) are plain torch and import the
-others when a CUDA tensor arrives.
+``import shardwise`` imports no kernel, and only the modules that hold one import Triton:
+``newton_schulz`` (the entry) is plain torch, ``forms`` (the choice) values alone, and they import
+the others when a CUDA tensor arrives.
 
     newton_schulz   orthogonalise a batch: the entry, the choice of path, the torch definition
     forms           which form suits a shape, and what it costs (measured)
     iterate         the direct and Gram iterations over the two products below
-    symmetric       a·A·Bᵀ + b·A + d·I where the result is symmetric: half the tiles, mirrored
+    symmetric       a·A·Bᵀ + b·C + d·I where the result is symmetric: half the tiles, mirrored
     product         Q·X and X·Q
     normalise       sum of squares, then scaling into the packed 16-bit batch
     block           a whole Newton-Schulz of a small matrix in one program

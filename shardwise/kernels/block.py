@@ -30,17 +30,24 @@ def _dot(a, b):
 
 
 @triton.jit
-def _polynomials(gram, table_ptr, begin, end, rescale, gram_scale, size: tl.constexpr):
+def _polynomials(
+    gram, table_ptr, begin, end, rescale, gram_scale, value_scale, size: tl.constexpr
+):  # fmt: skip
     """Q, the product of the polynomials of iterations [begin, end)."""
     dtype = gram.dtype
     index = tl.arange(0, size)
     identity = tl.where(index[:, None] == index[None, :], 1.0, 0.0)
     q = identity.to(dtype)
     for step in tl.range(begin, end):
-        a = tl.load(table_ptr + 3 * step)
-        b = tl.load(table_ptr + 3 * step + 1) * rescale / gram_scale
-        c = tl.load(table_ptr + 3 * step + 2) * rescale * rescale / (gram_scale * gram_scale)
-        z = (c * _dot(gram, gram) + b * gram.to(tl.float32) + a * identity).to(dtype)
+        row = table_ptr + 6 * step
+        r = gram.to(tl.float32) * (rescale / gram_scale)
+        squared = _dot(gram, gram) * (rescale * rescale / (gram_scale * gram_scale))
+        if tl.load(row + 5) != 0.0:  # of fourth degree in R: the square of this square
+            inner = squared + tl.load(row + 4) * r + tl.load(row + 3) * identity
+            inner = (inner * value_scale).to(dtype)
+            squared = _dot(inner, inner) / (value_scale * value_scale)
+        z = tl.load(row + 2) * squared + tl.load(row + 1) * r + tl.load(row) * identity
+        z = z.to(dtype)
         q = _dot(q, z).to(dtype)
         half = _dot(gram, z).to(dtype)
         gram = (_dot(half, z) * rescale).to(dtype)
@@ -74,7 +81,7 @@ def _block_kernel(
     if schatten:
         norm = tl.sqrt(tl.sum(acc * acc)) / gram_scale
         rescale = tl.where(norm > 0.0, rescale / norm, 0.0)
-    q = _polynomials(acc.to(dtype), table_ptr, 0, restart, rescale, gram_scale, size)
+    q = _polynomials(acc.to(dtype), table_ptr, 0, restart, rescale, gram_scale, value_scale, size)
     first = inverse * tl.sqrt(rescale)
     if restart == steps:
         for start in tl.range(0, long, slice_width):
@@ -93,7 +100,9 @@ def _block_kernel(
             acc += _dot(y, y.T)
         acc *= gram_scale / (value_scale * value_scale)
         one = tl.full((), 1.0, dtype=tl.float32)
-        last = _polynomials(acc.to(dtype), table_ptr, restart, steps, one, gram_scale, size)
+        last = _polynomials(
+            acc.to(dtype), table_ptr, restart, steps, one, gram_scale, value_scale, size
+        )
         for start in tl.range(0, long, slice_width):
             place = start + column
             mask = (row[:, None] < short) & (place[None, :] < long)
@@ -104,7 +113,7 @@ def _block_kernel(
 
 
 def newton_schulz_block(packed: Packed, polynomial: Polynomial, table: Tensor) -> Tensor:
-    """The result in ``packed.values``' layout; ``table`` [steps, 3] fp32 on the same device."""
+    """The result in ``packed.values``' layout; ``table`` [steps, 6] fp32 on the same device."""
     values = packed.values
     count, rows, columns = values.shape
     tall = rows > columns

@@ -10,6 +10,9 @@ is symmetric, 5 iterations cost, in m³:
              polynomials; X is multiplied twice, by Q at the restart and at the end
     block    the Gram form of one small matrix, whole, in one program
 
+One product more makes the polynomial one of fourth degree in R (ninth in X): two such steps do the
+work of three of fifth degree, for 2m³ less.
+
 The Gram form in fp16 needs the restart: R holds squares, so a singular value under 1/50 of the
 largest is lost in R's rounding, until the first iterations have lifted it.
 """
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Triple = tuple[float, float, float]
+Step = tuple[float, ...]  # a, b, c of a·s + b·s³ + c·s⁵, or a to e, up to s⁹
 Form = Literal["direct", "gram", "block"]
 Norm = Literal["frobenius", "schatten4"]
 
@@ -34,7 +38,7 @@ LARGEST_BLOCK = 128  # short side that one program holds
 class Polynomial:
     """What to compute: the coefficients, the bound X is divided by first, and the restart."""
 
-    coefficients: tuple[Triple, ...]
+    coefficients: tuple[Step, ...]
     norm: Norm = "frobenius"  # or ||X·Xᵀ||_F^½, a tighter bound that the Gram form gets for free
     safety: float = 1.0  # the bound is multiplied by it
     restart: int | None = None  # iterations before X is formed anew; None: about half; 0: never
@@ -43,8 +47,7 @@ class Polynomial:
         problems = []
         if not self.coefficients:
             problems.append("no coefficients: give at least one (a, b, c)")
-        if any(len(triple) != 3 for triple in self.coefficients):
-            problems.append(f"coefficients {self.coefficients}: each must be (a, b, c); c may be 0")
+        problems += [problem for step in self.coefficients for problem in problems_of(step)]
         if self.norm not in get_args(Norm):
             problems.append(f"norm {self.norm!r}: choose from {', '.join(get_args(Norm))}")
         if not self.safety > 0:
@@ -58,6 +61,11 @@ class Polynomial:
     def steps(self) -> int:
         return len(self.coefficients)
 
+    @property
+    def nested(self) -> bool:
+        """Whether some step squares a square, which needs a place of its own."""
+        return any(len(step) > 3 for step in self.coefficients)
+
     def first_steps(self, form: Form) -> int:
         """Iterations before the restart; all of them where there is none.
 
@@ -68,6 +76,39 @@ class Polynomial:
         half = (self.steps + (form == "gram")) // 2
         restart = half if self.restart is None else self.restart
         return restart if 0 < restart < self.steps else self.steps
+
+
+def problems_of(step: Step) -> list[str]:
+    """What keeps the kernels from a step; nothing, as a rule."""
+    if len(step) not in (3, 5):
+        return [f"a step {step}: give (a, b, c), where c may be 0, or (a, b, c, d, e)"]
+    if len(step) == 3:
+        return []
+    if step[4] == 0:
+        return [f"a step {step}: five coefficients end with one that is not 0; or give three"]
+    (shift, linear, _), _ = stages(step)
+    # Singular values stay under 2, so R under 4; what is squared is kept in fp16, times 2^10.
+    largest = abs(shift) + 4 * abs(linear) + 16
+    if largest * VALUE_SCALE > 65504:
+        return [f"a step {step}: its inner square may reach {largest:.0f}, too large for fp16"]
+    return []
+
+
+def stages(step: Step, *, constant: bool = True) -> list[Triple]:
+    """A step's polynomial of R, one product a stage: P becomes shift + linear·R + square·P².
+
+    P is R at first, and the polynomial in the end; ``constant=False`` leaves its ``a`` out. One of
+    fourth degree is a square, completed, and a remainder: e·(R² + α·R + β)² + b'·R + a'.
+    """
+    a, b, c = step[:3]
+    if len(step) == 3:
+        return [(a if constant else 0.0, b, c)]
+    d, e = step[3:]
+    linear = d / (2 * e)
+    shift = (c / e - linear**2) / 2
+    left = a - e * shift**2
+    outer = (left if constant else left - a, b - 2 * e * shift * linear, e)
+    return [(shift, linear, 1.0), outer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +184,16 @@ def milliseconds(
 def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[float, float, float]:
     """(X·Xᵀ, products of m x m matrices, Q·X): what the form must compute, no tile's waste."""
     cube, slab = float(short) ** 3, float(short) ** 2 * long
-    quintic = [triple[2] != 0 for triple in polynomial.coefficients]
+    squares = sum(num_squares(step) for step in polynomial.coefficients)
     steps = polynomial.steps
     if form == "direct":
-        return steps * slab, sum(quintic) * cube, 2 * steps * slab
+        return steps * slab, squares * cube, 2 * steps * slab
     first = polynomial.first_steps(form)
     runs = 1 if first == steps else 2
     # Each iteration but a run's last moves the Gram on (2 products) and is gathered into Q (1).
-    return runs * slab, (sum(quintic) + 3 * (steps - runs)) * cube, 2 * runs * slab
+    return runs * slab, (squares + 3 * (steps - runs)) * cube, 2 * runs * slab
+
+
+def num_squares(step: Step) -> int:
+    """Products that a step's polynomial of R takes."""
+    return sum(square != 0 for *_, square in stages(step))

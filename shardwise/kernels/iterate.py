@@ -17,8 +17,10 @@ from shardwise.kernels.forms import (
     VALUE_SCALE,
     WIDE,
     Polynomial,
+    Step,
     Tile,
     Triple,
+    stages,
 )
 from shardwise.kernels.packed import Packed
 from shardwise.kernels.product import product
@@ -60,24 +62,56 @@ class Products:
         )
 
     def polynomial(
-        self, gram: Tensor, out: Tensor, triple: Triple, rescale: Tensor | None
+        self,
+        gram: Tensor,
+        out: Tensor,
+        step: Step,
+        rescale: Tensor | None,
+        inner: Tensor | None,
+        *,
+        constant: bool = True,
     ) -> Tensor:
-        """out = shift + b·R + c·R², where R = gram · rescale / GRAM_SCALE."""
-        shift, b, c = triple
-        if c == 0:
-            factor = b / GRAM_SCALE if rescale is None else rescale[:, None, None] * b / GRAM_SCALE
-            torch.mul(gram, factor, out=out)
+        """out = a + b·R + c·R² (+ d·R³ + e·R⁴), where R = gram · rescale / GRAM_SCALE.
+
+        ``inner`` is for what is squared on the way; ``constant=False`` leaves ``a`` out.
+        """
+        *before, (shift, linear, square) = stages(step, constant=constant)
+        if square == 0:
+            factor = linear / GRAM_SCALE
+            torch.mul(gram, factor if rescale is None else rescale[:, None, None] * factor, out=out)
             if shift:
                 out.diagonal(dim1=1, dim2=2).add_(shift)
             return out
         scales = None if rescale is None else torch.stack([rescale.square(), rescale], dim=1)
+        if not before:
+            return self._stage(gram, gram, out, (shift, linear, square), GRAM_SCALE, scales)
+        assert inner is not None, "a place for what is squared"
+        ((first, second, third),) = before
+        wide = (first * VALUE_SCALE, second * VALUE_SCALE, third * VALUE_SCALE)
+        self._stage(gram, gram, inner, wide, GRAM_SCALE, scales)
+        if rescale is not None:  # what is squared holds it already
+            scales = torch.stack([torch.ones_like(rescale), rescale], dim=1)
+        return self._stage(inner, gram, out, (shift, linear, square), VALUE_SCALE, scales)
+
+    def _stage(
+        self,
+        squared: Tensor,
+        gram: Tensor,
+        out: Tensor,
+        stage: Triple,
+        scale: float,
+        scales: Tensor | None,
+    ) -> Tensor:
+        """out = shift + linear·R + square·P², where P = squared / scale."""
+        shift, linear, square = stage
         return symmetric_product(
-            gram,
-            gram,
+            squared,
+            squared,
             out,
             self.tile,
-            alpha=c / GRAM_SCALE**2,
-            beta=b / GRAM_SCALE,
+            added=gram,
+            alpha=square / scale**2,
+            beta=linear / GRAM_SCALE,
             shift=shift,
             scales=scales,
         )
@@ -131,14 +165,15 @@ def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     products = Products(packed.values, tile)
     gram, rescale, scale = first_gram(products, packed, polynomial)
     middle = products.empty_gram()
+    inner = products.empty_gram() if polynomial.nested else None
     x, spare = packed.values, torch.empty_like(packed.values)
     scales: Tensor | None = scale
     alpha = 1.0
-    for step, triple in enumerate(polynomial.coefficients):
-        if step:
+    for index, step in enumerate(polynomial.coefficients):
+        if index:
             products.gram(x, gram, GRAM_SCALE / VALUE_SCALE**2)
-        products.polynomial(gram, middle, triple, rescale)
-        last = step == polynomial.steps - 1
+        products.polynomial(gram, middle, step, rescale, inner)
+        last = index == polynomial.steps - 1
         stored = 1.0 if last else VALUE_SCALE
         products.apply(middle, x, spare, alpha * stored, scales)
         x, spare = spare, x
@@ -149,10 +184,10 @@ def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
 def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     """Each run of iterations up to a restart, or the end, is one Q that X is multiplied by.
 
-    With z = b·R + c·R² of an iteration, R moves on to (z + a)·R·(z + a). Q is gathered from the
-    last iteration back to the first: Q·z + a·Q adds a tile of the operand that is loaded anyway,
-    and keeps ``a``, the large part, out of every rounded operand. Storing z + a instead would lose
-    two bits of accuracy where the tile above the diagonal is a mirror image.
+    With z an iteration's polynomial of R without ``a``, R moves on to (z + a)·R·(z + a). Q is
+    gathered from the last iteration back to the first: Q·z + a·Q adds a tile of the operand that is
+    loaded anyway, and keeps ``a``, the large part, out of every rounded operand. Storing z + a
+    instead would lose two bits of accuracy where the tile above the diagonal is a mirror image.
     """
     products = Products(packed.values, tile)
     r, rescale, scale = first_gram(products, packed, polynomial)
@@ -161,24 +196,26 @@ def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     first = polynomial.first_steps("gram")
     # A run of k iterations holds k - 1 polynomials; at its fullest, one more buffer is at work.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
+    inner = products.empty_gram() if polynomial.nested else None
     held: list[tuple[Tensor, float]] = []
-    for step, (a, b, c) in enumerate(polynomial.coefficients):
-        if step + 1 not in (first, polynomial.steps):
-            z = products.polynomial(r, free.pop(), (0.0, b, c), rescale)
+    for index, step in enumerate(polynomial.coefficients):
+        a = step[0]
+        if index + 1 not in (first, polynomial.steps):
+            z = products.polynomial(r, free.pop(), step, rescale, inner, constant=False)
             half = products.shifted(r, z, a, free.pop())
             products.shifted(half, z, a, r, rescale)
             free.append(half)
             held.append((z, a))
             rescale = None
             continue
-        q = products.polynomial(r, free.pop(), (a, b, c), rescale)
+        q = products.polynomial(r, free.pop(), step, rescale, inner)
         free.append(r)
         while held:
             z, shift = held.pop()
             gathered = products.shifted(q, z, shift, free.pop())
             free += [q, z]
             q = gathered
-        last = step + 1 == polynomial.steps
+        last = index + 1 == polynomial.steps
         products.apply(q, x, spare, alpha * (1.0 if last else VALUE_SCALE), scales)
         free.append(q)
         x, spare = spare, x

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import has_triton
-from shardwise.kernels.forms import Form, Norm, Polynomial, Triple, choose
+from shardwise.kernels.forms import Form, Norm, Polynomial, Step, choose, stages
 from shardwise.kernels.packed import Packed
 
 # A batch is cut so that the two X and four Grams of a part fit.
@@ -26,7 +26,7 @@ WORKSPACE_BYTES = 6 * 2**30
 
 def orthogonalise(
     batch: Tensor,  # [n, rows, columns]
-    coefficients: Sequence[Triple],
+    coefficients: Sequence[Step],
     *,
     norm: Norm = "frobenius",
     safety: float = 1.0,
@@ -40,7 +40,7 @@ def orthogonalise(
     cost. A matrix of zeros stays exactly zero, and one with a NaN or infinity gets NaNs.
     """
     polynomial = Polynomial(
-        coefficients=tuple((float(a), float(b), float(c)) for a, b, c in coefficients),
+        coefficients=tuple(tuple(map(float, step)) for step in coefficients),
         norm=norm,
         safety=safety,
         restart=restart,
@@ -86,9 +86,16 @@ def orthogonalise_packed(
 
 
 @functools.lru_cache(maxsize=64)
-def coefficient_table(coefficients: tuple[Triple, ...], device: torch.device) -> Tensor:
-    """[steps, 3] on the device; kept, so that a step copies nothing from the host."""
-    return torch.tensor(coefficients, device=device, dtype=torch.float32)
+def coefficient_table(coefficients: tuple[Step, ...], device: torch.device) -> Tensor:
+    """[steps, 6] on the device; kept, so that a step copies nothing from the host.
+
+    A step's last stage, then the one before it (whose square is 1), or zeros.
+    """
+    rows = []
+    for step in coefficients:
+        *before, last = stages(step)
+        rows.append((*last, *(before[0] if before else (0.0, 0.0, 0.0))))
+    return torch.tensor(rows, device=device, dtype=torch.float32)
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -135,20 +142,27 @@ def _oriented(matrix: Tensor, polynomial: Polynomial, iteration: object) -> Tens
 
 
 def _direct(x: Tensor, polynomial: Polynomial) -> Tensor:
-    for a, b, c in polynomial.coefficients:
-        gram = x @ x.mT
-        middle = b * gram + c * (gram @ gram) if c else b * gram
-        x = a * x + middle @ x
+    for a, *rest in polynomial.coefficients:
+        x = a * x + _powers(x @ x.mT, rest) @ x
     return x
 
 
 def _gram(x: Tensor, polynomial: Polynomial) -> Tensor:
     identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
     gram, q = x @ x.mT, identity
-    for step, (a, b, c) in enumerate(polynomial.coefficients):
+    for step, (a, *rest) in enumerate(polynomial.coefficients):
         if step == polynomial.first_steps("gram"):
             x, q = q @ x, identity
             gram = x @ x.mT
-        z = a * identity + b * gram + c * (gram @ gram)
+        z = a * identity + _powers(gram, rest)
         q, gram = q @ z, z @ gram @ z
     return q @ x
+
+
+def _powers(gram: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """b·R + c·R² + ..., term by term."""
+    power, total = gram, coefficients[0] * gram
+    for coefficient in coefficients[1:]:
+        power = power @ gram
+        total = total + coefficient * power
+    return total

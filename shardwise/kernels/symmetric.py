@@ -3,7 +3,7 @@
 
 ::
 
-    D = alpha · A·Bᵀ + beta · A + shift · I          (or Aᵀ·B for a tall A: D is over its columns)
+    D = alpha · A·Bᵀ + beta · C + shift · I          (or Aᵀ·B for a tall A: D is over its columns)
 
     row block 0 | o            o  computed and stored
               1 | o  o         '  stored transposed, from the tile below the diagonal
@@ -42,6 +42,7 @@ def reference(
     shift: float = 0.0,
     scales: Tensor | None = None,
     tall: bool = False,
+    added: Tensor | None = None,
 ) -> Tensor:
     """The definition, in fp32: ``scales`` [n, 2] multiplies alpha and beta of each matrix."""
     a32, b32 = a.float(), b.float()
@@ -50,7 +51,9 @@ def reference(
     scale = torch.ones(len(a), 2, device=a.device) if scales is None else scales
     scale = scale[:, :, None, None]
     total = alpha * scale[:, 0] * product + shift * identity
-    return total if beta == 0 else total + beta * scale[:, 1] * a32
+    if beta == 0:
+        return total
+    return total + beta * scale[:, 1] * (a if added is None else added).float()
 
 
 @triton.jit
@@ -150,6 +153,7 @@ def symmetric_product(
     scales: Tensor | None = None,
     squares: Tensor | None = None,
     tall: bool = False,
+    added: Tensor | None = None,  # [n, m, m], what beta multiplies; by default a
 ) -> Tensor:
     """``out = reference(...)`` rounded once; ``squares`` [n, tiles] receives sums of squares."""
     count, size = out.shape[:2]
@@ -164,7 +168,7 @@ def symmetric_product(
     _symmetric_kernel[(programs(tiles, tile, out.device),)](
         TensorDescriptor.from_tensor(a, a_box),
         TensorDescriptor.from_tensor(b, b_box),
-        TensorDescriptor.from_tensor(a, square) if beta else d_desc,
+        TensorDescriptor.from_tensor(a if added is None else added, square) if beta else d_desc,
         d_desc,
         scales if scales is not None else out,
         squares if squares is not None else out,

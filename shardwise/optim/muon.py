@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwise.optim.newton_schulz import Form, Preset, preset_of
+from shardwise.optim.newton_schulz import DEFAULT, Form, Preset, preset_of
 
 MomentumForm = Literal["ema", "sum"]
 Scale = Literal["spectral", "match_rms_adamw", "unit_rms", "none"]
@@ -46,7 +46,7 @@ class MuonSettings:
     nesterov: bool = True
     weight_decay: float = 0.0
     decay: Literal["plain", "cautious"] = "plain"
-    preset: str | Preset = "polar_express"
+    preset: str | Preset = DEFAULT
     form: Form = "auto"
     scale: Scale = "spectral"
     wire: Wire = "fp32"
@@ -97,7 +97,7 @@ def muon(
     nesterov: bool = True,
     weight_decay: float = 0.0,
     decay: Literal["plain", "cautious"] = "plain",
-    preset: str | Preset = "polar_express",
+    preset: str | Preset = DEFAULT,
     form: Form = "auto",
     scale: Scale = "spectral",
     wire: Wire = "fp32",
@@ -111,7 +111,7 @@ def muon(
         momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
             ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
         decay: "cautious" decays only where the update has the weight's sign.
-        preset: keller, you, polar_express, cubic, s4, or a :class:`Preset`.
+        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Preset`.
         form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
         scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
             "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.

@@ -8,6 +8,9 @@ transposed), with r = n / m:
     direct    A = X X'    B = b A + c A A    X = a X + B X                per step (4r + 2) m^3
     gram      R = X X'    Z = a I + b R + c R R    Q = Z Q    R = Z R Z    and Q X at the end
 
+A step up to s^9 takes one product more, for Z = e (R R + f R + g I)^2 + h R + k I, and does nearly
+as much as two steps: a factor of 9 in degree, where they make 25.
+
 The Gram form works on m x m matrices alone and wins for r > 1.5. Rounding grows in R, so it
 restarts (X = Q X, Q = I) half way: of five steps after the second, as the kernels' block form does.
 (Their Gram form mirrors its products, which rounds otherwise, and restarts after the third.)
@@ -21,16 +24,17 @@ where Triton is missing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.forms import Polynomial, Step, milliseconds, num_squares, problems_of, stages
 
 Form = Literal["auto", "direct", "gram"]
-Triple = tuple[float, float, float]
+
+
+DEFAULT = "nonic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Preset:
     """
 
     name: str
-    coefficients: tuple[Triple, ...]
+    coefficients: tuple[Step, ...]
     norm: Literal["frobenius", "schatten4"] = "frobenius"
     safety: float = 1.0
     # Gram form: the steps before X is formed anew; 0: never; None: about half, where the one who
@@ -51,8 +55,9 @@ class Preset:
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.coefficients or any(len(triple) != 3 for triple in self.coefficients):
+        if not self.coefficients:
             problems.append("coefficients need one (a, b, c) per step, one step or more")
+        problems += [problem for step in self.coefficients for problem in problems_of(step)]
         if self.safety < 1:
             problems.append(f"safety={self.safety} divides by less than the norm; use 1 or more")
         if self.restart is not None and self.restart < 0:
@@ -78,8 +83,6 @@ class Preset:
     @property
     def polynomial(self) -> Polynomial:
         """The same for the kernels."""
-        from shardwise.kernels.forms import Polynomial
-
         return Polynomial(
             coefficients=self.coefficients,
             norm=self.norm,
@@ -88,19 +91,30 @@ class Preset:
         )
 
 
-def _at_ease(triples: tuple[Triple, ...], margin: float) -> tuple[Triple, ...]:
+def _at_ease(steps: tuple[Step, ...], margin: float) -> tuple[Step, ...]:
     """The same polynomials of s / margin: rounding may then push s a little over one."""
-    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in triples)
+    return tuple(
+        tuple(value / margin ** (2 * power + 1) for power, value in enumerate(step))
+        for step in steps
+    )
 
 
-_POLAR_EXPRESS: tuple[Triple, ...] = (
+_POLAR_EXPRESS: tuple[Step, ...] = (
     (8.28721, -23.59589, 17.30039),
     (4.10706, -2.94785, 0.54484),
     (3.94869, -2.90890, 0.55182),
     (3.31842, -2.48849, 0.51005),
     (2.30065, -1.66890, 0.41881),
 )
-# Where they come from: reference/muon.md 1b and 2b, with the papers.
+# `python -m benchmarks.polynomials`: the best of degrees 5, 5, 9 and 9, one after another, for
+# singular values from 0.0015 to 1 (Polar Express: of five times 5, from 0.001).
+_NONIC: tuple[Step, ...] = (
+    (8.270078, -23.547102, 17.264619),
+    (4.080853, -2.941189, 0.545867),
+    (6.272028, -14.957345, 12.793503, -4.278228, 0.486522),
+    (3.465805, -6.507299, 6.020850, -2.405683, 0.341396),
+)
+# Where the others come from: reference/muon.md 1b and 2b, with the papers.
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -137,6 +151,7 @@ PRESETS = {
             norm="schatten4",
             safety=1.01,
         ),
+        Preset(name="nonic", coefficients=_at_ease(_NONIC, 1.01), norm="schatten4"),
     )
 }
 
@@ -157,15 +172,14 @@ def cost(rows: int, cols: int, preset: Preset, form: Form = "auto") -> int:
         return min(cost(rows, cols, preset, "direct"), cost(rows, cols, preset, "gram"))
     m, n = min(rows, cols), max(rows, cols)
     wide, square = 2 * m * m * n, 2 * m * m * m
-    products = [1 if c else 0 for _, _, c in preset.coefficients]  # A A, where it is needed
+    products = [num_squares(step) for step in preset.coefficients]  # of Grams
     if form == "direct":
-        extra = wide if preset.norm == "schatten4" else 0
-        return 2 * wide * len(products) + square * sum(products) + extra
+        return 2 * wide * len(products) + square * sum(products)
     total, fresh = wide, True
-    for step, quintic in enumerate(products):
+    for step, squares in enumerate(products):
         last = step + 1 == len(products)
         restart = step + 1 == preset.first_steps and not last
-        total += square * quintic + (0 if fresh else square)  # Z, then Q
+        total += square * squares + (0 if fresh else square)  # Z, then Q
         fresh = False
         if restart:
             total, fresh = total + 2 * wide, True
@@ -186,8 +200,6 @@ def price(
     """
     if not measured:
         return cost(rows, cols, preset, form)
-    from shardwise.kernels.forms import milliseconds
-
     chosen = None if form == "auto" else form
     return max(1, round(1e6 * milliseconds(rows, cols, preset.polynomial, chosen)))
 
@@ -244,13 +256,14 @@ def _orthogonalize(matrix: Tensor, preset: Preset, form: Form, dtype: torch.dtyp
     """Of ``[..., rows, cols]``: one matrix, or a batch of them."""
     tall = matrix.shape[-2] > matrix.shape[-1]
     # One order of elements whatever the caller stored: products round by it.
-    x = _normalized((matrix.mT if tall else matrix).contiguous(), preset, dtype)
-    x = _iterate_gram(x, preset) if form == "gram" else _iterate_direct(x, preset)
+    x, gram = _normalized((matrix.mT if tall else matrix).contiguous(), preset, dtype)
+    iterate = _iterate_gram if form == "gram" else _iterate_direct
+    x = iterate(x, gram, preset)
     return (x.mT if tall else x).float().contiguous()
 
 
-def _normalized(matrix: Tensor, preset: Preset, dtype: torch.dtype) -> Tensor:
-    """Divided by a bound of its largest singular value, in new memory.
+def _normalized(matrix: Tensor, preset: Preset, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Divided by a bound of its largest singular value, in new memory, and its Gram.
 
     A power of two comes first, which rounds nothing: the squares of tiny gradients would be 0.
     """
@@ -258,33 +271,43 @@ def _normalized(matrix: Tensor, preset: Preset, dtype: torch.dtype) -> Tensor:
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
     exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists
     x = torch.ldexp(x, -exponent)
-    if preset.norm == "schatten4":
-        bound = torch.linalg.vector_norm(x @ x.mT, dim=(-2, -1), keepdim=True).sqrt()
-    else:
-        bound = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    bound = bound * preset.safety
-    return (x / torch.where(bound == 0, 1.0, bound)).to(dtype)
+    if preset.norm == "frobenius":
+        bound = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * preset.safety
+        x = (x / torch.where(bound == 0, 1.0, bound)).to(dtype)
+        return x, x @ x.mT
+    gram = x @ x.mT  # [..., m, m]
+    bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt() * preset.safety
+    bound = torch.where(bound == 0, 1.0, bound)
+    return (x / bound).to(dtype), (gram / bound**2).to(dtype)
 
 
-def _iterate_direct(x: Tensor, preset: Preset) -> Tensor:
-    for a, b, c in preset.coefficients:
-        gram = x @ x.mT  # [..., m, m]
-        polynomial = b * gram + c * (gram @ gram) if c else b * gram
-        x = a * x + polynomial @ x
+def _iterate_direct(x: Tensor, gram: Tensor, preset: Preset) -> Tensor:
+    for index, step in enumerate(preset.coefficients):
+        if index:
+            gram = x @ x.mT
+        x = step[0] * x + polynomial_of(gram, step, constant=False) @ x
     return x
 
 
-def _iterate_gram(x: Tensor, preset: Preset) -> Tensor:
-    gram = x @ x.mT  # [..., m, m]
+def polynomial_of(gram: Tensor, step: Step, *, constant: bool = True) -> Tensor:
+    """Of ``gram`` [..., m, m]: a I + b R + c R R (+ d R^3 + e R^4), or the same without a I."""
+    found = gram
+    for shift, linear, square in stages(step, constant=constant):
+        found = linear * gram + square * (found @ found) if square else linear * gram
+        if shift:
+            found.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return found
+
+
+def _iterate_gram(x: Tensor, gram: Tensor, preset: Preset) -> Tensor:
     product: Tensor | None = None  # of the polynomials since x was formed
     steps = len(preset.coefficients)
-    for step, (a, b, c) in enumerate(preset.coefficients):
-        z = b * gram + c * (gram @ gram) if c else b * gram
-        z.diagonal(dim1=-2, dim2=-1).add_(a)
+    for index, step in enumerate(preset.coefficients):
+        z = polynomial_of(gram, step)
         product = z if product is None else z @ product
-        if step + 1 == steps:
+        if index + 1 == steps:
             break
-        if step + 1 == preset.first_steps:
+        if index + 1 == preset.first_steps:
             x, product = product @ x, None
             gram = x @ x.mT
         else:

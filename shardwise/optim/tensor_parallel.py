@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.optim.newton_schulz import Form, Preset, newton_schulz
+from shardwise.optim.newton_schulz import Form, Preset, newton_schulz, polynomial_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,10 @@ class Blocks:
             bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
         bound = torch.where(bound == 0, 1.0, bound * preset.safety)
         x, gram = x / bound, gram / bound**2
-        for step, (a, b, c) in enumerate(preset.coefficients):
-            if step:
+        for index, step in enumerate(preset.coefficients):
+            if index:
                 gram = self._gram(x)
-            polynomial = b * gram + c * (gram @ gram) if c else b * gram
-            x = a * x + polynomial @ x
+            x = step[0] * x + polynomial_of(gram, step, constant=False) @ x
         return (x.mT if self.dim == 0 else x).contiguous()
 
     def _gram(self, x: Tensor) -> Tensor:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from shardwise.optim.newton_schulz import Preset
 
 
 def polar_factor(matrix: Tensor) -> Tensor:
@@ -16,11 +17,13 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return u @ v
 
 
-def polynomial_of(matrix: Tensor, triples: Sequence[tuple[float, float, float]]) -> Tensor:
+def polynomial_of(matrix: Tensor, preset: Preset) -> Tensor:
     """What exact Newton-Schulz gives: the polynomials applied to the singular values."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    for a, b, c in triples:
-        s = a * s + b * s**3 + c * s**5
+    order = {"frobenius": 2, "schatten4": 4}[preset.norm]
+    s = s / (s.pow(order).sum().pow(1 / order) * preset.safety)
+    for step in preset.coefficients:
+        s = torch.stack([value * s ** (2 * k + 1) for k, value in enumerate(step)]).sum(0)
     return (u * s) @ v
 
 
@@ -32,7 +35,7 @@ class SlowMuon:
         self,
         weights: dict[str, Tensor],
         rows_of: dict[str, list[tuple[list[int], list[int]]]],
-        triples: Sequence[tuple[float, float, float]],
+        preset: Preset,
         *,
         lr: float,
         momentum: float = 0.95,
@@ -44,7 +47,7 @@ class SlowMuon:
     ) -> None:
         self.weights = {name: value.double().clone() for name, value in weights.items()}
         self.buffers = {name: torch.zeros_like(value) for name, value in self.weights.items()}
-        self.rows_of, self.triples, self.scale = rows_of, triples, scale
+        self.rows_of, self.preset, self.scale = rows_of, preset, scale
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.form, self.nesterov, self.cautious = form, nesterov, cautious
 
@@ -60,7 +63,7 @@ class SlowMuon:
             whole = torch.zeros_like(update)
             for rows, columns in self.rows_of[name]:
                 matrix = update[rows][:, columns]
-                result = polynomial_of(matrix / matrix.norm(), self.triples)
+                result = polynomial_of(matrix, self.preset)
                 factor = self.factor(len(rows), len(columns))
                 for i, row in enumerate(rows):
                     for j, column in enumerate(columns):

@@ -11,12 +11,16 @@ import torch
 
 from shardwise.kernels.forms import (
     Polynomial,
+    Step,
     choose,
     flop,
     milliseconds,
+    num_squares,
+    stages,
 )
 from shardwise.kernels.newton_schulz import orthogonalise, part_size, reference
 from shardwise.kernels.packed import padded, scale_reference
+from shardwise.optim.newton_schulz import Preset
 from tests.kernel_cases import PRESETS, gains_of, quality, singular_values, spectrum
 
 FIVE = PRESETS["polar_express"]
@@ -121,9 +125,48 @@ def test_importing_the_package_and_the_entry_needs_no_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import shardwise, torch\n"
         "loaded = [name for name in sys.modules if name.startswith('shardwise.kernels.')]\n"
-        "assert loaded == ['shardwise.kernels.grouped'], loaded  # tiles and limits, plain torch\n"
+        "plain = ['shardwise.kernels.forms', 'shardwise.kernels.grouped']  # values alone\n"
+        "assert sorted(loaded) == plain, loaded\n"
         "from shardwise.kernels.newton_schulz import orthogonalise\n"
         "print(orthogonalise(torch.eye(4)[None], [(2.0, -1.5, 0.5)]).shape)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "[1, 4, 4]" in done.stdout, done.stderr[-1500:]
+
+
+@pytest.mark.parametrize(
+    "step", [(3.0, -4.0, 2.0), (2.0, -1.0, 0.0), (6.3, -15.0, 12.8, -4.3, 0.5)]
+)
+def test_stages_are_the_polynomial(step: Step) -> None:
+    r = torch.linspace(0, 4, 101, dtype=torch.float64)
+    expected = sum(value * r**power for power, value in enumerate(step))
+    for constant in (True, False):
+        found = r
+        for shift, linear, square in stages(step, constant=constant):
+            found = shift + linear * r + square * found**2
+        wanted = expected if constant else expected - step[0]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert num_squares(step) == {3: 1 if step[2] else 0, 5: 2}[len(step)]
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ((1.0, 2.0), "give .a, b, c."),
+        ((1.0, 2.0, 3.0, 4.0), "or .a, b, c, d, e."),
+        ((1.0, 2.0, 3.0, 4.0, 0.0), "not 0; or give three"),
+        ((1.0, 2.0, 3.0, 400.0, 1.0), "too large for fp16"),
+    ],
+)
+def test_steps_that_no_kernel_takes_are_refused(step: Step, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Polynomial(coefficients=(FIVE.coefficients[0], step))
+    with pytest.raises(ValueError, match=words):
+        Preset(name="mine", coefficients=(step,))
+
+
+def test_nine_is_cheaper_than_five_and_five() -> None:
+    """m³ with symmetric halves: what the preset is for."""
+    for form, nine, five in (("direct", 18, 20), ("gram", 18, 20)):
+        found = [sum(flop(1, 1, PRESETS[name], form)) for name in ("nonic", "polar_express")]
+        assert found == [nine, five], (form, found)

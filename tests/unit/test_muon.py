@@ -16,7 +16,7 @@ from shardwise.optim.muon import (
     scale_of,
     update_momentum,
 )
-from shardwise.optim.newton_schulz import PRESETS
+from shardwise.optim.newton_schulz import DEFAULT, PRESETS
 from tests.reference.muon import SlowMuon
 
 STEPS = 6
@@ -75,7 +75,7 @@ def test_it_follows_the_textbook(options: dict[str, Any]) -> None:
     slow = SlowMuon(
         {name: p.detach() for name, p in model.named_parameters()},
         {name: whole(*shape) for name, shape in SHAPES.items()},
-        PRESETS[options.get("preset", "polar_express")].coefficients,
+        PRESETS[options.get("preset", DEFAULT)],
         lr=0.1,
         momentum=options.get("momentum", 0.95),
         weight_decay=options.get("weight_decay", 0.0),

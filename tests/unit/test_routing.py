@@ -251,14 +251,14 @@ def test_fused_weights_are_orthogonalised_block_by_block(name: str) -> None:
     slow = SlowMuon(
         {"fused": model.fused.detach()},
         {"fused": index_lists(shape, split)},
-        PRESETS["polar_express"].coefficients,
+        PRESETS["nonic"],
         lr=0.1,
         scale="unit_rms",
     )
     whole = SlowMuon(
         {"fused": model.fused.detach()},
         {"fused": [(list(range(shape[0])), list(range(shape[1])))]},
-        PRESETS["polar_express"].coefficients,
+        PRESETS["nonic"],
         lr=0.1,
         scale="unit_rms",
     )
