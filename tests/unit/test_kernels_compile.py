@@ -31,6 +31,7 @@ POINTERS = {
     "squares_ptr": "*fp32",
     "inverse_ptr": "*fp32",
     "table_ptr": "*fp32",
+    "samples_ptr": "*fp64",
     "partials_ptr": "*fp64",
     "values_ptr": "*fp16",
     "out_ptr": "*fp16",
@@ -114,9 +115,9 @@ def test_fused_passes() -> None:
         "nesterov": True,
         "width": 128,
     }
-    for phase in (0, 1, 2):
+    for work in range(4):
         check(
-            compiled(momentum._momentum_kernel, constants | {"phase": phase}, types),
+            compiled(momentum._momentum_kernel, constants | {"work": work}, types),
             products=False,
         )
     constants = shared | {
