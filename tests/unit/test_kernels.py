@@ -69,6 +69,28 @@ def test_symmetric_product(tile: int, tall: bool, dtype: torch.dtype) -> None:
     options = {"alpha": 0.5, "beta": -2.0, "shift": 0.7, "scales": scales}
     symmetric.symmetric_product(d, d, e, chosen, **options)
     assert relative(e, symmetric.reference(d, d, **options)) < TOLERANCE[dtype]
+    f = poisoned(3, 40, 40, dtype=dtype)
+    symmetric.symmetric_product(x, x, f, chosen, **options, c=e, tall=tall)
+    expected = symmetric.reference(x, x, **options, c=e, tall=tall)
+    assert relative(f, expected) < TOLERANCE[dtype] and torch.equal(f, f.mT)
+
+
+@inside
+@pytest.mark.parametrize("size", [8, 32, 72, 96])
+def test_no_tile_is_for_nothing(size: int) -> None:
+    """Every number of row blocks, odd and even, one and many: all of the result, once."""
+    x = torch.randn(2, size, 8, dtype=torch.float16)
+    for tile in TILES:
+        d = poisoned(2, size, size, dtype=torch.float16)
+        squares = poisoned(2, symmetric.tiles_per_matrix(size, tile))
+        symmetric.symmetric_product(x, x, d, tile, squares=squares)
+        expected = symmetric.reference(x, x)
+        assert relative(d, expected) < 4e-4 and torch.equal(d, d.mT)
+        assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-6
+        wides, squares_left = symmetric.tiles_of(size, tile)
+        blocks = -(-size // tile.rows)
+        computed = wides * tile.columns // tile.rows + squares_left
+        assert computed == blocks * (blocks + 1) // 2, "the triangle, to the block"
 
 
 @inside

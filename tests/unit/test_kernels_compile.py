@@ -24,7 +24,7 @@ from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
 SCALARS = dict.fromkeys(
-    ("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32"
+    ("alpha", "alpha_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32"
 )
 POINTERS = {
     "scales_ptr": "*fp32",
@@ -65,6 +65,7 @@ def test_symmetric_product(tall: bool) -> None:
     types = {
         "a_desc": box(1, step, rows) if tall else box(1, rows, step),
         "b_desc": box(1, step, columns) if tall else box(1, columns, step),
+        "square_desc": box(1, step, rows) if tall else box(1, rows, step),
         "c_desc": box(1, rows, rows),
         "d_desc": box(1, rows, rows),
     }
