@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.kernels import momentum, normalise, product, symmetric, update
 from shardwise.kernels.forms import WIDE, Form
 from shardwise.kernels.newton_schulz import orthogonalise
+from shardwise.kernels.packed import BLOCK, SAMPLES, sample_stride
 from tests.kernel_cases import PRESETS, band, quality, singular_values, spectrum
 
 WORKERS = 14
@@ -61,6 +62,9 @@ def check_products(count: int, side: int, depth: int) -> None:
     options = {"alpha": 0.3, "beta": -1.7, "shift": 0.6, "scales": scales}
     symmetric.symmetric_product(d, d, e, tile, **options)  # type: ignore[arg-type]
     assert relative(e, symmetric.reference(d, d, **options)) < 6e-4  # type: ignore[arg-type]
+    other = poisoned(count, side, side)
+    symmetric.symmetric_product(d, d, other, tile, **options, c=e)  # type: ignore[arg-type]
+    assert relative(other, symmetric.reference(d, d, **options, c=e)) < 6e-4  # type: ignore[arg-type]
     y, y_tall = poisoned(*x.shape), poisoned(*tall.shape)
     weights = scales[:, 0].contiguous()
     product.product(e, x, y, tile, alpha=0.5, scales=weights)
@@ -96,7 +100,30 @@ def check_momentum(rows: int, columns: int, dtype: torch.dtype, rule: momentum.R
         torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-5, atol=0)
         outs = [poisoned(rows * columns).float() for _ in grads]
         momentum.accumulate(grads, copies[1], outs, **options)  # type: ignore[arg-type]
-        assert all(map(torch.equal, copies[1], states)), "one pass or two, the same state"
+        assert all(map(torch.equal, copies[1], states)), "to the wire or packed, the same state"
+
+
+def check_bad_guess(rows: int, columns: int) -> None:
+    """Matrices whose sample has nothing, or next to nothing, of what the rest has."""
+    numel = rows * columns
+    seen = torch.zeros(numel, dtype=torch.bool, device="cuda")
+    for index in range(SAMPLES):
+        seen[index * sample_stride(numel) :][:BLOCK] = True
+    assert not seen.all()
+    batch = random(4, numel)
+    batch[0, seen] = 0
+    batch[0, ~seen] *= 1e20
+    batch[1, seen] *= 1e-12
+    batch[2, ~seen] *= 1e-12
+    batch = batch.view(4, rows, columns)
+    expected, found = normalise.reference(batch), normalise.normalise(batch)
+    assert torch.equal(found.values, expected.values)
+    torch.testing.assert_close(found.inverse_norms, expected.inverse_norms, rtol=1e-6, atol=0)
+    wire, states = torch.empty_like(batch), [list(0.1 * batch) for _ in range(2)]
+    momentum.accumulate(list(batch), states[0], list(wire), beta=0.9)
+    packed, owner = momentum.pack(list(batch), states[1], beta=0.9), normalise.normalise(wire)
+    assert all(map(torch.equal, *states)) and torch.equal(packed.values, owner.values)
+    assert torch.equal(packed.inverse_norms, owner.inverse_norms)
 
 
 def check_update(rows: int, columns: int, dtype: torch.dtype, rule: update.Decay) -> None:
@@ -195,6 +222,7 @@ def checks() -> list[tuple[Callable[..., None], tuple[object, ...]]]:
         for dtype in (torch.float32, torch.bfloat16):
             found += [(check_momentum, (rows, columns, dtype, r)) for r in ("ema", "sum")]
             found += [(check_update, (rows, columns, dtype, r)) for r in ("plain", "cautious")]
+    found += [(check_bad_guess, shape) for shape in ((2048, 2048), (1000, 1003))]
     for name in PRESETS:
         for rows, columns in ((512, 1024), (1024, 512), (520, 520), (301, 203)):
             found += [(check_preset, (name, form, rows, columns)) for form in FORMS[:2]]

@@ -109,7 +109,7 @@ class Products:
             squared,
             out,
             self.tile,
-            added=gram,
+            c=gram,
             alpha=square / scale**2,
             beta=linear / GRAM_SCALE,
             shift=shift,

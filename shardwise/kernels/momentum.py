@@ -3,13 +3,13 @@
 
 ::
 
-    grads  g0 g1 g2 ..   anywhere in memory, fp32 or bf16            accumulate   one pass: the wire
-    state  m0 m1 m2 ..   fp32, updated in place          ------>     pack         two passes: fp16
+    grads  g0 g1 g2 ..   anywhere in memory, fp32 or bf16            accumulate   to the wire
+    state  m0 m1 m2 ..   fp32, updated in place          ------>     pack         to fp16 values
 
-``accumulate`` writes the momentum (after Nesterov) of pieces of any length to their places in a
-send buffer. ``pack`` writes whole matrices of one shape into a ``Packed`` batch: the power of two
-that fp16 needs is known only once all of a matrix has been seen, so a first pass updates the state
-and adds up squares, and a second one scales and casts.
+Both read everything once. ``accumulate`` writes the momentum (after Nesterov) of pieces of any
+length to their places in a send buffer. ``pack`` writes whole matrices of one shape into a
+``Packed`` batch, as ``normalise`` does what ``accumulate`` has written: the power of two that fp16
+needs is guessed from a sample, and where that was a bad guess the values are written again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -24,13 +24,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.normalise import BLOCK, CHUNK, scale_from
-from shardwise.kernels.packed import Packed, empty_values, scale_reference
+from shardwise.kernels.normalise import (
+    CHUNK,
+    PASS,
+    SAMPLE,
+    SETTLE,
+    guess_from,
+    launches,
+    settle,
+)
+from shardwise.kernels.packed import (
+    BLOCK,
+    SAMPLES,
+    Packed,
+    empty_values,
+    sample_size,
+    scale_reference,
+)
 from shardwise.kernels.tables import addresses
 
 # ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov looks one such step ahead.
 Rule = Literal["ema", "sum"]
 
+WIRE = tl.constexpr(0)  # beside SAMPLE, PASS and SETTLE
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -60,7 +76,7 @@ def pack_reference(
         reference(grad, state, beta=beta, rule=rule, nesterov=nesterov)
         for grad, state in zip(grads, states, strict=True)
     ])  # fmt: skip
-    scale, inverse = scale_reference(moved.double().square().sum((1, 2)), rows * columns)
+    scale, inverse = scale_reference(moved)
     values = empty_values(len(grads), rows, columns, grads[0].device)
     packed = Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
     packed.unpadded(values).copy_(moved * scale[:, None, None])
@@ -69,19 +85,24 @@ def pack_reference(
 
 @triton.jit
 def _momentum_kernel(
-    table_ptr, values_ptr, partials_ptr, inverse_ptr, count, beta, weight,
-    columns, values_columns, values_numel,
-    grad_type: tl.constexpr, out_type: tl.constexpr, phase: tl.constexpr,
+    table_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr, count, beta, weight,
+    sampled, stride, chunks, columns, values_columns, values_numel,
+    grad_type: tl.constexpr, out_type: tl.constexpr, work: tl.constexpr,
     nesterov: tl.constexpr, aligned: tl.constexpr, rim: tl.constexpr,
     block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """phase 0: update and write out; 1: update and add up squares; 2: scale and write values."""
+    """WIRE: update and write out; SAMPLE, PASS, SETTLE: as ``normalise`` has them.
+
+    Explicit fused multiply-adds: left to the compiler, the kernels might round differently.
+    """
+    adds_up: tl.constexpr = (work == SAMPLE) | (work == PASS)
+    packs: tl.constexpr = (work == PASS) | (work == SETTLE)
     piece = tl.program_id(1).to(tl.int64)
     grad_ptr = tl.load(table_ptr + piece).to(tl.pointer_type(grad_type))
     state_ptr = tl.load(table_ptr + count + piece).to(tl.pointer_type(tl.float32))
-    # Phase 0 has a third row of addresses, so its lengths are in the fourth.
-    length = tl.load(table_ptr + (3 if phase == 0 else 2) * count + piece)
-    if phase == 0:
+    # The wire's table has a third row of addresses, so its lengths are in the fourth.
+    length = tl.load(table_ptr + (3 if work == WIRE else 2) * count + piece)
+    if work == WIRE:
         out_ptr = tl.load(table_ptr + 2 * count + piece).to(tl.pointer_type(out_type))
         if aligned:
             out_ptr = tl.multiple_of(out_ptr, 16)
@@ -89,38 +110,45 @@ def _momentum_kernel(
         grad_ptr = tl.multiple_of(grad_ptr, 16)
         state_ptr = tl.multiple_of(state_ptr, 16)
         length = tl.multiple_of(length, 16)
+    first = tl.program_id(0).to(tl.int64) * stride
+    extent = chunk
     scale = 1.0
-    if phase == 2:
-        scale, inverse = scale_from(partials_ptr, piece, length, tl.num_programs(0), width)
-        if tl.program_id(0) == 0:
-            tl.store(inverse_ptr + piece, inverse)
+    if work == PASS:
+        scale = guess_from(samples_ptr, piece, sampled).to(tl.float32)
+    if work == SETTLE:
+        scale, good = settle(
+            samples_ptr, partials_ptr, inverse_ptr, piece, length, sampled, chunks, width
+        )
+        extent = tl.where(good, 0, stride)
     total = tl.zeros((block,), dtype=tl.float64)
-    for start in tl.range(0, chunk, block):
-        place = tl.program_id(0).to(tl.int64) * chunk + start + tl.arange(0, block)
+    for start in tl.range(0, extent, block):
+        place = first + start + tl.arange(0, block)
         mask = place < length
         state = tl.load(state_ptr + place, mask=mask, other=0.0)
         grad = tl.zeros((block,), dtype=tl.float32)
-        if phase != 2 or nesterov:
-            grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        if phase != 2:
-            state = beta * state + weight * grad
-            tl.store(state_ptr + place, state, mask=mask)
-        ahead = beta * state + weight * grad if nesterov else state
-        if phase == 0:
+        if work != SETTLE or nesterov:
+            grad = weight * tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        if work != SETTLE:  # where the state has moved already
+            state = tl.fma(state, beta, grad)
+            if work != SAMPLE:
+                tl.store(state_ptr + place, state, mask=mask)
+        ahead = tl.fma(state, beta, grad) if nesterov else state
+        if work == WIRE:
             tl.store(out_ptr + place, ahead.to(out_type), mask=mask)
-        elif phase == 1:
+        if adds_up:
             wide = ahead.to(tl.float64)
             total += wide * wide
-        else:
+        if packs:
             if rim:
                 target = place // columns * values_columns + place % columns
             else:
                 target = place
             rounded = (ahead * scale).to(out_type)
             tl.store(values_ptr + piece * values_numel + target, rounded, mask=mask)
-    if phase == 1:
-        partial = partials_ptr + piece * tl.num_programs(0) + tl.program_id(0)
-        tl.store(partial, tl.sum(total, axis=0))
+    if adds_up:
+        sums_ptr = samples_ptr if work == SAMPLE else partials_ptr
+        place = piece * tl.num_programs(0) + tl.program_id(0)
+        tl.store(sums_ptr + place, tl.sum(total, axis=0))
 
 
 def accumulate(
@@ -140,8 +168,9 @@ def accumulate(
     chunks = -(-table.longest // CHUNK)
     entries = table.entries
     _momentum_kernel[(chunks, len(grads))](
-        entries, entries, entries, entries, len(grads), beta, weight, 1, 1, 1,
-        grad_type=TYPES[grads[0].dtype], out_type=TYPES[outs[0].dtype], phase=0,
+        entries, entries, entries, entries, entries, len(grads), beta, weight,
+        1, CHUNK, 1, 1, 1, 1,
+        grad_type=TYPES[grads[0].dtype], out_type=TYPES[outs[0].dtype], work=WIRE.value,
         nesterov=nesterov, aligned=table.aligned, rim=False,
         block=BLOCK, chunk=CHUNK, width=1, num_warps=8,
     )  # fmt: skip
@@ -166,14 +195,17 @@ def pack(
     table = addresses([grads, states])
     values = empty_values(len(grads), rows, columns, device, dtype)
     chunks = -(-table.longest // CHUNK)
+    samples = torch.empty(len(grads), SAMPLES, device=device, dtype=torch.float64)
     partials = torch.empty(len(grads), chunks, device=device, dtype=torch.float64)
     inverse = torch.empty(len(grads), device=device, dtype=torch.float32)
-    for phase in (1, 2):
-        _momentum_kernel[(chunks, len(grads))](
-            table.entries, values, partials, inverse, len(grads), beta, weight,
+    numel = rows * columns
+    for launch in launches(numel):
+        _momentum_kernel[(launch.programs, len(grads))](
+            table.entries, values, samples, partials, inverse, len(grads), beta, weight,
+            sample_size(numel), launch.stride, chunks,
             columns, values.shape[2], values.shape[1] * values.shape[2],
-            grad_type=TYPES[grads[0].dtype], out_type=TYPES[dtype], phase=phase,
+            grad_type=TYPES[grads[0].dtype], out_type=TYPES[dtype], work=launch.work,
             nesterov=nesterov, aligned=table.aligned, rim=values.shape[2] != columns,
-            block=BLOCK, chunk=CHUNK, width=triton.next_power_of_2(chunks), num_warps=8,
+            block=BLOCK, chunk=launch.chunk, width=launch.width, num_warps=8,
         )  # fmt: skip
     return Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)

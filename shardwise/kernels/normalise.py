@@ -1,36 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch in any float dtype to ``Packed``: two passes, one for the norms, one for the cast.
+"""From a batch in any float dtype to ``Packed``: read once, after a sample of it.
 
 ::
 
-    batch [n, rows, columns] --squares--> partial sums [n, chunks] fp64
-                             --scale----> values [n, rows', columns'] fp16, inverse norms [n]
+    batch [n, rows, columns] --sample--> sums of squares [n, SAMPLES] fp64: a power of two, guessed
+                             --pass----> values [n, rows', columns'] fp16, sums [n, chunks] fp64
+                             --settle--> inverse norms [n]; values again where the guess was bad
 
-fp64 sums: the square of an fp32 gradient neither overflows nor vanishes. A matrix is cut into
-chunks by its shape alone and the partial sums are added in one fixed order, so its scale is the
-same in every batch.
+The third kernel is always launched and nearly always returns at once: only the device knows. fp64
+sums: the square of an fp32 gradient neither overflows nor vanishes. A matrix is sampled and cut
+into chunks by its shape alone and sums are added in one fixed order, so its scale is the same in
+every batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.kernels.packed import Packed, empty_values, scale_reference
+from shardwise.kernels.packed import (
+    BLOCK,
+    LARGEST_NORM,
+    LEAST_RMS,
+    SAMPLES,
+    Packed,
+    empty_values,
+    sample_size,
+    sample_stride,
+    scale_reference,
+)
 
-BLOCK = 4096  # elements a program holds at a time
 CHUNK = 8 * BLOCK  # elements a program walks
+SETTLERS = 16  # programs a matrix that look whether its guess was good
+
+# What the three kernels do with what they read.
+SAMPLE, PASS, SETTLE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_SAMPLES = tl.constexpr(SAMPLES)
+_LARGEST_SUM = tl.constexpr(LARGEST_NORM**2)
+_LEAST_MEAN = tl.constexpr(LEAST_RMS**2)
 
 
 def reference(batch: Tensor) -> Packed:
     """The definition; any device."""
     count, rows, columns = batch.shape
-    sums = batch.double().square().sum((1, 2))
-    scale, inverse = scale_reference(sums, rows * columns)
+    scale, inverse = scale_reference(batch)
     values = empty_values(count, rows, columns, batch.device)
     packed = Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)
     packed.unpadded(values).copy_(batch.float() * scale[:, None, None])
@@ -38,78 +57,124 @@ def reference(batch: Tensor) -> Packed:
 
 
 @triton.jit
-def scale_from(partials_ptr, matrix, numel, chunks, width: tl.constexpr):
-    """``scale_reference`` of one matrix: (power of two, 1 / norm)."""
+def power_of_two(mean_square):
+    """What brings the rms into [1, 2), in fp64; 1 for 0."""
+    exponent = ((mean_square.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
+    halved = tl.minimum(tl.maximum(exponent >> 1, -126), 126)  # >> is floor, for negatives too
+    halved = tl.where(mean_square == 0.0, 0, halved)
+    return ((1023 - halved) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def guess_from(samples_ptr, matrix, sampled):
+    """The power of two of a matrix, by its sample."""
+    sums = tl.load(samples_ptr + matrix * _SAMPLES + tl.arange(0, _SAMPLES))
+    return power_of_two(tl.sum(sums, axis=0) / sampled)
+
+
+@triton.jit
+def settle(
+    samples_ptr, partials_ptr, inverse_ptr, matrix, numel, sampled, chunks, width: tl.constexpr
+):  # fmt: skip
+    """``scale_reference`` of one matrix, all of which was seen: (power of two, guessed or not)."""
     place = tl.arange(0, width)
     partials = tl.load(partials_ptr + matrix * chunks + place, mask=place < chunks, other=0.0)
     total = tl.sum(partials, axis=0)
-    mean = total / numel.to(tl.float64)
-    exponent = ((mean.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
-    halved = tl.minimum(tl.maximum(exponent >> 1, -126), 126)  # >> is floor, for negatives too
-    halved = tl.where(total == 0.0, 0, halved)
-    scale = ((1023 - halved) << 52).to(tl.float64, bitcast=True)
-    inverse = tl.where(total == 0.0, 0.0, 1.0 / (tl.sqrt(total) * scale))
-    return scale.to(tl.float32), inverse.to(tl.float32)
+    mean = total / numel
+    guess = guess_from(samples_ptr, matrix, sampled)
+    fits = total * guess * guess <= _LARGEST_SUM  # never true of a NaN or an infinity
+    serves = mean * guess * guess >= _LEAST_MEAN
+    good = (total == 0.0) | (fits & serves)
+    scale = tl.where(good, guess, power_of_two(mean))
+    if tl.program_id(0) == 0:
+        inverse = tl.where(total == 0.0, 0.0, 1.0 / (tl.sqrt(total) * scale))
+        tl.store(inverse_ptr + matrix, inverse.to(tl.float32))
+    return scale.to(tl.float32), good
 
 
 @triton.jit
-def _squares_kernel(batch_ptr, partials_ptr, numel, block: tl.constexpr, chunk: tl.constexpr):
-    matrix = tl.program_id(1).to(tl.int64)
-    total = tl.zeros((block,), dtype=tl.float64)
-    for start in tl.range(0, chunk, block):
-        place = tl.program_id(0) * chunk + start + tl.arange(0, block)
-        x = tl.load(batch_ptr + matrix * numel + place, mask=place < numel, other=0.0)
-        x = x.to(tl.float64)
-        total += x * x
-    tl.store(partials_ptr + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(total, axis=0))
-
-
-@triton.jit
-def _scale_kernel(
-    batch_ptr, values_ptr, partials_ptr, inverse_ptr,
-    numel, columns, values_columns, values_numel,
-    block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr, rim: tl.constexpr,
+def _normalise_kernel(
+    batch_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr,
+    numel, sampled, stride, chunks, columns, values_columns, values_numel,
+    work: tl.constexpr, rim: tl.constexpr,
+    block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
-    chunks = tl.num_programs(0)
-    scale, inverse = scale_from(partials_ptr, matrix, numel, chunks, width)
-    if tl.program_id(0) == 0:
-        tl.store(inverse_ptr + matrix, inverse)
-    for start in tl.range(0, chunk, block):
-        place = tl.program_id(0) * chunk + start + tl.arange(0, block)
-        x = tl.load(batch_ptr + matrix * numel + place, mask=place < numel, other=0.0)
-        x = x.to(tl.float32) * scale
-        if rim:
-            target = place // columns * values_columns + place % columns
-        else:
-            target = place
-        values = values_ptr + matrix * values_numel + target
-        tl.store(values, x.to(values_ptr.dtype.element_ty), mask=place < numel)
+    first = tl.program_id(0).to(tl.int64) * stride
+    extent = chunk
+    scale = 1.0
+    if work == PASS:
+        scale = guess_from(samples_ptr, matrix, sampled).to(tl.float32)
+    if work == SETTLE:
+        scale, good = settle(
+            samples_ptr, partials_ptr, inverse_ptr, matrix, numel, sampled, chunks, width
+        )
+        extent = tl.where(good, 0, stride)
+    total = tl.zeros((block,), dtype=tl.float64)
+    for start in tl.range(0, extent, block):
+        place = first + start + tl.arange(0, block)
+        mask = place < numel
+        x = tl.load(batch_ptr + matrix * numel + place, mask=mask, other=0.0).to(tl.float32)
+        if work != SETTLE:
+            wide = x.to(tl.float64)
+            total += wide * wide
+        if work != SAMPLE:
+            if rim:
+                target = place // columns * values_columns + place % columns
+            else:
+                target = place
+            rounded = (x * scale).to(values_ptr.dtype.element_ty)
+            tl.store(values_ptr + matrix * values_numel + target, rounded, mask=mask)
+    if work != SETTLE:
+        sums_ptr = samples_ptr if work == SAMPLE else partials_ptr
+        place = matrix * tl.num_programs(0) + tl.program_id(0)
+        tl.store(sums_ptr + place, tl.sum(total, axis=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One of the three kernels: so many programs a matrix, each with a stretch ``stride`` after
+    the one before it."""
+
+    work: int
+    programs: int
+    stride: int
+    chunk: int = BLOCK  # elements of a stretch; SETTLE walks all of its stride
+    width: int = 1
+
+
+def launches(numel: int) -> tuple[Launch, ...]:
+    """The sample, the pass and the look back, for matrices of ``numel`` elements."""
+    chunks = -(-numel // CHUNK)
+    share = -(-numel // (SETTLERS * BLOCK)) * BLOCK
+    return (
+        Launch(work=SAMPLE.value, programs=SAMPLES, stride=sample_stride(numel)),
+        Launch(work=PASS.value, programs=chunks, stride=CHUNK, chunk=CHUNK),
+        Launch(
+            work=SETTLE.value,
+            programs=-(-numel // share),
+            stride=share,
+            width=triton.next_power_of_2(chunks),
+        ),
+    )
 
 
 def normalise(batch: Tensor, dtype: torch.dtype = torch.float16) -> Packed:
-    """``reference(batch)``, by two kernels; fp32 instead of fp16 is for tests."""
+    """``reference(batch)``, by three kernels; fp32 instead of fp16 is for tests."""
     batch = batch.contiguous()
     count, rows, columns = batch.shape
     numel = rows * columns
     values = empty_values(count, rows, columns, batch.device, dtype)
     chunks = -(-numel // CHUNK)
+    samples = torch.empty(count, SAMPLES, device=batch.device, dtype=torch.float64)
     partials = torch.empty(count, chunks, device=batch.device, dtype=torch.float64)
     inverse = torch.empty(count, device=batch.device, dtype=torch.float32)
-    _squares_kernel[(chunks, count)](batch, partials, numel, block=BLOCK, chunk=CHUNK, num_warps=8)
-    _scale_kernel[(chunks, count)](
-        batch,
-        values,
-        partials,
-        inverse,
-        numel,
-        columns,
-        values.shape[2],
-        values.shape[1] * values.shape[2],
-        block=BLOCK,
-        chunk=CHUNK,
-        width=triton.next_power_of_2(chunks),
-        rim=values.shape[2] != columns,
-        num_warps=8,
-    )
+    for launch in launches(numel):
+        _normalise_kernel[(launch.programs, count)](
+            batch, values, samples, partials, inverse,
+            numel, sample_size(numel), launch.stride, chunks,
+            columns, values.shape[2], values.shape[1] * values.shape[2],
+            work=launch.work, rim=values.shape[2] != columns,
+            block=BLOCK, chunk=launch.chunk, width=launch.width, num_warps=8,
+        )  # fmt: skip
     return Packed(values=values, inverse_norms=inverse, rows=rows, columns=columns)

@@ -11,13 +11,27 @@ from torch import Tensor
 # Tensor descriptors want strides of 16 bytes: rows and columns are filled up to 8 with zeros, which
 # Newton-Schulz leaves zeros.
 GRANULE = 8
+BLOCK = 4096  # elements a program holds at a time
+SAMPLES = 32  # blocks of a matrix that its power of two is guessed from, before all of it is seen
+# What a guess must leave: no element above fp16's largest, for which the norm is a bound, and a
+# rms far above its smallest normal number (2^-14), or the small elements would lose bits.
+LARGEST_NORM = 65504.0
+LEAST_RMS = 2.0**-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """``values`` times a power of two per matrix: rms in [1, 2), so no element overflows fp16.
+    """``values`` times a power of two per matrix, so that no element overflows fp16.
+
+    The power of two brings the rms of a sample into [1, 2): the matrix is then read once, its norm
+    added up on the way. Where that was a bad guess for the whole (``LARGEST_NORM``, ``LEAST_RMS``)
+    the matrix is read again and its own rms brought into [1, 2). Either way the power depends on
+    this matrix alone.
 
     ::
+
+        elements   0 ........ stride ....... 2 stride ....            .... numel
+        sample     [BLOCK]    [BLOCK]        [BLOCK]        ..        [BLOCK]     all of a small one
 
         values  [n, rows up to 8, columns up to 8]     fp16, zeros beyond rows and columns
         inverse_norms [n]                              fp32, 1 / Frobenius norm of ``values``;
@@ -48,11 +62,38 @@ def padded(size: int) -> int:
     return -(-size // GRANULE) * GRANULE
 
 
-def scale_reference(sum_of_squares: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """(power of two that brings the rms into [1, 2), 1 / norm after it), from sums in fp64."""
-    total = sum_of_squares.double()  # [n]
-    _, exponent = torch.frexp(total / numel)  # mean square = mantissa in [1/2, 1) times 2^exponent
-    halved = ((exponent - 1) // 2).clamp(-126, 126)
-    scale = torch.ldexp(torch.ones_like(total), -halved)
+def sample_stride(numel: int) -> int:
+    """From one block of the sample to the next: the first is at the start, the last at the end.
+
+    A multiple of 16 for wide loads, and seldom one of a head's rows, so that what returns with
+    every head is not mistaken for the whole.
+    """
+    return max(BLOCK, (numel - BLOCK) // (SAMPLES - 1) // 16 * 16)
+
+
+def sample_size(numel: int) -> int:
+    return min(numel, SAMPLES * BLOCK)
+
+
+def scale_reference(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """(power of two, 1 / norm after it) of each matrix of ``batch`` [n, rows, columns]."""
+    squares = batch.flatten(1).double().square()  # [n, numel]
+    numel = squares.shape[1]
+    starts = torch.arange(SAMPLES, device=batch.device) * sample_stride(numel)
+    places = (starts[:, None] + torch.arange(BLOCK, device=batch.device)).flatten()
+    sample = squares[:, places[places < numel]]  # [n, sample_size]
+    total = squares.sum(1)  # [n]
+    guess = power_of_two(sample.sum(1) / sample.shape[1])
+    fits = total * guess.square() <= LARGEST_NORM**2
+    serves = total / numel * guess.square() >= LEAST_RMS**2
+    scale = torch.where((total == 0) | (fits & serves), guess, power_of_two(total / numel))
     inverse = torch.where(total == 0, 0.0, 1 / (total.sqrt() * scale))
-    return torch.where(total == 0, 1.0, scale).float(), inverse.float()
+    return scale.float(), inverse.float()
+
+
+def power_of_two(mean_square: Tensor) -> Tensor:
+    """What brings the rms into [1, 2), in fp64; 1 for 0."""
+    _, exponent = torch.frexp(mean_square)  # mean square = mantissa in [1/2, 1) times 2^exponent
+    halved = ((exponent - 1) // 2).clamp(-126, 126)
+    halved = torch.where(mean_square == 0, 0, halved)
+    return torch.ldexp(torch.ones_like(mean_square), -halved)

@@ -5,14 +5,17 @@
 
     D = alpha · A·Bᵀ + beta · C + shift · I          (or Aᵀ·B for a tall A: D is over its columns)
 
-    row block 0 | o            o  computed and stored
-              1 | o  o         '  stored transposed, from the tile below the diagonal
-              2 | o  o' o
-              3 | o  o  o  o
+    row block 0 | s                     ww  one wide tile, computed and stored
+              1 | ww ww                 s   a square one
+              2 | ww ww s               '   stored transposed, from the tile below the diagonal
+              3 | ww ww ww ww
+              4 | ww ww ww ww s         (above the diagonal: all ')
 
 A tile is ``block`` rows by ``ratio * block`` columns. wgmma is fastest 256 columns wide and a wide
 tile reads less from L2 (85 FLOP per byte at 128x256, 64 at 128x128), but the diagonal is cut in
-squares: the wide tile is split after the sum, and the half above the diagonal is dropped.
+squares. Row block r meets r + 1 blocks: an odd row is wide tiles only, an even one has a square
+left over, at the diagonal. The squares have a loop of their own after that of the wide tiles: one
+loop with a branch would keep the compiler from fetching the next tile while it stores this one.
 
 Every element is summed over k in ascending order by one program, so a matrix's bits depend on
 nothing else in the batch.
@@ -40,9 +43,9 @@ def reference(
     alpha: float = 1.0,
     beta: float = 0.0,
     shift: float = 0.0,
+    c: Tensor | None = None,
     scales: Tensor | None = None,
     tall: bool = False,
-    added: Tensor | None = None,
 ) -> Tensor:
     """The definition, in fp32: ``scales`` [n, 2] multiplies alpha and beta of each matrix."""
     a32, b32 = a.float(), b.float()
@@ -51,9 +54,7 @@ def reference(
     scale = torch.ones(len(a), 2, device=a.device) if scales is None else scales
     scale = scale[:, :, None, None]
     total = alpha * scale[:, 0] * product + shift * identity
-    if beta == 0:
-        return total
-    return total + beta * scale[:, 1] * (a if added is None else added).float()
+    return total if beta == 0 else total + beta * scale[:, 1] * (a if c is None else c).float()
 
 
 @triton.jit
@@ -85,101 +86,133 @@ def _finish(
 
 
 @triton.jit
+def _tile(
+    a_desc, b_desc, c_desc, d_desc, scales_ptr,
+    matrix, row, column, depth, alpha, beta, shift,
+    block: tl.constexpr, ratio: tl.constexpr, step: tl.constexpr, tall: tl.constexpr,
+    has_scales: tl.constexpr, has_beta: tl.constexpr, has_shift: tl.constexpr,
+):  # fmt: skip
+    """Sum and store blocks (row, column) .. (row, column + ratio - 1); returns their squares."""
+    wide: tl.constexpr = block * ratio
+    acc = tl.zeros((block, wide), dtype=tl.float32)
+    for k in tl.range(0, depth, step):
+        if tall:
+            x = a_desc.load([matrix, k, row * block]).reshape(step, block)
+            y = b_desc.load([matrix, k, column * block]).reshape(step, wide)
+            acc = tl.dot(x.T, y, acc, input_precision="ieee")
+        else:
+            x = a_desc.load([matrix, row * block, k]).reshape(block, step)
+            y = b_desc.load([matrix, column * block, k]).reshape(wide, step)
+            acc = tl.dot(x, y.T, acc, input_precision="ieee")
+
+    if has_scales:
+        alpha *= tl.load(scales_ptr + 2 * matrix)
+        beta *= tl.load(scales_ptr + 2 * matrix + 1)
+    if ratio == 1:
+        total = _finish(
+            acc, c_desc, d_desc, matrix, row, column, alpha, beta, shift,
+            block, has_beta, has_shift,
+        )  # fmt: skip
+    else:
+        left, right = acc.reshape(block, 2, block).permute(0, 2, 1).split()
+        total = _finish(
+            left, c_desc, d_desc, matrix, row, column, alpha, beta, shift,
+            block, has_beta, has_shift,
+        )  # fmt: skip
+        total += _finish(
+            right, c_desc, d_desc, matrix, row, column + 1, alpha, beta, shift,
+            block, has_beta, has_shift,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
 def _symmetric_kernel(
-    a_desc, b_desc, c_desc, d_desc, scales_ptr, squares_ptr,
-    depth, tiles, tiles_per_matrix, alpha_0, beta_0, shift,
+    a_desc, b_desc, square_desc, c_desc, d_desc, scales_ptr, squares_ptr,
+    count, blocks, depth, tiles_per_matrix, leftovers_per_matrix, alpha, beta, shift,
     block: tl.constexpr, ratio: tl.constexpr, step: tl.constexpr,
     tall: tl.constexpr, has_scales: tl.constexpr, has_beta: tl.constexpr,
     has_shift: tl.constexpr, has_squares: tl.constexpr, flatten: tl.constexpr,
 ):  # fmt: skip
-    wide: tl.constexpr = block * ratio
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=flatten):
+    tl.assume(depth > 0)  # else every loop is compiled twice, once without the sum
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    tiles = count * tiles_per_matrix
+    all_per_matrix = tiles_per_matrix + leftovers_per_matrix
+    for tile in tl.range(program, tiles, programs, flatten=flatten):
         matrix = tile // tiles_per_matrix
         position = tile % tiles_per_matrix
-        # Group g holds the `ratio` block rows that meet the diagonal in wide column g, so it has
-        # ratio * (g + 1) tiles and ratio * g * (g + 1) / 2 stand before it.
+        # Group g holds `ratio` block rows of g + 1 tiles each (the last group perhaps one row), so
+        # ratio * g * (g + 1) / 2 tiles stand before it.
         whole = position // ratio
         group = ((tl.sqrt(8.0 * whole + 1.0) - 1.0) * 0.5).to(tl.int32)
         group = tl.where(group * (group + 1) // 2 > whole, group - 1, group)
         group = tl.where((group + 1) * (group + 2) // 2 <= whole, group + 1, group)
-        column = whole - group * (group + 1) // 2
-        row = group * ratio + position % ratio
-
-        acc = tl.zeros((block, wide), dtype=tl.float32)
-        for k in tl.range(0, depth, step):
-            if tall:
-                x = a_desc.load([matrix, k, row * block]).reshape(step, block)
-                y = b_desc.load([matrix, k, column * wide]).reshape(step, wide)
-                acc = tl.dot(x.T, y, acc, input_precision="ieee")
-            else:
-                x = a_desc.load([matrix, row * block, k]).reshape(block, step)
-                y = b_desc.load([matrix, column * wide, k]).reshape(wide, step)
-                acc = tl.dot(x, y.T, acc, input_precision="ieee")
-
-        alpha = alpha_0
-        beta = beta_0
-        if has_scales:
-            alpha *= tl.load(scales_ptr + 2 * matrix)
-            beta *= tl.load(scales_ptr + 2 * matrix + 1)
-        if ratio == 1:
-            total = _finish(
-                acc, c_desc, d_desc, matrix, row, column, alpha, beta, shift,
-                block, has_beta, has_shift,
-            )  # fmt: skip
-        else:
-            halves = acc.reshape(block, 2, block).permute(0, 2, 1)
-            left, right = halves.split()
-            total = _finish(
-                left, c_desc, d_desc, matrix, row, 2 * column, alpha, beta, shift,
-                block, has_beta, has_shift,
-            )  # fmt: skip
-            total += _finish(
-                right, c_desc, d_desc, matrix, row, 2 * column + 1, alpha, beta, shift,
-                block, has_beta, has_shift,
-            )  # fmt: skip
+        offset = position - ratio * (group * (group + 1) // 2)
+        first = group * ratio + ratio - 1
+        height = tl.minimum(ratio, blocks - first)
+        total = _tile(
+            a_desc, b_desc, c_desc, d_desc, scales_ptr,
+            matrix, first + offset % height, offset // height * ratio, depth, alpha, beta, shift,
+            block, ratio, step, tall, has_scales, has_beta, has_shift,
+        )  # fmt: skip
         if has_squares:
-            tl.store(squares_ptr + tile, total)
+            tl.store(squares_ptr + matrix * all_per_matrix + position, total)
+    if ratio == 2:
+        # The programs that have walked a tile less than the others take the first squares.
+        first = (program + programs - tiles % programs) % programs
+        for tile in tl.range(first, count * leftovers_per_matrix, programs, flatten=flatten):
+            matrix = tile // leftovers_per_matrix
+            position = tile % leftovers_per_matrix
+            total = _tile(
+                a_desc, square_desc, c_desc, d_desc, scales_ptr,
+                matrix, 2 * position, 2 * position, depth, alpha, beta, shift,
+                block, 1, step, tall, has_scales, has_beta, has_shift,
+            )  # fmt: skip
+            if has_squares:
+                place = matrix * all_per_matrix + tiles_per_matrix + position
+                tl.store(squares_ptr + place, total)
 
 
 def symmetric_product(
     a: Tensor,  # [n, m, k], or [n, k, m] where tall
     b: Tensor,  # like a; alike too in what it spans, so that the product is symmetric
-    out: Tensor,  # [n, m, m], neither a nor b
+    out: Tensor,  # [n, m, m], neither a nor b; c is read block by block, so it may be out
     tile: Tile,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     shift: float = 0.0,
+    c: Tensor | None = None,  # like out, symmetric; a by default
     scales: Tensor | None = None,
     squares: Tensor | None = None,
     tall: bool = False,
-    added: Tensor | None = None,  # [n, m, m], what beta multiplies; by default a
 ) -> Tensor:
     """``out = reference(...)`` rounded once; ``squares`` [n, tiles] receives sums of squares."""
     count, size = out.shape[:2]
-    depth = a.shape[1] if tall else a.shape[2]
-    ratio = tile.columns // tile.rows
-    per_matrix = tiles_per_matrix(size, tile)
-    tiles = count * per_matrix
-    a_box = [1, tile.step, tile.rows] if tall else [1, tile.rows, tile.step]
-    b_box = [1, tile.step, tile.columns] if tall else [1, tile.columns, tile.step]
+    blocks = -(-size // tile.rows)
+    wides, leftovers = tiles_of(size, tile)
+    narrow = [1, tile.step, tile.rows] if tall else [1, tile.rows, tile.step]
+    wide = [1, tile.step, tile.columns] if tall else [1, tile.columns, tile.step]
     square = [1, tile.rows, tile.rows]
     d_desc = TensorDescriptor.from_tensor(out, square)
-    _symmetric_kernel[(programs(tiles, tile, out.device),)](
-        TensorDescriptor.from_tensor(a, a_box),
-        TensorDescriptor.from_tensor(b, b_box),
-        TensorDescriptor.from_tensor(a if added is None else added, square) if beta else d_desc,
+    _symmetric_kernel[(programs(count * (wides + leftovers), tile, out.device),)](
+        TensorDescriptor.from_tensor(a, narrow),
+        TensorDescriptor.from_tensor(b, wide),
+        TensorDescriptor.from_tensor(b, narrow),
+        TensorDescriptor.from_tensor(a if c is None else c, square) if beta else d_desc,
         d_desc,
         scales if scales is not None else out,
         squares if squares is not None else out,
-        depth,
-        tiles,
-        per_matrix,
+        count,
+        blocks,
+        a.shape[1] if tall else a.shape[2],
+        wides,
+        leftovers,
         alpha,
         beta,
         shift,
         block=tile.rows,
-        ratio=ratio,
+        ratio=tile.columns // tile.rows,
         step=tile.step,
         tall=tall,
         has_scales=scales is not None,
@@ -193,9 +226,16 @@ def symmetric_product(
     return out
 
 
+def tiles_of(size: int, tile: Tile) -> tuple[int, int]:
+    """(tiles, squares left over where a tile is wide) of one matrix."""
+    blocks = -(-size // tile.rows)
+    if tile.columns == tile.rows:
+        return blocks * (blocks + 1) // 2, 0
+    return blocks * blocks // 4, -(-blocks // 2)
+
+
 def tiles_per_matrix(size: int, tile: Tile) -> int:
-    groups = -(-size // tile.columns)
-    return tile.columns // tile.rows * groups * (groups + 1) // 2
+    return sum(tiles_of(size, tile))
 
 
 def programs(tiles: int, tile: Tile, device: torch.device) -> int:

@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.momentum import TYPES
-from shardwise.kernels.normalise import BLOCK, CHUNK
-from shardwise.kernels.packed import padded
+from shardwise.kernels.normalise import CHUNK
+from shardwise.kernels.packed import BLOCK, padded
 from shardwise.kernels.tables import addresses
 
 Decay = Literal["plain", "cautious"]

@@ -21,7 +21,7 @@ if INSIDE:
     from shardwise.kernels import block, iterate, momentum, normalise, product, symmetric, update
     from shardwise.kernels.forms import Polynomial, Tile
     from shardwise.kernels.newton_schulz import coefficient_table, reference
-    from shardwise.kernels.packed import Packed
+    from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
     from tests.kernel_cases import PRESETS
 
     TILES = [
@@ -69,6 +69,28 @@ def test_symmetric_product(tile: int, tall: bool, dtype: torch.dtype) -> None:
     options = {"alpha": 0.5, "beta": -2.0, "shift": 0.7, "scales": scales}
     symmetric.symmetric_product(d, d, e, chosen, **options)
     assert relative(e, symmetric.reference(d, d, **options)) < TOLERANCE[dtype]
+    f = poisoned(3, 40, 40, dtype=dtype)
+    symmetric.symmetric_product(x, x, f, chosen, **options, c=e, tall=tall)
+    expected = symmetric.reference(x, x, **options, c=e, tall=tall)
+    assert relative(f, expected) < TOLERANCE[dtype] and torch.equal(f, f.mT)
+
+
+@inside
+@pytest.mark.parametrize("size", [8, 32, 72, 96])
+def test_no_tile_is_for_nothing(size: int) -> None:
+    """Every number of row blocks, odd and even, one and many: all of the result, once."""
+    x = torch.randn(2, size, 8, dtype=torch.float16)
+    for tile in TILES:
+        d = poisoned(2, size, size, dtype=torch.float16)
+        squares = poisoned(2, symmetric.tiles_per_matrix(size, tile))
+        symmetric.symmetric_product(x, x, d, tile, squares=squares)
+        expected = symmetric.reference(x, x)
+        assert relative(d, expected) < 4e-4 and torch.equal(d, d.mT)
+        assert relative(squares.sum(1), expected.square().sum((1, 2))) < 1e-6
+        wides, squares_left = symmetric.tiles_of(size, tile)
+        blocks = -(-size // tile.rows)
+        computed = wides * tile.columns // tile.rows + squares_left
+        assert computed == blocks * (blocks + 1) // 2, "the triangle, to the block"
 
 
 @inside
@@ -121,6 +143,67 @@ def test_momentum(shape: tuple[int, int], nesterov: bool, rule: str) -> None:
     torch.testing.assert_close(
         scaled, buffer[1].view(shape) / buffer[1].norm(), rtol=2e-3, atol=1e-5
     )
+
+
+def in_the_sample(numel: int) -> Tensor:
+    found = torch.zeros(numel, dtype=torch.bool)
+    for index in range(SAMPLES):
+        found[index * sample_stride(numel) :][:BLOCK] = True
+    assert int(found.sum()) == sample_size(numel) < numel
+    return found
+
+
+def uneven() -> Tensor:
+    """Matrices whose sample says: nothing, far too little, enough; zeros; all the same."""
+    seen = in_the_sample(264 * 512)
+    batch = torch.randn(4, len(seen))
+    batch[0, seen] = 0
+    batch[0, ~seen] *= 1e20
+    batch[1, seen] *= 1e-12
+    batch[2, ~seen] *= 16
+    batch[3] = 0
+    return batch.view(4, 264, 512)
+
+
+@inside
+def test_a_bad_guess_is_settled() -> None:
+    batch = uneven()
+    expected = normalise.reference(batch)
+    rms = expected.values[:3].float().square().mean((1, 2)).sqrt()
+    assert bool(((rms[:2] > 0.99) & (rms[:2] < 2.01)).all()), "the whole's rms, not the sample's"
+    assert rms[2] > 2.01, "a guess that serves is kept"
+    found = normalise.normalise(torch.cat([batch, torch.full_like(batch[:1], float("nan"))]))
+    assert torch.equal(found.values[:4], expected.values)
+    torch.testing.assert_close(found.inverse_norms[:4], expected.inverse_norms)
+    assert bool(found.values[4].isnan().all()) and bool(found.inverse_norms[4].isnan())
+    # Momentum's values are those of the wire, normalised by their owner: the state moves once.
+    grads, states = list(batch), list(0.1 * batch)
+    copies = [state.clone() for state in states]
+    wire = poisoned(*batch.shape)
+    momentum.accumulate(grads, copies, list(wire), beta=0.9)
+    packed, owner = momentum.pack(grads, states, beta=0.9), normalise.normalise(wire)
+    assert all(map(torch.equal, states, copies))
+    assert torch.equal(packed.values, owner.values)
+    assert torch.equal(packed.inverse_norms, owner.inverse_norms)
+    alone = momentum.pack([grads[1]], [0.1 * batch[1]], beta=0.9)
+    assert torch.equal(alone.values[0], packed.values[1]), "bits depend on the matrix alone"
+
+
+@inside
+@pytest.mark.parametrize(
+    ("guessed", "kept"), [(2**3, True), (2**4, False), (2**-9, True), (2**-10, False)]
+)
+def test_a_guess_is_kept_as_long_as_it_serves(guessed: float, kept: bool) -> None:
+    """Of a matrix of ones: too large a guess makes subnormals of it, too small a one overflows."""
+    batch, values = torch.ones(1, 64, 64), poisoned(1, 64, 64, dtype=torch.float16)
+    samples = torch.full((1, SAMPLES), guessed**2 / SAMPLES, dtype=torch.float64)
+    partials, inverse = torch.full((1, 1), 4096.0, dtype=torch.float64), poisoned(1)
+    normalise._normalise_kernel[(1, 1)](
+        batch, values, samples, partials, inverse, 4096, 1, 4096, 1, 64, 64, 4096,
+        work=normalise.SETTLE.value, rim=False, block=BLOCK, chunk=BLOCK, width=1, num_warps=8,
+    )  # fmt: skip
+    assert bool(values.isnan().all()) if kept else bool((values == 1).all())
+    assert float(inverse) == (guessed / 64 if kept else 1 / 64)
 
 
 @inside

@@ -24,13 +24,14 @@ from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
 SCALARS = dict.fromkeys(
-    ("alpha_0", "beta_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32"
+    ("alpha", "alpha_0", "shift", "safety", "beta", "weight", "step", "decay"), "fp32"
 )
 POINTERS = {
     "scales_ptr": "*fp32",
     "squares_ptr": "*fp32",
     "inverse_ptr": "*fp32",
     "table_ptr": "*fp32",
+    "samples_ptr": "*fp64",
     "partials_ptr": "*fp64",
     "values_ptr": "*fp16",
     "out_ptr": "*fp16",
@@ -64,6 +65,7 @@ def test_symmetric_product(tall: bool) -> None:
     types = {
         "a_desc": box(1, step, rows) if tall else box(1, rows, step),
         "b_desc": box(1, step, columns) if tall else box(1, columns, step),
+        "square_desc": box(1, step, rows) if tall else box(1, rows, step),
         "c_desc": box(1, rows, rows),
         "d_desc": box(1, rows, rows),
     }
@@ -114,9 +116,9 @@ def test_fused_passes() -> None:
         "nesterov": True,
         "width": 128,
     }
-    for phase in (0, 1, 2):
+    for work in range(4):
         check(
-            compiled(momentum._momentum_kernel, constants | {"phase": phase}, types),
+            compiled(momentum._momentum_kernel, constants | {"work": work}, types),
             products=False,
         )
     constants = shared | {
