@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from benchmarks import mxfp8_steps, report
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
 from shardwise.precision.mxfp8_linear import Emulated, Workspace, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
+from shardwise.precision.mxfp8_tensor import Matrices, MXFP8Tensor
 
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
@@ -132,7 +133,7 @@ def linears(repeat: int, shapes: Sequence[tuple[int, int]], tokens: int) -> repo
     rows: list[report.Row] = []
     for shape in shapes:
         base = 0.0
-        for format in ("bf16", *FORMATS):
+        for format in ("bf16", *get_args(Matrices)):
             time = milliseconds(linear_step(shape, format, tokens), repeat)
             base = base or time
             rows.append({
