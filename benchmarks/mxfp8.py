@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -210,22 +210,31 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench mxfp8 " + shlex.join(arguments)
     wanted = set(options.only) if gpu else {"step"}
-    copy = copy_rate(options.repeat) if gpu else 0.0
-    tables = [sweep(copy, options.repeat, SHAPES[0])] if options.sweep and gpu else []
-    if "kernels" in wanted:
-        tables.append(bandwidth(copy, options.repeat, SHAPES))
-    if "linear" in wanted:
-        tables.append(linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS))
-    if "step" in wanted:
-        if gpu:
-            torch.cuda.empty_cache()  # the processes of the steps need the memory
-        tables += mxfp8_steps.run(options.tiny)
     where = torch.cuda.get_device_name().lower().split() if gpu else ["cpu"]
     parts = [] if wanted == set(PARTS) else [part for part in PARTS if part in wanted]
     name = "-".join(["mxfp8", *parts, *where])
-    paths = report.write(tables, facts, name, options.results)
+    tables: dict[str, report.Table] = {}
+    for table in made(wanted, options, gpu):
+        tables[table.title] = table
+        # At once: what comes later may fail, or run out of time.
+        paths = report.write(list(tables.values()), facts, name, options.results)
     print(paths[0].read_text())
     print("written:", *paths)
+
+
+def made(wanted: set[str], options: argparse.Namespace, gpu: bool) -> Iterator[report.Table]:
+    """Tables as they come; one that grows comes again with every row."""
+    copy = copy_rate(options.repeat) if options.sweep or "kernels" in wanted else 0.0
+    if options.sweep and gpu:
+        yield sweep(copy, options.repeat, SHAPES[0])
+    if "kernels" in wanted:
+        yield bandwidth(copy, options.repeat, SHAPES)
+    if "linear" in wanted:
+        yield linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS)
+    if "step" in wanted:
+        if gpu:
+            torch.cuda.empty_cache()  # the processes of the steps need the memory
+        yield from mxfp8_steps.run(options.tiny)
 
 
 if __name__ == "__main__":
