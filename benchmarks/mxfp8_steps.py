@@ -243,3 +243,7 @@ def run(tiny: bool) -> Iterator[Table]:
     for row in measured((BF16, MXFP8, SQUARES, BF16_ZERO1, MXFP8_ZERO1), backend, options):
         rows.append(row)
         yield alone(backend, options, rows)
+
+
+if __name__ == "__main__":
+    print(planned(tiny=False).markdown())  # no GPU, no process, a second
