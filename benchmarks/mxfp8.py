@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from benchmarks import mxfp8_steps, report
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
 from shardwise.precision.mxfp8_linear import Emulated, Workspace, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import FORMATS, MXFP8Tensor
+from shardwise.precision.mxfp8_tensor import Matrices, MXFP8Tensor
 
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
@@ -132,7 +133,7 @@ def linears(repeat: int, shapes: Sequence[tuple[int, int]], tokens: int) -> repo
     rows: list[report.Row] = []
     for shape in shapes:
         base = 0.0
-        for format in ("bf16", *FORMATS):
+        for format in ("bf16", *get_args(Matrices)):
             time = milliseconds(linear_step(shape, format, tokens), repeat)
             base = base or time
             rows.append({
@@ -209,22 +210,31 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench mxfp8 " + shlex.join(arguments)
     wanted = set(options.only) if gpu else {"step"}
-    copy = copy_rate(options.repeat) if gpu else 0.0
-    tables = [sweep(copy, options.repeat, SHAPES[0])] if options.sweep and gpu else []
-    if "kernels" in wanted:
-        tables.append(bandwidth(copy, options.repeat, SHAPES))
-    if "linear" in wanted:
-        tables.append(linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS))
-    if "step" in wanted:
-        if gpu:
-            torch.cuda.empty_cache()  # the processes of the steps need the memory
-        tables += mxfp8_steps.run(options.tiny)
     where = torch.cuda.get_device_name().lower().split() if gpu else ["cpu"]
     parts = [] if wanted == set(PARTS) else [part for part in PARTS if part in wanted]
     name = "-".join(["mxfp8", *parts, *where])
-    paths = report.write(tables, facts, name, options.results)
+    tables: dict[str, report.Table] = {}
+    for table in made(wanted, options, gpu):
+        tables[table.title] = table
+        # At once: what comes later may fail, or run out of time.
+        paths = report.write(list(tables.values()), facts, name, options.results)
     print(paths[0].read_text())
     print("written:", *paths)
+
+
+def made(wanted: set[str], options: argparse.Namespace, gpu: bool) -> Iterator[report.Table]:
+    """Tables as they come; one that grows comes again with every row."""
+    copy = copy_rate(options.repeat) if options.sweep or "kernels" in wanted else 0.0
+    if options.sweep and gpu:
+        yield sweep(copy, options.repeat, SHAPES[0])
+    if "kernels" in wanted:
+        yield bandwidth(copy, options.repeat, SHAPES)
+    if "linear" in wanted:
+        yield linears(options.repeat, ((14336, 4096), (4096, 4096)), TOKENS)
+    if "step" in wanted:
+        if gpu:
+            torch.cuda.empty_cache()  # the processes of the steps need the memory
+        yield from mxfp8_steps.run(options.tiny)
 
 
 if __name__ == "__main__":

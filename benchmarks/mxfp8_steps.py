@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,40 @@ from benchmarks.report import Row, Table
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
 
 WARMUPS, STEPS = 3, 10
-BASE = "bf16"
-FORMATS = (BASE, "mxfp8", "mxfp8_2d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How the GPT's weights are stored, and where."""
+
+    weights: str
+    embedding: bool = False
+    square_head: bool = False
+    stage: int = 3
+
+    @property
+    def title(self) -> str:
+        words = " + embedding" if self.embedding else ""
+        head = ", head 2d" if self.square_head else ""
+        return f"{self.weights}{words}{head}, zero({self.stage})"
+
+    @property
+    def precision(self) -> Any:
+        import shardwise as sw
+
+        include = ("*", "embedding.weight") if self.embedding else ("*",)
+        return sw.Precision(weights=self.weights, reduce="fp32", include=include)
+
+
+BF16, MXFP8, SQUARES = (Case(weights=weights) for weights in ("bf16", "mxfp8", "mxfp8_2d"))
+MXFP8_WORDS, SQUARES_WORDS = (replace(case, embedding=True) for case in (MXFP8, SQUARES))
+MXFP8_WORDS_HEAD = replace(MXFP8_WORDS, square_head=True)
+BF16_ZERO1, MXFP8_ZERO1 = (replace(case, stage=1) for case in (BF16, MXFP8))
+CASES = {
+    case.title: case
+    for case in (BF16, MXFP8, SQUARES, MXFP8_WORDS, SQUARES_WORDS, MXFP8_WORDS_HEAD)
+    + (BF16_ZERO1, MXFP8_ZERO1)
+}
 
 
 def optimizer_of(model: nn.Module) -> Callable[[], None]:
@@ -42,21 +74,23 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     """One case alone in its process. The clock never makes the host wait for the device."""
     import shardwise as sw
 
-    (case,) = options.systems
-    weights, _, stage = case.partition(" zero")
+    (title,) = options.systems
+    case = CASES[title]
     device = torch.device(options.device)
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
     torch.manual_seed(0)
     with device:
         model: nn.Module = GPT(config)
         tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
-    precision = sw.Precision(weights=weights, reduce="fp32")
+    wrap = partial(sw.fully_shard, mesh=mesh, placements=sw.zero(case.stage))
+    if case.square_head:
+        wrap(model.head, precision=SQUARES.precision, reshard_after_forward=False)
     for module in (*model.blocks, model):  # type: ignore[misc]
-        sw.fully_shard(module, mesh=mesh, placements=sw.zero(int(stage)), precision=precision)
+        wrap(module, precision=case.precision)
     update = optimizer_of(model) if mesh.size() == 1 else partial(rewrite, model)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     clock = StepClock(device)
-    gathered: dict[str, int] = {}
+    sent: dict[str, int] = {}
     for index in range(WARMUPS + STEPS):
         if index == WARMUPS and device.type == "cuda":
             torch.cuda.synchronize()
@@ -72,7 +106,7 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         clock.mark()
         for phase, calls in (("forward", forward), ("backward", backward)):
             found = [call.nbytes for call in calls if call.operation == "all_gather"]
-            gathered[phase] = sum(found)
+            sent[phase] = sum(found)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     at_rest = {kind: n for kind, n in sw.ledger.snapshot().items() if kind == "compute"}
     return {
@@ -80,68 +114,136 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         "peak": peak,
         "loss": loss.item(),
         "kept": at_rest.get("compute", 0) / GIB,
-        **gathered,
+        **sent,
     }
 
 
-def table(options: Options, backend: str, stages: Sequence[int]) -> Table:
+def measured(cases: Sequence[Case], backend: str, options: Options) -> Iterator[Row]:
+    """One after another, each beside the first of its stage."""
+    base: dict[int, Row] = {}
+    for case in cases:
+        done = in_processes(worker, 1, backend, replace(options, systems=(case.title,)))
+        row: Row = {"case": case.title, "peak": done["peak"]}
+        row |= {"loss": done["loss"], "kept": done["kept"]}
+        row |= summary("step", [sum(part) for part in done["parts"]])
+        phases = ("forward", "backward", "optimizer")
+        for name, column in zip(phases, zip(*done["parts"], strict=True), strict=True):
+            row[name] = statistics.median(column)
+        row |= gathered(done["forward"], done["backward"])
+        compare(row, base.setdefault(case.stage, row))
+        yield row
+
+
+def gathered(forward: int, backward: int) -> Row:
+    return {
+        "forward_gathered": forward / GIB,
+        "backward_gathered": backward / GIB,
+        "gathered": (forward + backward) / GIB,
+    }
+
+
+def compare(row: Row, base: Row) -> None:
+    for key in ("step", "peak", "gathered"):
+        mine, theirs = row.get(key), base.get(key)
+        if isinstance(mine, float) and isinstance(theirs, float) and theirs:
+            row[f"{key}_ratio"] = mine / theirs
+
+
+MODEL = "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied"
+TIMES = {
+    "case": ("weights", "s"),
+    "step": ("step ms", ".1f"),
+    "step_ratio": ("x bf16", ".3f"),
+    "step_spread": ("spread %", ".1f"),
+    "forward": ("forward", ".1f"),
+    "backward": ("backward", ".1f"),
+}
+MEMORY = {
+    "peak": ("peak GiB", ".2f"),
+    "peak_ratio": ("x bf16", ".3f"),
+    "kept": ("kept GiB", ".3f"),
+}
+BYTES = {
+    "forward_gathered": ("gathered fwd GiB", ".3f"),
+    "backward_gathered": ("bwd GiB", ".3f"),
+    "gathered_ratio": ("x bf16", ".4f"),
+}
+HOW = (
+    "fp32 main weights and grads, bf16 products. MXFP8: linear layers; embedding and norms\n"
+    "stay bf16, but for `+ embedding`. kept: compute weights between steps. A fresh process per\n"
+    "row, 3 + 10 steps. "
+)
+
+
+def planned(tiny: bool) -> Table:
+    """What ``sw.plan`` says of zero(3) over 8 ranks, where one precision describes all units."""
+    import shardwise as sw
+
+    with torch.device("meta"):
+        model = GPT(GPTConfig.tiny() if tiny else GPTConfig())
     rows: list[Row] = []
-    for stage in stages:
+    for again, what in ((None, "root kept after forward"), (True, "all released after forward")):
         base: Row | None = None
-        for weights in FORMATS:
-            case = f"{weights} zero{stage}"
-            done = in_processes(worker, 1, backend, replace(options, systems=(case,)))
-            row: Row = {"case": f"{weights}, zero({stage})", "peak": done["peak"]}
-            row |= {"loss": done["loss"], "kept": done["kept"]}
-            row |= summary("step", [sum(part) for part in done["parts"]])
-            phases = ("forward", "backward", "optimizer")
-            for name, column in zip(phases, zip(*done["parts"], strict=True), strict=True):
-                row[name] = statistics.median(column)
-            for phase in phases[:2]:
-                row[f"{phase}_gathered"] = done[phase] / GIB
-            row["gathered"] = (done["forward"] + done["backward"]) / GIB
+        for case in (BF16, MXFP8, MXFP8_WORDS, SQUARES, SQUARES_WORDS):
+            made = sw.plan(
+                model, {"dp": FAKE_RANKS}, "zero3", precision=case.precision,
+                reshard_after_forward=again,
+            )  # fmt: skip
+            forward, backward = (made.gathered[phase][1] for phase in ("forward", "backward"))
+            row: Row = {"case": f"{case.title}, {what}", **gathered(forward, backward)}
             base = base or row
-            for key in ("step", "peak", "gathered"):
-                mine, theirs = row[key], base[key]
-                if isinstance(mine, float) and isinstance(theirs, float) and theirs:
-                    row[f"{key}_ratio"] = mine / theirs
+            compare(row, base)
             rows.append(row)
-    alone = backend != "fake"
-    note = (
-        "0.96B GPT (16 x 2048, 16 heads, SwiGLU 5632, vocab 32768 untied, 8 x 2048 tokens), Muon,\n"
-        "fp32 main weights and grads, bf16 products. MXFP8: linear layers; embedding and norms\n"
-        "stay bf16. kept: compute weights between steps. A fresh process per row, 3 + 10 steps. "
-        + ("Bytes are\ngathered by several ranks only." if alone else "No\noptimizer here.")
-    )
-    columns = {
-        "case": ("weights", "s"),
-        "step": ("step ms", ".1f"),
-        "step_ratio": ("x bf16", ".3f"),
-        "step_spread": ("spread %", ".1f"),
-        "forward": ("forward", ".1f"),
-        "backward": ("backward", ".1f"),
-        "optimizer": ("optimizer", ".1f"),
-        "peak": ("peak GiB", ".2f"),
-        "peak_ratio": ("x bf16", ".3f"),
-        "kept": ("kept GiB", ".3f"),
-    }
-    if not alone:
-        del columns["optimizer"]
-        columns |= {
-            "forward_gathered": ("gathered fwd GiB", ".3f"),
-            "backward_gathered": ("bwd GiB", ".3f"),
-            "gathered_ratio": ("x bf16", ".3f"),
-        }
-    if alone:  # what pretended ranks send is no weight of theirs
-        columns["loss"] = ("last loss", ".4f")
-    where = f"1 {backend} rank" if alone else f"rank 0 of {FAKE_RANKS} (`fake`)"
     return Table(
-        title=f"Training step, {where}" + options.mark, note=note, columns=columns, rows=rows
+        title=f"Bytes gathered by a rank of {FAKE_RANKS}, by `sw.plan`"
+        + (", TINY DRY RUN" if tiny else ""),
+        note=f"{MODEL}), whole weights, once a step. By default the root (embedding, norm, head)\n"
+        "stays gathered from forward to backward: bf16 brings a head once, in 2 bytes an element;\n"
+        "mxfp8 two planes of it, 2.06; mxfp8_2d one, 1.001. An embedding's backward reads nothing.",
+        columns={"case": ("weights", "s"), **BYTES},
+        rows=rows,
     )
 
 
-def run(tiny: bool) -> list[Table]:
+def alone(backend: str, options: Options, rows: list[Row]) -> Table:
+    """One rank with its optimizer: nothing is gathered, all the rest is real."""
+    return Table(
+        title=f"Training step, 1 {backend} rank" + options.mark,
+        note=f"{MODEL}, 8 x 2048 tokens), Muon,\n" + HOW + "Bytes are gathered by several ranks "
+        "only.",
+        columns=TIMES | {"optimizer": ("optimizer", ".1f")} | MEMORY
+        | {"loss": ("last loss", ".4f")},
+        rows=rows,
+    )  # fmt: skip
+
+
+def pretended(options: Options, rows: list[Row]) -> Table:
+    """Rank 0 of 8: no optimizer, and no loss, for what pretended ranks send is no weight."""
+    return Table(
+        title=f"Training step, rank 0 of {FAKE_RANKS} (`fake`)" + options.mark,
+        note=f"{MODEL}, 8 x 2048 tokens),\n" + HOW + "No optimizer here. `head 2d`: the head is a "
+        "unit\nof its own in mxfp8_2d, kept after forward, so one plane of it travels, once.",
+        columns=TIMES | MEMORY | BYTES,
+        rows=rows,
+    )
+
+
+def run(tiny: bool) -> Iterator[Table]:
+    """The tables, each again with every row that it got: what is done can be written at once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = Options(device=device, systems=(), rounds=1, tiny=tiny)
     backend = "nccl" if device == "cuda" else "gloo"
-    return [table(options, backend, (3, 1)), table(options, "fake", (3,))]
+    yield planned(tiny)
+    rows: list[Row] = []
+    for row in measured((BF16, MXFP8, MXFP8_WORDS, MXFP8_WORDS_HEAD), "fake", options):
+        rows.append(row)
+        yield pretended(options, rows)
+    rows = []
+    # zero(1) keeps both planes and encodes once a step; zero(3) encodes in each phase.
+    for row in measured((BF16, MXFP8, SQUARES, BF16_ZERO1, MXFP8_ZERO1), backend, options):
+        rows.append(row)
+        yield alone(backend, options, rows)
+
+
+if __name__ == "__main__":
+    print(planned(tiny=False).markdown())  # no GPU, no process, a second

@@ -40,6 +40,7 @@ from shardwise.precision.mxfp8 import (
     encode,
     encode_reference,
 )
+from shardwise.precision.mxfp8_embedding import mxfp8_embedding
 from shardwise.precision.mxfp8_linear import (
     Emulated,
     Workspace,
@@ -50,6 +51,7 @@ from shardwise.precision.mxfp8_linear import (
 from shardwise.precision.mxfp8_native import native_problem
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import coded
+from tests.parity import mxfp8_embedding_helpers as words
 from tests.parity import mxfp8_helpers as helpers
 from tests.reference import mxfp8 as reference
 
@@ -236,6 +238,28 @@ def linear() -> None:
     assert torch.equal(rounded.cpu(), decode_reference(codes, scales, ROW, flat.dtype)[:100])
 
 
+def looked_up(device: torch.device = DEVICE) -> None:
+    """Rows are those of the decoded matrix, and the gradient is that of torch's own embedding."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(4096, 512, generator=generator) / 23
+    ids = torch.randint(4096, (7, 33), generator=generator)
+    ids[0, :20] = 3
+    grad = torch.randn(7, 33, 512, generator=generator).bfloat16().to(device)
+    for format in ("mxfp8", "mxfp8_2d", "mxfp8_rows"):
+        on_cpu = MXFP8Tensor.encode(weight, format).dequantise()  # type: ignore[arg-type]
+        stored = MXFP8Tensor.encode(weight.to(device), format)  # type: ignore[arg-type]
+        for kind in (torch.int64, torch.int32):
+            parameter = torch.zeros(4096, 512, dtype=torch.bfloat16, device=device).requires_grad_()
+            values = stored.dequantise().requires_grad_()
+            here = ids.to(device, kind)
+            found = mxfp8_embedding(here, stored, parameter=parameter, padding_idx=3)
+            same_values(found.detach(), on_cpu[ids], f"{format} {kind}")
+            found.backward(grad)
+            F.embedding(here, values, padding_idx=3).backward(grad)
+            assert parameter.grad is not None and values.grad is not None
+            assert torch.equal(parameter.grad, values.grad) and not parameter.grad[3].any()
+
+
 def native_products_are_refused_below_capability_10() -> None:
     problem = native_problem(DEVICE)
     capability = torch.cuda.get_device_capability()
@@ -295,6 +319,38 @@ def training_is_that_of_weights_quantised_at_use(device: torch.device = DEVICE) 
                 helpers.assert_same_bits(planes, wanted, f"planes, zero({stage}) {options}")
 
 
+def training_with_an_embedding_is_that_of_one_quantised_at_use(
+    device: torch.device = DEVICE,
+) -> None:
+    with one_rank(device) as mesh:
+        for stage, tied in ((1, False), (3, False), (3, True)):
+            runs = []
+            for on in (True, False):
+                model = words.make(on, tied=tied)
+                for module in (*model.layers, model):
+                    sw.fully_shard(
+                        module,
+                        mesh=mesh,
+                        placements=sw.zero(stage),
+                        precision=words.precision_of(on),
+                    )
+                optimizer = helpers.optimizer_of(model, "muon")
+                seen: dict[str, Tensor] = {}
+                for step in range(helpers.STEPS):
+                    loss, _ = helpers.loss_of(model, helpers.tokens(step, 0, 0).to(device))
+                    loss.backward()
+                    seen[f"loss {step}"] = loss.detach()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for name, parameter in model.named_parameters():
+                    seen[name] = parameter.detach().full_tensor().clone()
+                if on:
+                    assert set(sw.precision_report(model).stored) == words.STORED
+                runs.append(seen)
+            helpers.assert_same_bits(runs[0], runs[1], f"zero({stage}) {tied=}")
+            assert runs[0][f"loss {helpers.STEPS - 1}"] < 0.8 * runs[0]["loss 0"]
+
+
 def keep_gradient(found: dict[str, Tensor], module: nn.Module, args: Any, output: Tensor) -> None:
     output.register_hook(lambda grad: found.__setitem__("gradient", grad.detach().clone()))
 
@@ -348,8 +404,10 @@ CHECKS: tuple[Callable[[], None], ...] = (
     every_code_under_every_scale,
     more_elements_than_31_bits_count,
     linear,
+    looked_up,
     native_products_are_refused_below_capability_10,
     training_is_that_of_weights_quantised_at_use,
+    training_with_an_embedding_is_that_of_one_quantised_at_use,
     eight_ranks_pretended,
 )
 

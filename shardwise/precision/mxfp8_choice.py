@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.mxfp8_tensor import Format, Matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,32 @@ def ineligible(
     wanted = patterns_of(include, "include")
     if not any(fnmatchcase(name, pattern) for pattern in wanted):
         return f"not in include={wanted}"
-    # An embedding reads rows and a norm scales: neither multiplies by a decoded matrix.
-    strangers = sorted({owner.__name__ for owner in owners if not _multiplies(owner)})
+    # A norm scales: it neither multiplies by a decoded matrix nor looks rows up.
+    strangers = sorted(
+        {owner.__name__ for owner in owners if not _multiplies(owner) and not _looks_up(owner)}
+    )
     if strangers:
         return f"read by {', '.join(strangers)}, not by linears alone"
+    named = any(fnmatchcase(name, pattern) for pattern in wanted if pattern != _EVERYTHING)
+    if any(map(_looks_up, owners)) and not named:
+        return f"read by an embedding; include={(*wanted, name)} stores it too"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     # Of a stack [experts, rows, columns] each member is stored for itself.
     stack = len(shape) == 3 and all(map(_takes_stacks, owners))
     return "; ".join(shape_problems(shape[-2:] if stack else shape)) or None
+
+
+def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:
+    """Of a weight that is stored so: one that is looked up alone needs no plane for backward."""
+    return "mxfp8_rows" if all(map(_looks_up, owners)) else matrices
+
+
+_EVERYTHING = "*"  # names no weight: embeddings are stored where they are meant
+
+
+def _looks_up(owner: type[nn.Module]) -> bool:
+    return issubclass(owner, nn.Embedding)
 
 
 def _multiplies(owner: type[nn.Module]) -> bool:

@@ -26,14 +26,21 @@ from shardwise.precision.mxfp8 import (
     encode,
 )
 
-Format = Literal["mxfp8", "mxfp8_2d"]
+Matrices = Literal["mxfp8", "mxfp8_2d"]  # of what is multiplied by, in both directions
+Format = Literal[Matrices, "mxfp8_rows"]  # or whose rows are looked up, and no more
 Phase = Literal["forward", "backward"]
 
-FORMATS: dict[Format, tuple[Block, ...]] = {"mxfp8": (ROW, COLUMN), "mxfp8_2d": (SQUARE,)}
-# What each phase reads: forward sums over columns, backward over rows.
+FORMATS: dict[Format, tuple[Block, ...]] = {
+    "mxfp8": (ROW, COLUMN),
+    "mxfp8_2d": (SQUARE,),
+    "mxfp8_rows": (ROW,),
+}
+# What each phase reads: forward sums over columns, backward over rows. The gradient of a lookup
+# needs no weight.
 READS: dict[Format, dict[Phase, Block]] = {
     "mxfp8": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
+    "mxfp8_rows": {"forward": ROW},
 }
 NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square"}
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shardwise.precision.mxfp8_choice import patterns_of
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.mxfp8_tensor import Matrices
 
 _NAMES = {
     "fp32": torch.float32,
@@ -41,14 +41,17 @@ class Precision:
     Args:
         weights: the compute weights that forward and backward read. ``"mxfp8"`` (a plane of 1x32
             blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store those of
-            linear layers so, where both sides are multiples of 32, and compute in bf16; whatever
-            else there is stays bf16. ``sw.precision_report(model)`` lists which, and why.
+            linear layers so, where both sides are multiples of 32, and compute in bf16; an
+            embedding too where ``include`` names it; whatever else there is stays bf16.
+            ``sw.precision_report(model)`` lists which, and why.
         reduce: gradients on the wire. ``None``: the dtype of ``weights``.
         main: the main weights, their gradients and (by way of them) the optimizer state.
         outputs: floating-point outputs of a wrapped module are cast to it.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
         include, exclude: shell patterns of the parameters that MXFP8 is for, by their names in the
-            module that is wrapped; ``exclude`` wins.
+            module that is wrapped; ``exclude`` wins. ``"*"`` is every linear; an embedding is
+            meant by any other pattern that it matches: ``("*", "embedding.weight")``. It is kept as
+            one plane of rows, which backward does not gather; tied to a linear, as that one is.
         products: of MXFP8 weights. ``"emulated"``: exact, decoded to bf16, on any device.
             ``"native"``: by hardware that has them (compute capability 10.0), which rounds the
             other operand to MXFP8 too: other numbers, so never chosen unasked.
@@ -95,9 +98,9 @@ class Precision:
         )
 
     @property
-    def format(self) -> Format | None:
+    def format(self) -> Matrices | None:
         """How the weights of linear layers are stored, where that is no dtype."""
-        return self.weights if self.weights in get_args(Format) else None  # type: ignore[return-value]
+        return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
 
     @property
     def weights_dtype(self) -> torch.dtype | None:

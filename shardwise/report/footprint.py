@@ -203,6 +203,9 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
     direct = sends_codes(layout, format, persistent)
     where, parts = plane_layout(layout, direct), layout.num_shards
     phases: tuple[Phase, Phase] = ("forward", "backward")
+    # Experts are decoded all at once, and rows that are looked up: in memory of the moment.
+    multiplied = format != "mxfp8_rows"
+    matrices = [item.numel for item in layout.items if multiplied and len(item.shape) == 2]
     return CodedPlanes(
         held=tuple(plane_bytes(where, block, parts) for block in blocks),
         shares=shares,
@@ -211,8 +214,7 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
             for phase in phases
         },
         direct=direct,
-        # Experts are decoded all at once, in memory of the moment.
-        largest=max((item.numel for item in layout.items if len(item.shape) == 2), default=0),
+        largest=max(matrices, default=0),
     )
 
 

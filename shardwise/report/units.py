@@ -118,7 +118,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
                 owner.found.append(Found(prefix + name, parameter, []))
             if keeper is owner:
                 entry = next(found for found in owner.found if found.parameter is parameter)
-                entry.owners.append(type(module))
+                entry.modules.append(module)
             owner.trains_first |= parameter.requires_grad and not owner.inner
         for name, child in module.named_children():
             if id(child) in wrapped:

@@ -3,12 +3,13 @@
 
     main      fp32, placements.main     the only truth, as in every group
     planes    uint8, all replicated     | codes of every weight, as main lies |.pad.| scales |
-                                        a row and a column plane, or one of squares
+                                        a row and a column plane, or one of squares, or of rows
     whole     bf16, all replicated      scratch: alive inside a gather, where bf16 travels
 
     zero(3)   forward   main |##| --encode--> |#| --all-gather--> row plane     1.03 bytes
               backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
     zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole given back
+    embeddings have a row plane alone: their backward gathers nothing
 
 What is encoded is always main rounded to bf16, never a decoded plane. An optimizer writes no codes:
 each plane remembers the version of main that it was made from, and a gather makes it anew. To fuse
@@ -30,7 +31,7 @@ from shardwise.buffer import Buffer
 from shardwise.layout import Layout
 from shardwise.memory import Block as Memory
 from shardwise.memory import Caching
-from shardwise.precision.mxfp8 import Block, Plane, encode, scale_shape
+from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
 from shardwise.precision.mxfp8_linear import Matmul
 from shardwise.precision.mxfp8_native import Native
 from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
@@ -141,6 +142,10 @@ class CodedGroup(Group):
         state = self.main.state
         return [plane for plane in wanted if not plane.memory.live or plane.filled != state]
 
+    def _plane_of(self, phase: Phase) -> GroupPlane | None:
+        block = READS[self.format].get(phase)
+        return None if block is None else self.planes[block]
+
     def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
         missing = self._missing(phase)
         self._runtime = runtime
@@ -153,7 +158,7 @@ class CodedGroup(Group):
                 pending.wait()
             for plane in missing:
                 plane.memory.acquire(runtime.source)
-            if missing == [self.planes[READS[self.format]["backward"]]] and self._keeps:
+            if self._keeps and missing == [self._plane_of("backward")]:
                 assert self._kept is not None and self._kept_axis is not None
                 whole = missing[0].memory.tensor
                 self._coming = [comm.all_gather(whole, self._kept.tensor, self._kept_axis)]
@@ -223,10 +228,10 @@ class CodedGroup(Group):
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
         """1/k of the plane that backward reads. A row plane says nothing about a column plane: that
         one is gathered for this, while forward goes on. One plane of squares is here already."""
-        if self.persistent:
+        plane = self._plane_of("backward")
+        if self.persistent or plane is None:
             return
         self.gather(runtime, phase="backward")
-        plane = self.planes[READS[self.format]["backward"]]
         whole = plane.memory.tensor
         length = whole.numel() // axis.size
         runtime.lanes.join("gather", "compute")
@@ -244,7 +249,11 @@ class CodedGroup(Group):
     def plane(self, index: int, phase: Phase) -> Plane:
         """What ``phase`` reads of one weight. A recomputation that no hook saw coming (torch's
         checkpoint inside a unit) gathers here; every rank recomputes alike."""
-        plane = self.planes[READS[self.format][phase]]
+        plane = self._plane_of(phase)
+        if plane is None:
+            raise MXFP8Error(
+                f"'{self.items[index].name}' is stored as rows to look up: its {phase} reads none"
+            )
         if not plane.memory.live or plane.filled is None:
             runtime = self._runtime
             if runtime is None or not runtime.in_backward:
@@ -285,10 +294,17 @@ class MXFP8SquareGroup(CodedGroup):
     format = "mxfp8_2d"
 
 
+class MXFP8RowGroup(CodedGroup):
+    """Row planes alone, of embeddings."""
+
+    format = "mxfp8_rows"
+
+
 GROUPS: dict[Format | None, type[Group]] = {
     None: Group,
     "mxfp8": MXFP8Group,
     "mxfp8_2d": MXFP8SquareGroup,
+    "mxfp8_rows": MXFP8RowGroup,
 }
 
 

@@ -2,6 +2,7 @@
 """Parameters whose values are MXFP8 planes, as forward sees them.
 
     nn.Linear: F.linear(x, weight, bias)  -->  mxfp8_linear(x, planes, bias)     multiplies by codes
+    nn.Embedding: F.embedding(ids, weight) --> mxfp8_embedding(ids, planes)      decodes those rows
     any other function of the weight      -->  the same of decode(planes)        in bf16
 
 Autograd sees an ordinary leaf of the weight's shape in bf16: its gradient comes whole, once per
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise.layout import Item
-from shardwise.precision.mxfp8 import Block, Plane
+from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
+from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase
 from shardwise.shard.gradient import WholeParameter
@@ -65,6 +67,10 @@ class CodedWeight(MXFP8Tensor):
         return self.group.planes_here(self._index)
 
     @property
+    def name(self) -> str:
+        return self.group.items[self._index].name
+
+    @property
     def shape(self) -> torch.Size:
         return torch.Size(self.group.items[self._index].shape)
 
@@ -101,8 +107,9 @@ class CodedWeight(MXFP8Tensor):
 class CodedParameter(WholeParameter):
     """A parameter as forward sees it, whose values are planes.
 
-    ``F.linear`` multiplies by them. Anything else that reads values gets them decoded to bf16, as
-    forward computes with them, and its gradient is this parameter's. ``coded`` are the planes.
+    ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values
+    gets them decoded to bf16, as forward computes with them, and its gradient is this parameter's.
+    ``coded`` are the planes.
     """
 
     coded: CodedWeight
@@ -119,6 +126,8 @@ class CodedParameter(WholeParameter):
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(*args, **kwargs)
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
         if _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -130,14 +139,37 @@ class CodedParameter(WholeParameter):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, CodedParameter):
-        return F.linear(_decoded(input), weight, _decoded(bias))
+    if not isinstance(weight, CodedParameter) or weight.coded.format == "mxfp8_rows":
+        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
     return mxfp8_linear(
         _decoded(input),
         weight.coded,
         _decoded(bias),
         parameter=weight if weight.requires_grad else None,
         matmul=weight.coded.group.matmul,
+    )
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    assert isinstance(weight, CodedParameter), "ids are integers, and those are never coded"
+    problem = lookup_problem(max_norm=max_norm, sparse=sparse)
+    if problem is not None:
+        raise MXFP8Error(f"'{weight.coded.name}' is stored in MXFP8, so not with {problem}")
+    return mxfp8_embedding(
+        input,
+        weight.coded,
+        parameter=weight if weight.requires_grad else None,
+        padding_idx=padding_idx,
+        scale_grad_by_freq=scale_grad_by_freq,
+        dtype=weight.dtype,
     )
 
 

@@ -22,7 +22,11 @@ class Found:
     name: str
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]]
-    owners: list[type[nn.Module]] = field(default_factory=list)  # whose parameter it is
+    modules: list[nn.Module] = field(default_factory=list)  # whose parameter it is
+
+    @property
+    def owners(self) -> tuple[type[nn.Module], ...]:
+        return tuple(type(module) for module in self.modules)
 
 
 def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -52,7 +56,7 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
                 continue
             entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
             entry.places.append((module._parameters, name))
-            entry.owners.append(type(module))
+            entry.modules.append(module)
         waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
     return list(found.values())
 

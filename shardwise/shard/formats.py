@@ -27,7 +27,8 @@ from torch import nn
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8 import SIDE, Block
-from shardwise.precision.mxfp8_choice import Stored, ineligible
+from shardwise.precision.mxfp8_choice import Stored, format_of, ineligible
+from shardwise.precision.mxfp8_embedding import lookup_problem
 from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Phase
 from shardwise.shard.find import Found, GrainChoice, grain_of
 
@@ -49,7 +50,10 @@ def stored_as(found: Found, precision: Precision) -> Stored:
     )
     if reason is None and not found.parameter.is_floating_point():
         reason = f"it holds {found.parameter.dtype}"
-    wanted = None if reason else precision.format
+    for module in found.modules:
+        if reason is None and isinstance(module, nn.Embedding):
+            reason = lookup_problem(max_norm=module.max_norm, sparse=module.sparse)
+    wanted = None if reason else format_of(found.owners, precision.format)
     return Stored(name=found.name, shape=shape, format=wanted, why=reason or "")
 
 
@@ -76,7 +80,9 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
 
 def planes_of(format: Format, phase: Phase, persistent: bool) -> tuple[Block, ...]:
     """What one gather brings: the phase's plane, or all where weights stay from step to step."""
-    return FORMATS[format] if persistent else (READS[format][phase],)
+    if persistent:
+        return FORMATS[format]
+    return (READS[format][phase],) if phase in READS[format] else ()
 
 
 def encodes_locally(layout: Layout) -> bool:
@@ -156,7 +162,7 @@ class PrecisionReport:
             if alike not in kept.setdefault(why, []):
                 kept[why].append(alike)
         return {
-            "format": next((row.format for row in self.rows if row.format), "none"),
+            "format": " + ".join(sorted({row.format for row in self.rows if row.format})) or "none",
             "stored": len(self.stored),
             "parameters": len(self.rows),
             "share": held / total,

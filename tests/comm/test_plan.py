@@ -28,6 +28,7 @@ PRECISIONS = {
     "bf16 wire": sw.Precision(weights="bf16"),
     "mxfp8": sw.Precision(weights="mxfp8", reduce="fp32"),
     "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
+    "mxfp8 rows": sw.Precision(weights="mxfp8", reduce="fp32", include=("*", "embedding.*")),
 }
 Facts = dict[str, Any]
 
@@ -65,6 +66,20 @@ def uneven() -> Model:
     return model
 
 
+def with_words() -> Model:
+    """An embedding of whole blocks of 32 rows, larger than what is decoded as a whole."""
+    model = Model(32, 3)
+    model.embedding = nn.Embedding(128, 32)
+    return model
+
+
+def tied_words() -> Model:
+    model = with_words()
+    model.head = nn.Linear(32, 128)
+    model.head.weight = model.embedding.weight
+    return model
+
+
 MODELS: dict[str, Any] = {
     "plain": lambda: Model(10, 3),
     "backbone": Backbone,
@@ -72,10 +87,12 @@ MODELS: dict[str, Any] = {
     "uneven": uneven,
     "blocks of 32": lambda: Model(32, 3),
     "wide": lambda: Model(256, 2),
+    "words": with_words,
+    "tied words": tied_words,
 }
 # Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
 # and the memory for decoded matrices grows in it.
-SETTLES = ("half frozen", "blocks of 32")
+SETTLES = ("half frozen", "blocks of 32", "words", "tied words")
 
 
 def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
@@ -236,6 +253,28 @@ def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
 def test_plan_is_exact_for_parts_of_planes_kept() -> None:
     cases: list[Case] = [("mxfp8", 2), ("mxfp8_2d", 1)]
     assert_planned(4, "blocks of 32", "zero3", cases, reshard_after_forward=2)
+    assert_planned(4, "words", "zero3", [("mxfp8 rows", 1)], reshard_after_forward=2)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_plan_is_exact_for_embeddings_in_mxfp8(strategy: str) -> None:
+    world_size = 4 if strategy == "hfsdp" else 3
+    for model_name in ("words", "tied words"):
+        assert_planned(world_size, model_name, strategy, [("mxfp8 rows", 2)])
+
+
+def test_backward_gathers_no_embedding() -> None:
+    sent = {}
+    for name in ("mxfp8", "mxfp8 rows"):
+        with torch.device("meta"):
+            model = with_words()
+        made = plan(model, {"dp": 2}, precision=PRECISIONS[name], reshard_after_forward=True)
+        sent[name] = {phase: nbytes for phase, (_, nbytes, _) in made.gathered.items()}
+    rows, columns = 128, 32
+    for phase, coded in (("forward", 33 / 32), ("backward", 0)):
+        others = sent["mxfp8"][phase] - 2 * rows * columns
+        assert sent["mxfp8 rows"][phase] == others + coded * rows * columns > 0
+    assert made.formats["mxfp8_rows"] == (1, rows * columns, (rows * columns * 33 // 32,))
 
 
 def gathered_in_backward(facts: Facts) -> int:

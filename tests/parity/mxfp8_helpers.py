@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.precision.mxfp8 import Plane, encode
 from shardwise.precision.mxfp8_linear import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import READS, Format, MXFP8Tensor, Phase
+from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Phase
 from shardwise.shard.coded import GROUPS
 from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.group import Group
@@ -215,7 +215,9 @@ def expected_planes(model: nn.Module, format: Format) -> dict[str, Tensor]:
                 continue
             for item, parameter in zip(group.items, group.sharded, strict=True):
                 whole = parameter.detach().full_tensor().to(torch.bfloat16)
-                for name, tensor in MXFP8Tensor.encode(whole, format).state_dict().items():
+                # Embeddings are stored as rows, whatever matrices are stored as.
+                stored = format if group.format in get_args(Matrices) else group.format
+                for name, tensor in MXFP8Tensor.encode(whole, stored).state_dict().items():
                     found[f"{unit.name} {item.name} {name}"] = tensor
     return found
 

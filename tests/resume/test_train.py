@@ -73,7 +73,8 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     weights, (planned,) = run["weights"], events_of(tmp_path / "first", "plan")
     assert weights["format"] == "mxfp8" and weights["stored"] >= 7 * wide.num_layers
     kept = {name: why for why, names in weights["kept"].items() for name in names}
-    assert kept["embedding.weight"] == "read by Embedding, not by linears alone"
+    named = "read by an embedding; include=('*', 'embedding.weight') stores it too"
+    assert kept["embedding.weight"] == named
     assert kept["blocks.*.attention_norm.weight"] == "read by RMSNorm, not by linears alone"
     assert planned["plan"]["weights"]["mxfp8"]["parameters"] == weights["stored"]
     page = write_report(tmp_path / "first").read_text()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ from shardwise.precision.mxfp8_linear import (
     through_mxfp8,
 )
 from shardwise.precision.mxfp8_native import Native, native_problem, swizzle
-from shardwise.precision.mxfp8_tensor import FORMATS, Format, MXFP8Tensor
+from shardwise.precision.mxfp8_tensor import Format, Matrices, MXFP8Tensor
 from shardwise.shard.gradient import WholeParameter
 from tests.ranks import run_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10
 NAN = float("nan")
-formats = pytest.mark.parametrize("format", list(FORMATS))
+formats = pytest.mark.parametrize("format", get_args(Matrices))
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 

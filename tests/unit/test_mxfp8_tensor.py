@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, MXFP8Error, Plane, decode, encode
-from shardwise.precision.mxfp8_choice import Weight, choose, ineligible
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, MXFP8Tensor
+from shardwise.precision.mxfp8_choice import Weight, choose, format_of, ineligible
+from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Matrices, MXFP8Tensor
 
-formats = pytest.mark.parametrize("format", list(FORMATS))
+formats = pytest.mark.parametrize("format", get_args(Matrices))
 
 
 def matrix(rows: int = 64, columns: int = 96) -> Tensor:
@@ -155,8 +156,24 @@ def test_linears_whose_sides_divide_are_chosen_and_the_rest_is_explained() -> No
     assert choice.kept.keys() == WEIGHTS.keys() - set(choice.chosen)
     assert "165 rows" in choice.kept["blocks.0.mlp.odd.weight"]
     assert "RMSNorm" in choice.kept["blocks.0.norm.weight"]
-    assert "Embedding" in choice.kept["embedding.weight"]
-    assert "Embedding" in choice.kept["head.weight"]  # tied: a lookup reads it too
+    assert "include=('*', 'embedding.weight')" in choice.kept["embedding.weight"]
+    assert "include=('*', 'head.weight')" in choice.kept["head.weight"]  # tied: looked up too
+
+
+def test_embeddings_are_chosen_where_they_are_named() -> None:
+    linears = choose(WEIGHTS).chosen
+    both = choose(WEIGHTS, include=("*", "embedding.weight", "head.*")).chosen
+    assert both == ("embedding.weight", *linears, "head.weight")
+    assert choose(WEIGHTS, include=("*", "emb*"), exclude=("emb*",)).chosen == linears
+    assert "17 rows" in str(ineligible("e", (17, 64), include=("e",), owners=(nn.Embedding,)))
+    alone, tied = (nn.Embedding,), (nn.Embedding, nn.Linear)
+    for wanted in get_args(Matrices):
+        assert format_of(alone, wanted) == "mxfp8_rows"
+        assert format_of(tied, wanted) == format_of((nn.Linear,), wanted) == wanted
+    strangers = (nn.Embedding, nn.EmbeddingBag)
+    assert "read by EmbeddingBag" in str(
+        ineligible("e", (32, 64), include=("e",), owners=strangers)
+    )
 
 
 def test_exclude_wins_over_include() -> None:
@@ -169,7 +186,7 @@ def test_exclude_wins_over_include() -> None:
 def test_one_weight_alone() -> None:
     assert ineligible("w", (32, 64)) is None
     assert "2-D" in str(ineligible("w", (2, 32, 64)))
-    assert "Embedding" in str(ineligible("w", (32, 64), owners=(nn.Embedding,)))
+    assert "embedding" in str(ineligible("w", (32, 64), owners=(nn.Embedding,)))
 
     class Mine(nn.Linear):
         pass
@@ -195,7 +212,7 @@ def test_a_pattern_that_means_nothing_is_refused(
 
 
 def test_nothing_here_imports_triton() -> None:
-    modules = "mxfp8, mxfp8_tensor, mxfp8_linear, mxfp8_native, mxfp8_choice"
+    modules = "mxfp8, mxfp8_tensor, mxfp8_linear, mxfp8_native, mxfp8_choice, mxfp8_embedding"
     program = (
         f"import sys; import torch; before = set(sys.modules); "
         f"from shardwise.precision import {modules}; "
