@@ -84,6 +84,10 @@ class Plan:
     strategy: Strategy | None = None
     replicas: int | None = None
     """Size of the outer axis of hsdp and hfsdp."""
+    ep: int | None = None
+    """Over how many ranks experts are spread."""
+    tokens: int | None = None
+    """Of a microbatch on one rank, for the rows that travel to experts; default: one sequence."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
     """Default, and "auto": the recipe's, or else bf16."""
@@ -204,6 +208,7 @@ def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
 
 def plan(command: Plan, words: list[str]) -> int:
     """Print a plan."""
+    from shardwise.moe import mixtures_of
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
     from shardwise.report.plan_pictures import map_canvas
@@ -231,10 +236,19 @@ def plan(command: Plan, words: list[str]) -> int:
         "name": command.model,
     }
     shape = config.mesh_shape(command.ranks)
+    ep = config.ep if command.ep is None else command.ep
+    if ep < 1 or (ep > 1 and not mixtures_of(model)):
+        raise UsageError(
+            f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, and nothing "
+            f"where it has none"
+        )
+    for layer in mixtures_of(model) if ep > 1 else ():
+        layer.keep_share(ep)
     if command.dry_run:
         made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
     else:
-        made = make_plan(model, shape, config.strategy, **options)
+        tokens = command.tokens or getattr(getattr(model, "config", None), "context", None)
+        made = make_plan(model, shape, config.strategy, tokens=tokens, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))
     elif sys.stdout.isatty():

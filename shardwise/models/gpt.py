@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.models.config import GPTConfig, RopeScaling
 from shardwise.models.norm import RMSNorm
 from shardwise.models.rotary import Rotary, rotate
-from shardwise.moe import MixtureOfExperts, Routing, swiglu
+from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
 
@@ -152,7 +152,7 @@ class GPT(nn.Module):
         device = self.embedding.weight.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         depth = (2 * self.config.num_layers) ** -0.5
-        mixtures = [one for one in self.modules() if isinstance(one, MixtureOfExperts)]
+        mixtures = mixtures_of(self)
         # Experts may be spread over ranks: they draw theirs by their numbers.
         apart = {id(p) for one in mixtures for p in (one.router.weight, *one.experts.parameters())}
         for name, parameter in self.named_parameters():
@@ -171,6 +171,11 @@ class GPT(nn.Module):
             )
 
     @property
+    def recomputes(self) -> bool:
+        """Whether blocks run forward once more in backward."""
+        return self.config.recompute == "block"
+
+    @property
     def num_parameters(self) -> int:
         return self.config.num_parameters
 
@@ -187,7 +192,7 @@ class GPT(nn.Module):
             )
         hidden = self.embedding(tokens)  # [B, T, C]
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
-        recompute = self.config.recompute == "block" and torch.is_grad_enabled()
+        recompute = self.recomputes and torch.is_grad_enabled()
         terms: list[Tensor] = []
         for block in self.blocks:
             if recompute:  # no dropout here, so no random state to keep

@@ -26,7 +26,7 @@ from shardwise.moe.activation import (
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
 from shardwise.moe.keys import declare_gate_up
-from shardwise.moe.layer import MixtureOfExperts
+from shardwise.moe.layer import MixtureOfExperts, mixtures_of
 from shardwise.moe.router import Router, Routes, Routing
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "clamped_swiglu",
     "convert_gate_up",
     "declare_gate_up",
+    "mixtures_of",
     "squared_relu",
     "swiglu",
 ]

@@ -92,9 +92,8 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
     )
 
 
-def check_axis(num_experts: int, axis: comm.Axis | None) -> int:
+def check_share(num_experts: int, size: int) -> int:
     """Experts per rank."""
-    size = 1 if axis is None else axis.size
     if num_experts % size:
         divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(

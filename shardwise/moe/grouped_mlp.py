@@ -152,6 +152,11 @@ class GroupedMLP(nn.Module):
         spec = _Spec(bundles, self._chosen[1], form, delayed)
         return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]
 
+    @property
+    def ep(self) -> int:
+        """Over how many ranks all experts are spread."""
+        return self.fc1.total_experts // self.num_experts
+
     def spread(self, first: int, count: int) -> None:
         """Keep ``count`` of all experts, from number ``first`` on."""
         for linear in (self.fc1, self.fc2):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.moe.activation import Activation
-from shardwise.moe.dispatch import Dispatcher, check_axis, plan_dispatch
+from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
 from shardwise.moe.grouped_linear import LayoutName
 from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
 from shardwise.moe.products import PathName
@@ -52,8 +52,8 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        local = check_axis(routing.num_experts, axis)
         self.axis = axis if axis is not None and axis.size > 1 else None
+        local = check_share(routing.num_experts, 1 if self.axis is None else self.axis.size)
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
         self.experts = GroupedMLP(
             local,
@@ -81,12 +81,17 @@ class MixtureOfExperts(nn.Module):
         ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
         """
         if axis is not None and axis.size > 1:
-            local = check_axis(self.router.routing.num_experts, axis)
-            self.experts.spread(axis.rank * local, local)
+            self.keep_share(axis.size, axis.rank)
             self.axis = axis
             self._dispatcher = Dispatcher(axis)
         tokens = tokens or axis
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
+
+    def keep_share(self, size: int, rank: int = 0) -> None:
+        """Keep one of ``size`` equal shares of the experts. By itself that makes a layer to plan
+        with: as large as on one rank, and without anybody to send rows to."""
+        local = check_share(self.router.routing.num_experts, size)
+        self.experts.spread(rank * local, local)
 
     @property
     def first_expert(self) -> int:
@@ -129,3 +134,8 @@ class MixtureOfExperts(nn.Module):
     def gradient_divisor(self, data_ranks: int) -> float:
         """What to divide expert gradients by, after the sum over ranks with the same experts."""
         return float(data_ranks)
+
+
+def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
+    """The mixtures inside a model, in order of registration."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]

@@ -148,6 +148,11 @@ def _check(model: nn.Module, made: Plan, rank: int) -> None:
         )
     if not 0 <= rank < made.mesh.num_ranks:
         problems.append(f"rank {rank} of a mesh of {made.mesh.num_ranks}: name one that exists")
+    if made.options.ep > 1:
+        problems.append(
+            f"experts are spread over ep={made.options.ep}, and rows without values cannot be "
+            f"routed: plan without a dry run"
+        )
     if dist.is_initialized():
         problems.append("this process has a process group already: run it in one that has none")
     if problems:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -51,23 +51,59 @@ class Orthogonalisation:
         return {name: getattr(self, name) for name in names}
 
 
-def orthogonalisation(
-    plan: Plan, mesh: Mesh, placements: Sequence[Placement], at: tuple[int, int]
-) -> Orthogonalisation:
-    """``at``: (replica, rank) of the one whose collectives are told."""
-    flops = Counter(dict.fromkeys(plan.loads, 0))
-    for cargo, owner in zip(plan.cargo, plan.owners, strict=True):
-        flops[owner] += _flops(cargo.key)
-    busiest = max(plan.loads, key=lambda one: plan.loads[one])
-    dearest = plan.loads[busiest]
+@dataclass(frozen=True, eq=False)
+class Fleet:
+    """Matrices that are cut over the same ranks, and who computes which."""
+
+    routes: list[Routed]
+    mesh: Mesh  # ranks that hold the same experts, where they are experts
+    ep: int  # how many such meshes there are, side by side
+    placements: Sequence[Placement]
+    plan: Plan
+
+    def by_rank(self, figures: Mapping[tuple[int, int], int]) -> list[int]:
+        """What each rank of the whole world has of figures by (replica, rank)."""
+        own = [
+            figures.get(self.mesh.joint(self.placements, rank), 0)
+            for rank in range(self.mesh.num_ranks)
+        ]
+        return [figure for figure in own for _ in range(self.ep)]
+
+    @property
+    def flops(self) -> Counter[tuple[int, int]]:
+        found: Counter[tuple[int, int]] = Counter()
+        for cargo, owner in zip(self.plan.cargo, self.plan.owners, strict=True):
+            found[owner] += _flops(cargo.key)
+        return found
+
+
+def summed(lists: Iterable[Sequence[int]]) -> list[int]:
+    """By rank, of figures by rank."""
+    return [sum(figures) for figures in zip(*lists, strict=True)]
+
+
+def orthogonalisation(fleets: Sequence[Fleet], rank: int) -> Orthogonalisation:
+    """``rank``: whose collectives are told."""
+    flops = summed(fleet.by_rank(fleet.flops) for fleet in fleets)
+    loads = summed(fleet.by_rank(fleet.plan.loads) for fleet in fleets)
+    busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
     return Orthogonalisation(
-        num_matrices=sum(len(cargo.key) // 2 for cargo in plan.cargo),
-        num_ranks=mesh.num_ranks,
-        total=sum(flops.values()),
+        num_matrices=sum(f.ep * len(cargo.key) // 2 for f in fleets for cargo in f.plan.cargo),
+        num_ranks=len(loads),
+        total=sum(flops),
         busiest=flops[busiest],
-        idlest=flops[min(plan.loads, key=lambda one: plan.loads[one])],
-        balance=sum(plan.loads.values()) / (dearest * mesh.num_ranks) if dearest else 1.0,
-        calls=Counter(exchange_calls(plan, mesh, placements, *at)),
+        idlest=flops[idlest],
+        balance=sum(loads) / (loads[busiest] * len(loads)) if loads[busiest] else 1.0,
+        calls=Counter(
+            call
+            for fleet in fleets
+            for call in exchange_calls(
+                fleet.plan,
+                fleet.mesh,
+                fleet.placements,
+                *fleet.mesh.joint(fleet.placements, rank // fleet.ep),
+            )
+        ),
     )
 
 
@@ -82,6 +118,27 @@ def _flops(sides: tuple[int, ...]) -> int:
 def taken(routes: Sequence[Routed]) -> list[Routed]:
     """What the matrix optimizer takes, in its order."""
     return [one for one in routes if one.route.kind == "matrix" and one.parameter.requires_grad]
+
+
+def fleets_of(
+    routes: Sequence[Routed],
+    places: Mapping[int, Place],
+    ep_of: Mapping[int, int],
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    *,
+    measured: bool = False,
+) -> list[Fleet]:
+    """As ``optim/matrices.py`` makes them; ``ep_of`` is by id of the parameter."""
+    found: dict[int, list[Routed]] = {}
+    for one in taken(routes):
+        found.setdefault(ep_of[id(one.parameter)], []).append(one)
+    fleets = []
+    for ep, members in found.items():
+        ranks = mesh.without(ep)
+        owned = owners_of(members, places, ranks, placements, measured=measured)
+        fleets.append(Fleet(members, ranks, ep, placements, owned))
+    return fleets
 
 
 def owners_of(
@@ -165,8 +222,14 @@ def exchange_calls(
     return calls
 
 
-def heaviest(plan: Plan) -> tuple[int, int]:
-    """(replica, rank) of the one that sends most between shards."""
+def heaviest(fleets: Sequence[Fleet]) -> int:
+    """The rank that sends most between shards."""
+    sent = summed(fleet.by_rank(_sent(fleet.plan)) for fleet in fleets)
+    return sent.index(max(sent))
+
+
+def _sent(plan: Plan) -> Counter[tuple[int, int]]:
+    """Elements that each (replica, rank) sends there and back."""
     held = _Held()
     sent: Counter[tuple[int, int]] = Counter()
     alike: Counter[tuple[int, int]] = Counter()  # parcels of one replica that are cut alike
@@ -177,7 +240,7 @@ def heaviest(plan: Plan) -> tuple[int, int]:
     for (replica, cut), count in alike.items():
         for holder, numel in held.cuts[cut].items():
             sent[replica, holder] += count * numel
-    return max(sorted(sent), key=lambda one: sent[one])
+    return sent
 
 
 class _Held:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from shardwise.comm import _ONE_ROUND_BYTES, Call
 from shardwise.layout import Layout
-from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements
+from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements, shard_range
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import FORMATS, Format, Phase
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
@@ -52,6 +52,32 @@ class Mesh:
         pairs = zip(placements, self.sizes, strict=True)
         return math.prod(size for placement, size in pairs if placement == SHARD)
 
+    def without(self, ep: int) -> Mesh:
+        """Of every ``ep`` neighbours on the inner axis, which hold different experts, one: those
+        that hold the same. Rank r of this mesh is rank r // ep of that."""
+        return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // ep))
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        found = []
+        for size in reversed(self.sizes):
+            rank, position = divmod(rank, size)
+            found.append(position)
+        return tuple(reversed(found))
+
+    def joint(self, placements: Sequence[Placement], rank: int) -> tuple[int, int]:
+        """(replica, rank) on the joint axes of replicas and of shards; inner ones count fastest."""
+        joint = {REPLICATE: 0, SHARD: 0}
+        for position, size, placement in zip(
+            self.coordinate(rank), self.sizes, placements, strict=True
+        ):
+            joint[placement] = joint[placement] * size + position
+        return joint[REPLICATE], joint[SHARD]
+
+    def shard(self, placements: Sequence[Placement], rank: int) -> int:
+        """The one shard that a rank holds."""
+        shards = self.num_shards(placements)
+        return shard_range(placements, self.sizes, self.coordinate(rank), shards)[0]
+
     def __str__(self) -> str:
         return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 
@@ -73,10 +99,9 @@ class Footprint:
     aliased: bool
     persistent: bool  # whole weights stay between steps
     trainable: bool
-    parameters: int
     in_place: bool  # gradients are summed in the main grad itself, nothing is packed
     recast: bool  # accumulated in another dtype than they travel in
-    alone: bool  # one rank: nothing is ever sent
+    alone: bool  # one rank: nothing is ever sent, and nothing divided
     waits: tuple[bool, ...]  # per axis: do gradients wait there for the last microbatch?
     refresh: Calls
     gather: tuple[Calls, ...]  # for each of the planes; staged: for all of them at once
@@ -102,10 +127,12 @@ def footprint(
     format: Format | None = None,
     trainable: bool = True,
     kept_ranks: int | None = None,
+    divided: bool = False,
 ) -> Footprint:
     """What a group of this layout holds and sends under these placements.
 
-    ``kept_ranks``: the k of ``reshard_after_forward=k``, where it keeps a part.
+    ``kept_ranks``: the k of ``reshard_after_forward=k``, where it keeps a part; ``divided``:
+    whether gradients have a divisor of their own, that of experts that are spread.
     """
     coded = coded_planes(layout, format, SHARD not in placements.compute)
     compute, wire = precision.compute_dtype(dtype), precision.wire_dtype(dtype)
@@ -167,10 +194,9 @@ def footprint(
         aliased=aliased,
         persistent=persistent,
         trainable=trainable,
-        parameters=len(layout.items),
         in_place=shards == 1 and wire == main,
         recast=wire != main,
-        alone=mesh.num_ranks == 1,
+        alone=mesh.num_ranks == 1 and not divided,
         waits=tuple(placement == PARTIAL for placement in placements.grad),
         refresh=gathers(placements.main, placements.compute) if staged else (),
         gather=gather,

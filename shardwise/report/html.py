@@ -164,16 +164,17 @@ def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
 
 def _collectives(source: Mapping[str, Any]) -> str:
     """Of the recorded step where there is one, else of the plan."""
-    totals: dict[tuple[str, str, Any], list[int]] = {}
+    totals: dict[tuple[str, str, Any, str], list[int]] = {}
     for call in source.get("collectives") or ():
-        key = (str(call["operation"]), str(call["axis"]), call["size"])
+        even = ", if routed evenly" if call.get("even") else ""
+        key = (str(call["operation"]), str(call["axis"]), call["size"], even)
         total = totals.setdefault(key, [0, 0])
         total[0] += call["count"]
         # a plan's rows are sums already, a record's are one call that came so often
         total[1] += call["nbytes"] * (1 if "wire_bytes" in call else call["count"])
     rows = {
-        f"{operation} over {axis} ({size} ranks)": f"{count:,} of {size_text(nbytes)} together"
-        for (operation, axis, size), (count, nbytes) in sorted(totals.items(), key=str)
+        f"{name} over {axis} ({size} ranks){even}": f"{count:,} of {size_text(nbytes)} together"
+        for (name, axis, size, even), (count, nbytes) in sorted(totals.items(), key=str)
     }
     return _table("Collectives of one step", rows)
 

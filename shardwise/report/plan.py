@@ -21,28 +21,28 @@ from torch import nn
 
 from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns, shard_range
+from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.exchange import (
+    Fleet,
     Orthogonalisation,
+    fleets_of,
     heaviest,
     orthogonalisation,
-    owners_of,
-    taken,
 )
 from shardwise.report.footprint import Mesh
 from shardwise.report.shard_map import shard_map
 from shardwise.report.simulate import Step, simulate
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
-from shardwise.report.turns import coordinate_of, footprints, joint_of, state_bytes, turns_of
+from shardwise.report.traffic import Traffic, traffic_of
+from shardwise.report.turns import footprints, state_bytes, turns_of
 from shardwise.report.units import (
     Owner,
     PlannedUnit,
     folded,
     lay_out,
-    optimizer_bytes,
     owners,
     places,
     simulated,
@@ -67,6 +67,7 @@ class Options:
     device: str
     memory: int | None
     other_bytes: int
+    ep: int = 1  # over how many ranks of the inner axis experts are spread
 
     def __post_init__(self) -> None:
         problems = []
@@ -84,11 +85,16 @@ class Options:
             problems.append(f"microbatches={self.microbatches}: 1 or more")
         if self.memory is not None and self.memory < 1:
             problems.append(f"memory={self.memory}: bytes of one rank, 1 or more")
-        k, inner = self.reshard_after_forward, self.mesh.sizes[-1]
+        if self.mesh.sizes[-1] % self.ep:
+            problems.append(
+                f"experts are spread over ep={self.ep}, which does not divide the "
+                f"{self.mesh.sizes[-1]} ranks of axis '{self.mesh.names[-1]}'"
+            )
+        k, inner = self.reshard_after_forward, self.mesh.sizes[-1] // self.ep
         if k is not None and not isinstance(k, bool) and (k < 1 or inner % k):
             problems.append(
                 f"reshard_after_forward={k} must divide the {inner} ranks of axis "
-                f"'{self.mesh.names[-1]}'"
+                f"'{self.mesh.names[-1]}'" + (f" with ep={self.ep}" if self.ep > 1 else "")
             )
         if problems:
             raise ValueError("plan: " + "; ".join(problems))
@@ -101,13 +107,12 @@ class Options:
 
     @property
     def after_forward(self) -> tuple[bool | None, int | None]:
-        """(whether whole weights are released after forward, over how many ranks kept)."""
+        """(whether whole weights are released after forward, over how many ranks kept: all those
+        of an axis keep what they have anyway)."""
         k = self.reshard_after_forward
         if k is None or isinstance(k, bool):
             return k, None
-        if k == 1:
-            return False, None
-        return True, None if k == self.mesh.sizes[-1] else k
+        return (False, None) if k == 1 else (True, k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,7 @@ class Collective:
     count: int
     nbytes: int  # whole buffers, as comm.record() counts them
     wire_bytes: int  # what leaves the rank
+    even: bool = False  # whether the bytes are those of even routing: tokens will decide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +151,7 @@ class Plan:
     phases: dict[Phase, Counter[Call]] = field(repr=False)  # the same, by the phase that issues it
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
+    traffic: Traffic = field(repr=False, default_factory=Traffic)
     # By name: the elements of a matrix that each replica works on, where replicas take turns.
     turns: dict[str, Turns] = field(repr=False, default_factory=dict)
     suggestions: tuple[str, ...] = ()
@@ -171,20 +178,24 @@ class Plan:
     @property
     def padding(self) -> int:
         """Elements of all buffers that hold nothing, over all shards."""
-        return sum(len(u.names) * g.layout.padding for u in self.units for g in u.groups)
+        return sum(len(u.names) * u.ep * g.layout.padding for u in self.units for g in u.groups)
 
     @property
     def num_elements(self) -> int:
         """Elements of all buffers, padding included."""
-        return sum(len(u.names) * g.layout.numel for u in self.units for g in u.groups)
+        return sum(len(u.names) * u.ep * g.layout.numel for u in self.units for g in u.groups)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of forward and backward, and of the matrix optimizer (of the rank that sends most)."""
-        calls = self.calls + (self.matrices.calls if self.matrices else Counter())
-        kinds: dict[tuple[str, str, int], list[tuple[Call, int]]] = {}
-        for call, count in calls.items():
-            kinds.setdefault((call.axis, call.operation, call.size), []).append((call, count))
+        """Of forward and backward, of the matrix optimizer (of the rank that sends most), and of
+        routing."""
+        known = self.calls + self.traffic.known
+        known += self.matrices.calls if self.matrices else Counter()
+        kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}
+        for calls, even in ((known, False), (self.traffic.even, True)):
+            for call, count in calls.items():
+                key = (call.axis, call.operation, call.size, even)
+                kinds.setdefault(key, []).append((call, count))
         return tuple(
             Collective(
                 operation=operation,
@@ -193,8 +204,9 @@ class Plan:
                 count=sum(count for _, count in found),
                 nbytes=sum(call.nbytes * count for call, count in found),
                 wire_bytes=sum(call.wire_bytes * count for call, count in found),
+                even=even,
             )
-            for (axis, operation, size), found in sorted(kinds.items())
+            for (axis, operation, size, even), found in sorted(kinds.items())
         )
 
     @property
@@ -226,16 +238,6 @@ class Plan:
                 )
         return found
 
-    def shard_of(self, rank: int) -> int:
-        """The one shard of each main buffer that a rank holds."""
-        coordinate, rest = [], rank
-        for size in reversed(self.mesh.sizes):
-            coordinate.append(rest % size)
-            rest //= size
-        placements = self.options.placements.main
-        shards = self.mesh.num_shards(placements)
-        return shard_range(placements, self.mesh.sizes, coordinate[::-1], shards)[0]
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON and for the page."""
         options, matrices = self.options, self.matrices
@@ -244,6 +246,7 @@ class Plan:
             "model": self.model,
             "num_parameters": self.num_parameters,
             "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "ep": options.ep,
             "strategy": self.strategy,
             "placements": str(options.placements),
             "precision": {name: str(value).removeprefix("torch.") for name, value in precision},
@@ -296,11 +299,15 @@ def plan(
     other_bytes: int = 0,
     name: str | None = None,
     rank: int | None = None,
+    tokens: int | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on one rank of a mesh.
 
     Args:
         model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read.
+            Where experts are spread over ranks, one rank's share of them
+            (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold
+            different ones.
         mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
@@ -314,7 +321,10 @@ def plan(
         other_bytes: what comes on top of the library's own bytes: activations, workspaces.
         rank: whose collectives, where a matrix optimizer gives ranks different work; default: the
             one that sends most between shards.
+        tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
+            if every expert got as many, since only tokens will tell.
     """
+    root = owners(model, wrap, set(ignored_params))
     options = Options(
         mesh=Mesh.of(mesh_shape),
         placements=as_placements(placements),
@@ -325,11 +335,14 @@ def plan(
         device=device,
         memory=memory,
         other_bytes=other_bytes,
+        ep=max(owner.ep for owner in root.tree()),
     )
-    root = owners(model, wrap, set(ignored_params))
     routes = routes_of(model)
     label = name or type(model).__name__
     made = _plan(root, routes, options, grain, label, rank)
+    if tokens is not None:
+        traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
+        made = replace(made, traffic=traffic)
     if made.fits is not False:
         return made
 
@@ -364,28 +377,20 @@ def _plan(
     where = places(root, groups)
     states = OPTIMIZERS[options.optimizer]
     units = folded(root, groups)
-    owned = None
-    at, turns = (0, 0), {}
+    fleets: list[Fleet] = []
     if options.optimizer == "muon" and (with_exchange or REPLICATE in placements.main):
-        owned = owners_of(routes, where, mesh, placements.main, measured=options.measured)
-        at = heaviest(owned) if rank is None and owned.cargo else at
-        turns = turns_of(routes, owned, mesh, placements)
-    if rank is not None:
-        at = joint_of(mesh, placements, rank)
-    sizes = footprints(
-        root, groups, where, turns, mesh, placements, coordinate_of(mesh, placements, *at)
-    )
+        ep_of = {id(found.parameter): owner.ep for owner in root.tree() for found in owner.found}
+        fleets = fleets_of(routes, where, ep_of, mesh, placements.main, measured=options.measured)
+    at = (heaviest(fleets) if fleets else 0) if rank is None else rank
+    turns = turns_of(fleets)
+    sizes = footprints(root, groups, where, turns, mesh, placements, at)
     step = Step(asynchronous=options.device != "cpu")
     result = simulate(simulated(root, sizes, step, release), options.microbatches)
-    if owned is not None and turns:
-        widths = [states[0] * where[id(one.parameter)][0].dtype.itemsize for one in taken(routes)]
-        rest = optimizer_bytes(units, (0, states[1]))
-        held = state_bytes(owned, rest, widths, mesh, placements)
-    else:
-        held = max(optimizer_bytes(units, states), default=0)
+    turned = [fleet for fleet in fleets if fleet.plan.num_replicas > 1]
+    held = state_bytes(units, states, mesh, placements, turned, where)
     return Plan(
         model=label,
-        num_parameters=sum(f.parameter.numel() for owner in root.tree() for f in owner.found),
+        num_parameters=sum(f.parameter.numel() * o.ep for o in root.tree() for f in o.found),
         options=options,
         source="plan",
         units=units,
@@ -393,14 +398,12 @@ def _plan(
         loaded=result.loaded,
         peak=result.peak,
         peak_total=result.peak_total,
-        optimizer_bytes=held,
+        optimizer_bytes=max(held, default=0),
         calls=result.calls,
         phases=result.phases,
         timeline=result.timeline,
-        matrices=orthogonalisation(owned, mesh, placements.main, at)
-        if owned is not None and owned.cargo and with_exchange
-        else None,
-        turns={one.name: turns[id(one.parameter)] for one in taken(routes)} if turns else {},
+        matrices=orthogonalisation(fleets, at) if fleets and with_exchange else None,
+        turns={one.name: turns[id(one.parameter)] for one in routes if id(one.parameter) in turns},
     )
 
 

@@ -33,24 +33,29 @@ MAX_UNITS = 24
 
 def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     """Rows are ranks, across are the bytes of each unit's buffer, coloured by parameter."""
-    rows, units = shard_map["rows"], list(shard_map["units"])
+    # Runs of before experts could be spread have one list of rows, for all units.
+    units = [(unit, unit.get("rows") or shard_map["rows"]) for unit in shard_map["units"]]
     shown = units[:MAX_UNITS]
-    margin = 24 + max(text_width(row["ranks"], 12) for row in rows)
-    gaps = sum(_skips(rows, position) for position in range(len(rows)))
-    block = 22 + len(rows) * (ROW + ROW_GAP) + gaps * 14 + 26
+    margin = 24 + max(text_width(row["ranks"], 12) for _, rows in units for row in rows)
+    heights = [_height(rows) for _, rows in shown]
     about = f"main weights over {shard_map['num_ranks']:,} ranks in {shard_map['num_shards']:,} "
     about += "shards; one colour a parameter, to scale"
     keys = [Key("padding", "")]
     hidden = len(units) - len(shown)
-    height = title_height(about, keys, WIDTH) + len(shown) * block + (20 if hidden else 0) + 8
+    height = title_height(about, keys, WIDTH) + sum(heights) + (20 if hidden else 0) + 8
     canvas = Canvas(WIDTH, height, "shard map")
     at = draw_title(canvas, "Shard map", about, keys) + 6
-    for unit in shown:
+    for (unit, rows), block in zip(shown, heights, strict=True):
         _draw_unit(canvas, unit, rows, at, margin)
         at += block
     if hidden:
         canvas.text(16, at + 8, f"and {hidden} more kinds of units", class_="faint")
     return canvas
+
+
+def _height(rows: Sequence[Mapping[str, Any]]) -> float:
+    gaps = sum(_skips(rows, position) for position in range(len(rows)))
+    return 22 + len(rows) * (ROW + ROW_GAP) + gaps * 14 + 26
 
 
 def _skips(rows: Sequence[Mapping[str, Any]], position: int) -> bool:
@@ -216,7 +221,8 @@ def bars_canvas(
 def plan_text_line(plan: Mapping[str, Any]) -> str:
     """One sentence about a plan's dictionary."""
     mesh = " x ".join(f"{name}={size}" for name, size in plan["mesh"].items())
+    spread = f", experts over ep={plan['ep']}" if plan.get("ep", 1) > 1 else ""
     return (
         f"{plan['model']}: {count_text(plan['num_parameters'])} parameters, {plan['strategy']} "
-        f"over {mesh}, {plan['optimizer']}: {size_text(plan['total'])} per rank at the peak"
+        f"over {mesh}{spread}, {plan['optimizer']}: {size_text(plan['total'])} per rank at the peak"
     )

@@ -5,7 +5,9 @@
     rank 1 | wk rows 2-3   | wv rows 0-3 |
     rank 2 | wo rows 0-3   | ..pad..     |
 
-Of thousands of ranks the first few and the last are drawn; of units that are alike, one.
+Of thousands of ranks the first few and the last are drawn; of units that are alike, one. Experts
+that are spread over ranks are drawn as one share of them: ranks of one row hold the same place in
+different shares.
 """
 
 from __future__ import annotations
@@ -24,18 +26,15 @@ MAX_ROWS = 8
 
 def shard_map(plan: Plan, max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
-    shards = plan.mesh.num_shards(plan.options.placements.main)
+    rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
     return {
         "num_ranks": plan.mesh.num_ranks,
-        "num_shards": shards,
-        "rows": [
-            {"shard": shard, "ranks": holders_text(plan, shard)}
-            for shard in chosen_shards(shards, max_rows)
-        ],
+        "num_shards": plan.mesh.num_shards(plan.options.placements.main),
         "units": [
             {
                 "name": buffer_name(unit, number),
                 "count": len(unit.names),
+                "rows": [{"shard": shard, "ranks": ranks} for shard, ranks in rows[unit.ep]],
                 "shard_size": group.layout.shard_size,
                 "itemsize": group.dtype.itemsize,
                 "dtype": str(group.dtype).removeprefix("torch."),
@@ -68,28 +67,29 @@ def chosen_shards(num_shards: int, max_rows: int) -> list[int]:
     return [*range(max_rows - 1), num_shards - 1]
 
 
-def holders_text(plan: Plan, shard: int) -> str:
-    """The ranks that hold a shard of main: one, or one of each replica."""
-    shards = plan.mesh.num_shards(plan.options.placements.main)
-    replicas = plan.mesh.num_ranks // shards
+def rows_of(plan: Plan, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int, str]]:
+    """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
+    main, mesh = plan.options.placements.main, plan.mesh.without(ep)
+    shards, ranks = mesh.num_shards(main), plan.mesh.num_ranks
+    each = ranks // shards
     if shards == 1:
-        return "rank 0" if replicas == 1 else f"all {replicas} ranks"
-    found = []
-    for rank in range(plan.mesh.num_ranks):
-        if plan.shard_of(rank) == shard:
-            found.append(rank)
-            if len(found) == min(replicas, 4):
-                break
-    more = ", ..." if replicas > len(found) else ""
-    return f"rank{'s' if replicas > 1 else ''} {', '.join(map(str, found))}{more}"
+        return [(0, "rank 0" if each == 1 else f"all {each} ranks")]
+    found: dict[int, list[int]] = {shard: [] for shard in chosen_shards(shards, max_rows)}
+    for rank in range(ranks):
+        holders = found.get(mesh.shard(main, rank // ep))
+        if holders is not None and len(holders) < 4:
+            holders.append(rank)
+    plural, more = "s" if each > 1 else "", ", ..." if each > 4 else ""
+    return [
+        (shard, f"rank{plural} {', '.join(map(str, holders))}{more}")
+        for shard, holders in found.items()
+    ]
 
 
 def map_text(plan: Plan, width: int = 72, max_rows: int = MAX_ROWS) -> str:
     """Strips to scale, for every kind of unit."""
-    shards = plan.mesh.num_shards(plan.options.placements.main)
-    rows = chosen_shards(shards, max_rows)
-    labels = [holders_text(plan, shard) for shard in rows]
-    margin = max(map(len, labels))
+    rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
+    margin = max(len(label) for every in rows.values() for _, label in every)
     lines = []
     for unit in plan.units:
         for number, group in enumerate(unit.groups):
@@ -100,9 +100,11 @@ def map_text(plan: Plan, width: int = 72, max_rows: int = MAX_ROWS) -> str:
                 f"{layout.num_shards} shards of {layout.shard_size:,} elements, "
                 f"{share:.2f} % padding"
             )
-            for position, (shard, label) in enumerate(zip(rows, labels, strict=True)):
-                if position and shard != rows[position - 1] + 1:
+            before = -1
+            for shard, label in rows[unit.ep]:
+                if shard != before + 1:
                     lines.append(f"{'...':>{margin}}")
+                before = shard
                 lines.append(f"{label:>{margin}} {strip(layout, shard, width)}")
             lines.append("")
     return "\n".join(lines).rstrip()

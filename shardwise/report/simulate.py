@@ -227,12 +227,14 @@ class SimulatedUnit:
         inner: Sequence[SimulatedUnit] = (),
         releases_after_forward: bool,
         completes_first: bool,
+        trains_last: int,
         reached: bool = True,
     ) -> None:
         self.name, self.step, self.inner = name, step, list(inner)
         self.groups = [SimulatedGroup(step, size) for size in sizes]
         self._releases = releases_after_forward
         self._completes_first = completes_first  # before the backward of the units inside it
+        self._trains_last = trains_last  # gradients that come after that
         self._reached = reached  # whether gradients flow back into it at all
         self._expected, self._in_backward, self._last = 0, False, True
 
@@ -285,8 +287,7 @@ class SimulatedUnit:
         for group in self.groups:
             if group.size.opens_early:
                 group.open(self._last)
-        trained = [group.size.parameters for group in self.groups if group.size.trainable]
-        if not self.inner and sum(trained) > 1:
+        if self._trains_last > 1:
             self.step.finish_issued()  # before the last gradient
         for group in self.groups:
             group.release()

@@ -62,9 +62,10 @@ def heading(plan: Plan) -> list[str]:
     options = plan.options
     microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
     share = 100 * plan.padding / plan.num_elements
+    spread = f", experts over ep={options.ep}" if options.ep > 1 else ""
     return [
         f"{plan.model}: {count_text(plan.num_parameters)} parameters, {plan.strategy} over "
-        f"{plan.mesh} ({plan.mesh.num_ranks:,} ranks), {options.optimizer}, {microbatches}",
+        f"{plan.mesh} ({plan.mesh.num_ranks:,} ranks){spread}, {options.optimizer}, {microbatches}",
         f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %); "
         f"by {plan.source}, order of a {options.device} device",
     ]
@@ -142,7 +143,8 @@ def _weights(plan: Plan) -> Section:
 def _collectives(plan: Plan) -> Section:
     rows = tuple(
         (
-            f"{one.operation} over {one.axis} ({one.size} ranks)",
+            f"{one.operation} over {one.axis} ({one.size} ranks)"
+            + (", if routed evenly" if one.even else ""),
             f"{one.count:,}",
             size_text(one.nbytes),
             size_text(one.wire_bytes),
@@ -153,7 +155,8 @@ def _collectives(plan: Plan) -> Section:
         title="Collectives per step and rank",
         headers=("", "count", "buffers", "sent"),
         rows=rows or (("none", "0", "0 B", "0 B"),),
-        note="buffers: whole ones, as comm.record() counts; sent: what leaves the rank.",
+        note="buffers: whole ones, as comm.record() counts; sent: what leaves the rank."
+        + (" Rows to experts: as if all got as many." if plan.traffic.even else ""),
     )
 
 

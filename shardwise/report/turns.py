@@ -10,50 +10,28 @@ Owners differ between layers that are alike, and so do ranks: figures are of one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.comm import Call
-from shardwise.optim.owners import Plan
-from shardwise.optim.routing import Routed
-from shardwise.placements import REPLICATE, SHARD, Placements, Turns, shard_range, turn_spans
-from shardwise.report.exchange import Place, ranks_of, taken
+from shardwise.placements import REPLICATE, Placements, Turns, shard_range, turn_spans
+from shardwise.report.exchange import Fleet, Place, ranks_of, summed
 from shardwise.report.footprint import Footprint, Mesh, room_of
-from shardwise.report.units import Owner, PlannedGroup
+from shardwise.report.units import Owner, PlannedGroup, PlannedUnit, optimizer_bytes
 
 
-def turns_of(
-    routes: Sequence[Routed], plan: Plan, mesh: Mesh, placements: Placements
-) -> dict[int, Turns]:
+def turns_of(fleets: Sequence[Fleet]) -> dict[int, Turns]:
     """By id of the parameter; nothing where nobody is replicated."""
-    if plan.num_replicas == 1:
-        return {}
-    rank_of = ranks_of(mesh, placements.main, REPLICATE)
-    return {
-        id(one.parameter): tuple(plan.turns[position][rank_of[p]] for p in range(len(rank_of)))
-        for position, one in enumerate(taken(routes))
-    }
-
-
-def coordinate_of(mesh: Mesh, placements: Placements, replica: int, rank: int) -> tuple[int, ...]:
-    """Of a rank on the mesh, by its ranks on the joint axes of replicas and of shards."""
-    found = [0] * len(mesh.sizes)
-    joint = {REPLICATE: replica, SHARD: rank}
-    for axis in reversed(range(len(mesh.sizes))):
-        placement = placements.main[axis]
-        joint[placement], found[axis] = divmod(joint[placement], mesh.sizes[axis])
-    return tuple(found)
-
-
-def joint_of(mesh: Mesh, placements: Placements, number: int) -> tuple[int, int]:
-    """(replica, rank): the reverse, of a rank's number in the world."""
-    joint = {REPLICATE: 0, SHARD: 0}
-    rest, stride = number, mesh.num_ranks
-    for size, placement in zip(mesh.sizes, placements.main, strict=True):
-        stride //= size
-        position, rest = divmod(rest, stride)
-        joint[placement] = joint[placement] * size + position
-    return joint[REPLICATE], joint[SHARD]
+    found = {}
+    for fleet in fleets:
+        if fleet.plan.num_replicas == 1:
+            continue
+        rank_of = ranks_of(fleet.mesh, fleet.placements, REPLICATE)
+        for position, one in enumerate(fleet.routes):
+            turns = fleet.plan.turns[position]
+            found[id(one.parameter)] = tuple(turns[rank_of[p]] for p in range(len(rank_of)))
+    return found
 
 
 def footprints(
@@ -63,18 +41,20 @@ def footprints(
     turns: Mapping[int, Turns],
     mesh: Mesh,
     placements: Placements,
-    coordinate: Sequence[int],
+    rank: int,
 ) -> dict[Owner, list[Footprint]]:
     """Of every unit's groups on one rank."""
     found = {}
     for owner in root.tree():
+        ranks = mesh.without(owner.ep)
+        coordinate = ranks.coordinate(rank // owner.ep)
         mine: dict[int, dict[int, Turns]] = {}
         for one in owner.found:
             if id(one.parameter) in turns:
                 group, index = places[id(one.parameter)]
                 mine.setdefault(id(group), {})[index] = turns[id(one.parameter)]
         found[owner] = [
-            _turned(group, mine[id(group)], mesh, placements, coordinate)
+            _turned(group, mine[id(group)], ranks, placements, coordinate)
             if id(group) in mine
             else group.footprint
             for group in groups[owner]
@@ -124,13 +104,30 @@ def _turned(
 
 
 def state_bytes(
-    plan: Plan, per_shard: Sequence[int], widths: Sequence[int], mesh: Mesh, placements: Placements
-) -> int:
-    """Optimizer state of the rank that holds most. ``per_shard``: that of everything else;
-    ``widths``, by matrix parameter: bytes of an element's."""
-    place_of = {rank: place for place, rank in ranks_of(mesh, placements.main, SHARD).items()}
-    held = [[0] * plan.num_shards for _ in range(plan.num_replicas)]
-    for cargo, (replica, _) in zip(plan.cargo, plan.owners, strict=True):
+    units: Sequence[PlannedUnit],
+    states: tuple[int, int],
+    mesh: Mesh,
+    placements: Placements,
+    fleets: Sequence[Fleet],
+    places: Mapping[int, Place],
+) -> list[int]:
+    """Optimizer state on each rank. ``states``: tensors of a matrix, and of any other parameter;
+    ``fleets``: those whose replicas take turns, so that a matrix has its state on one of them."""
+    found = [fleet.by_rank(_momenta(fleet, states[0], places)) for fleet in fleets]
+    apart = {fleet.ep for fleet in fleets}
+    for ep in sorted({unit.ep for unit in units if unit.groups}):
+        ranks, counted = mesh.without(ep), (0 if ep in apart else states[0], states[1])
+        beside = optimizer_bytes([unit for unit in units if unit.ep == ep], counted)
+        own = [beside[ranks.shard(placements.main, rank)] for rank in range(ranks.num_ranks)]
+        found.append([nbytes for nbytes in own for _ in range(ep)])
+    return summed(found)
+
+
+def _momenta(fleet: Fleet, tensors: int, places: Mapping[int, Place]) -> Counter[tuple[int, int]]:
+    """Bytes on each (replica, rank)."""
+    widths = [tensors * places[id(one.parameter)][0].dtype.itemsize for one in fleet.routes]
+    held: Counter[tuple[int, int]] = Counter()
+    for cargo, (replica, _) in zip(fleet.plan.cargo, fleet.plan.owners, strict=True):
         for rank, lo, hi in cargo.pieces:
-            held[replica][place_of[rank]] += (hi - lo) * widths[cargo.parameter]
-    return max(own + rest for mine in held for own, rest in zip(mine, per_shard, strict=True))
+            held[replica, rank] += (hi - lo) * widths[cargo.parameter]
+    return held

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.layout import Layout
+from shardwise.moe import mixtures_of
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
@@ -60,11 +61,13 @@ class PlannedUnit:
 
     names: tuple[str, ...]
     groups: tuple[PlannedGroup, ...]
+    ep: int = 1  # over how many ranks its experts are spread; figures are of one share
 
     @property
     def name(self) -> str:
         count = len(self.names)
-        return self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
+        name = self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
+        return name if self.ep == 1 else f"{name} (one of {self.ep} shares)"
 
 
 @dataclass(eq=False)
@@ -74,7 +77,8 @@ class Owner:
     name: str
     found: list[Found]
     inner: list[Owner] = field(default_factory=list)
-    trains_first: bool = False  # whether it trains parameters that come before the units inside
+    trains_first: int = 0  # how many parameters it trains that come before the units inside
+    ep: int = 1  # over how many ranks its experts are spread
 
     def tree(self) -> Iterator[Owner]:
         yield self
@@ -93,7 +97,13 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
             f"{type(model).__name__} is wrapped by fully_shard already: plan the model before "
             f"wrapping, built anew under torch.device('meta')"
         )
-    wrapped = {id(module) for module in (wrap_units(model) if wrap is None else wrap)}
+    spread = [layer.experts for layer in mixtures_of(model) if layer.experts.ep > 1]
+    wrapped = {id(module) for module in ([*wrap_units(model), *spread] if wrap is None else wrap)}
+    if any(id(experts) not in wrapped for experts in spread):
+        raise ValueError(
+            "experts that are spread over ranks are cut over other ranks than what is around them: "
+            "put them (the experts of each MixtureOfExperts) into wrap, each a unit of its own"
+        )
     strangers = wrapped - {id(module) for module in model.modules()}
     if strangers:
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
@@ -116,13 +126,13 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
                 tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
             elif all(found.parameter is not parameter for found in owner.found):
                 owner.found.append(Found(prefix + name, parameter, []))
+                owner.trains_first += parameter.requires_grad and not owner.inner
             if keeper is owner:
                 entry = next(found for found in owner.found if found.parameter is parameter)
                 entry.modules.append(module)
-            owner.trains_first |= parameter.requires_grad and not owner.inner
         for name, child in module.named_children():
             if id(child) in wrapped:
-                inner = Owner(f"{path}{name}", [])
+                inner = Owner(f"{path}{name}", [], ep=getattr(child, "ep", 1))
                 owner.inner.append(inner)
                 descend(child, f"{path}{name}.", "", inner)
             else:
@@ -153,6 +163,8 @@ def lay_out(
     known: dict[Any, tuple[PlannedGroup, ...]] = {}
     result = {}
     for owner in root.tree():
+        ranks = mesh.without(owner.ep)
+        kept = None if kept_ranks == ranks.sizes[-1] else kept_ranks
         facts = tuple(
             (f.name, tuple(f.parameter.shape), f.parameter.dtype, f.parameter.requires_grad)
             + (grain_of(f, grain), id(f.parameter) in matrices)
@@ -160,22 +172,23 @@ def lay_out(
             + (any(getattr(owner, "writes_main_grad", False) for owner in f.owners),)
             for f in owner.found
         )
-        if facts not in known:
-            known[facts] = tuple(
+        if (owner.ep, facts) not in known:
+            known[owner.ep, facts] = tuple(
                 _planned_group(
                     [facts[member] for member in members],
                     layout,
                     format,
-                    mesh,
+                    ranks,
                     placements,
                     precision,
-                    kept_ranks,
+                    kept,
+                    divided=owner.ep > 1,
                 )
                 for members, layout, format in group_parameters(
-                    owner.found, mesh.num_shards(placements.main), grain, precision
+                    owner.found, ranks.num_shards(placements.main), grain, precision
                 )
             )
-        result[owner] = known[facts]
+        result[owner] = known[owner.ep, facts]
     return result
 
 
@@ -187,6 +200,8 @@ def _planned_group(
     placements: Placements,
     precision: Precision,
     kept_ranks: int | None,
+    *,
+    divided: bool,
 ) -> PlannedGroup:
     dtype = chosen[0][2]
     size = footprint(
@@ -198,6 +213,7 @@ def _planned_group(
         format=format,
         trainable=any(fact[3] for fact in chosen),
         kept_ranks=kept_ranks,
+        divided=divided,
     )
     return PlannedGroup(
         layout=layout,
@@ -218,7 +234,9 @@ def folded(root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]) -> tuple[
     for owner in root.tree():
         alike.setdefault(id(groups[owner]), []).append(owner)
     return tuple(
-        PlannedUnit(names=tuple(owner.name for owner in same), groups=groups[same[0]])
+        PlannedUnit(
+            names=tuple(owner.name for owner in same), groups=groups[same[0]], ep=same[0].ep
+        )
         for same in alike.values()
     )
 
@@ -230,10 +248,11 @@ def simulated(
     releases_after_forward: bool | None,
 ) -> SimulatedUnit:
     """The same units, to be played through a step."""
-    flows = root.trains_first  # does what a unit gets need a gradient?
+    flows = False  # does what a unit gets need a gradient?
 
     def build(owner: Owner) -> SimulatedUnit:
         nonlocal flows
+        flows = flows or owner.trains_first > 0
         inner = []
         for child in owner.inner:
             inner.append(build(child))
@@ -249,6 +268,7 @@ def simulated(
             else releases_after_forward,
             # Token ids need no gradient, so the root is done when its last parameter is.
             completes_first=is_root and owner.trainable and not owner.trains_first,
+            trains_last=owner.trains_first,
             reached=flows,
         )
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import comm
 from shardwise.models.gpt import GPT
-from shardwise.moe import MixtureOfExperts
+from shardwise.moe import mixtures_of
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
 from shardwise.optim.sharded import ShardedOptimizer, optimizer
@@ -143,7 +143,6 @@ def spread_experts(
 ) -> None:
     """Experts over ``ep``: each rank's are cut and reduced over the ranks that hold the same ones,
     and their gradients, sums over the tokens of all ranks, divided by the number of all."""
-    mixtures = mixtures_of(model)
     axis = None
     if config.ep > 1:
         shape = config.expert_mesh_shape(world.size, world.num_nodes)
@@ -151,16 +150,12 @@ def spread_experts(
         whole = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=names)
         axis = comm.as_axis(whole.get_group("ep"), "ep")
         mesh = whole[names[0] if len(names) == 2 else names[:-1]]
-    for layer in mixtures:
+    for layer in mixtures_of(model):
         layer.spread(axis, world.axis)
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
             divisor = layer.gradient_divisor(world.size)
             layer.experts.set_gradient_divide_factor(divisor)  # type: ignore[operator]
-
-
-def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
-    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

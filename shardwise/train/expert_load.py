@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.moe import MixtureOfExperts
+from shardwise.moe import mixtures_of
 from shardwise.moe.router import statistics_of
 
 
@@ -16,7 +16,7 @@ class ExpertLoad:
     """The routers of a model; nothing where it has none. Counts are those of the last step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.routers = [one.router for one in model.modules() if isinstance(one, MixtureOfExperts)]
+        self.routers = [layer.router for layer in mixtures_of(model)]
         self.counts: list[list[int]] = []  # [layer][expert]: choices, dropped ones too
         self.dropped: list[int] = []  # [layer]
 

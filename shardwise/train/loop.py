@@ -25,6 +25,7 @@ from shardwise import comm
 from shardwise.checkpoint import DamagedError, SaveError, Store, load
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
+from shardwise.moe import mixtures_of
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
@@ -90,8 +91,7 @@ class Trainer:
             write_config(folder, self.config.to_json())
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
-            if self.config.ep == 1:  # a plan has one mesh for all parameters
-                self.events("plan", **self._plan())
+            self.events("plan", **self._plan())
             if resume is not None:
                 self.events("resume", step=self.step, path=str(resume))
 
@@ -280,6 +280,8 @@ class Trainer:
         config, world = self.config, self.world
         with torch.device("meta"):
             bare = GPT(config.model)
+            for layer in mixtures_of(bare) if config.ep > 1 else ():
+                layer.keep_share(config.ep)
         return plan_event(
             bare,
             config.mesh_shape(world.size, world.num_nodes),
@@ -288,6 +290,7 @@ class Trainer:
             optimizer=config.optimizer,
             microbatches=config.microbatches,
             device=world.device.type,
+            tokens=config.share(world.size) * config.model.context,
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -134,6 +134,19 @@ def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert "too much" in done.stdout and "use strategy zero1" in done.stdout
     assert (tmp_path / "map.svg").read_text().startswith("<svg")
+    spread = shardwise("plan", "moe_tiny", "--ranks", "4", "--ep", "2", cwd=tmp_path)
+    assert spread.returncode == 0, spread.stderr
+    for words in (
+        "zero3 over dp=4 (4 ranks), experts over ep=2, muon",
+        "all_to_all over ep (2 ranks), if routed evenly",
+        "feed_forward.experts and 2 alike (one of 2 shares)",
+        "ranks 2, 3 | fc1.weight",
+    ):
+        assert words in spread.stdout, words
+    assert "--ep 2 cannot spread" in refused("plan", "smoke", "--ep", "2", cwd=tmp_path)
+    assert "does not divide the 3 ranks" in refused(
+        "plan", "moe_tiny", "--ranks", "3", "--ep", "2", cwd=tmp_path
+    )
     dry = shardwise("plan", "gpt_1b", "--ranks", "64", "--dry-run", "--rank", "3", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert "dry run" in dry.stdout

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.models.config import GPTConfig
+from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from tests.ranks import run_ranks
 from tests.train_runs import events_of, make_trainer, write_text
@@ -60,6 +61,19 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(seen(tmp_path / name)), expected, rtol=2e-4, atol=0)
         [counts] = [event["counts"] for event in events_of(tmp_path / name, "experts")]
         assert [sum(layer) for layer in counts] == [12 * 16 * 2] * 2
+
+    plans = {name: events_of(tmp_path / name, "plan")[0]["plan"] for name in runs}
+    assert {name: made["ep"] for name, made in plans.items()} == {
+        n: ep for n, (_, ep) in runs.items()
+    }
+    assert len({made["num_parameters"] for made in plans.values()}) == 1, "of all ranks' experts"
+    page = write_report(tmp_path / "hsdp").read_text()
+    for words in (
+        "hsdp over dp_outer=2 x dp=2, experts over ep=2, muon",
+        "all_to_all over ep (2 ranks), if routed evenly",
+        "feed_forward.experts and 1 alike (one of 2 shares)",
+    ):
+        assert words in page, words
 
 
 @pytest.mark.parametrize(

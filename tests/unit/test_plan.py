@@ -15,9 +15,13 @@ import shardwise as sw
 from shardwise import layout
 from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.moe import mixtures_of
 from shardwise.optim.newton_schulz import cost
+from shardwise.optim.owners import plan_owners
+from shardwise.placements import REPLICATE, SHARD
 from shardwise.report import simulate, units
 from shardwise.report.dry_run import dry_run
+from shardwise.report.exchange import Fleet
 from shardwise.report.footprint import Mesh
 from shardwise.report.plan import Plan, plan, strategy_name
 from shardwise.report.shard_map import map_text
@@ -114,6 +118,61 @@ def test_a_dry_run_of_the_reference_model_agrees(experts: int, recompute: Any) -
         assert facts(measured) == facts(planned), strategy
         assert bool(planned.turns) == (strategy in ("hsdp", "zero0"))
         assert planned.matrices is not None and planned.matrices.num_matrices >= 3 * 5
+
+
+def test_spread_experts_need_ranks_and_units_of_their_own() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=2, num_experts=4))
+    for layer in mixtures_of(model):
+        layer.keep_share(2)
+    made = plan(model, {"dp": 4})
+    assert made.options.ep == 2 and not made.traffic.even, "nobody said how many tokens"
+    assert made.num_parameters == model.config.num_parameters
+    with pytest.raises(ValueError, match="ep=2, which does not divide the 3 ranks of axis 'dp'"):
+        plan(model, {"dp": 3})
+    with pytest.raises(ValueError, match="reshard_after_forward=4 must divide the 2 ranks"):
+        plan(model, {"dp": 4}, reshard_after_forward=4)
+    with pytest.raises(ValueError, match="each a unit of its own"):
+        plan(model, {"dp": 4}, wrap=wrap_units(model))
+    with pytest.raises(ValueError, match="rows without values cannot be routed"):
+        dry_run(model, {"dp": 4})
+    with pytest.raises(ValueError, match="cannot be spread evenly over ep=3"):
+        mixtures_of(model)[0].keep_share(3)
+
+
+def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
+    """Six ranks, experts over two: three ranks share an expert, and hold different pieces of it."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=1, num_experts=10))
+    for layer in mixtures_of(model):
+        layer.keep_share(2)
+    sent = []
+    for rank in range(6):
+        matrices = plan(model, {"dp": 6}, "zero3", optimizer="muon", rank=rank).matrices
+        assert matrices is not None
+        sent.append({call: n for call, n in matrices.calls.items() if call.size == 3})
+    assert sent[0::2] == sent[1::2] and sent[0] != sent[2] and all(sent)
+    for placements, figures, wanted in (
+        ([SHARD], {(0, 0): 5, (0, 2): 7}, [5, 5, 0, 0, 7, 7]),
+        ([REPLICATE], {(0, 0): 5, (2, 0): 7}, [5, 5, 0, 0, 7, 7]),
+    ):
+        fleet = Fleet([], Mesh.of({"dp": 6}).without(2), 2, placements, plan_owners([], 3))
+        assert fleet.by_rank(figures) == wanted
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_dry_run_agrees_on_units_inside_units(strategy: str) -> None:
+    """The layer's own gradients come after those of the unit inside it."""
+
+    def wrapped(model: Model) -> list[nn.Module]:
+        return [module for layer in model.layers for module in (layer.down, layer)]
+
+    models = small(), small()
+    planned = plan(models[0], {"dp": 4}, strategy, wrap=wrapped(models[0]))
+    measured = dry_run(models[1], {"dp": 4}, strategy, wrap=wrapped(models[1]))
+    assert facts(measured) == facts(planned)
+    steps = [[step[1:] for step in made.timeline] for made in (planned, measured)]
+    assert steps[0] == steps[1] and len(steps[0]) >= 4
 
 
 def test_a_dry_run_leaves_the_ledger_as_it_was() -> None:

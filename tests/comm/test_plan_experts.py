@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of experts that are spread over ranks is what real ranks over gloo hold and send (I9)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.models.config import GPTConfig
+from shardwise.models.gpt import GPT
+from shardwise.moe import mixtures_of
+from shardwise.report.plan import Plan, plan
+from shardwise.train.build import build_model, build_optimizer, named_precision
+from shardwise.train.config import TrainConfig
+from shardwise.train.expert_load import ExpertLoad
+from tests.memory.helpers import Books
+from tests.ranks import run_ranks
+from tests.train_runs import make_world
+
+Facts = dict[str, Any]
+MODEL = GPTConfig(
+    vocab_size=64,
+    dim=32,
+    num_layers=3,
+    num_heads=2,
+    context=12,
+    num_experts=6,  # three for a rank: no two shards of them are alike
+    expert_hidden_dim=32,
+    shared_hidden_dim=32,
+    num_dense_layers=1,
+    bias_rate=0.01,
+)
+
+
+def config_of(model: Facts, changes: Facts) -> TrainConfig:
+    options: Facts = {"ep": 2, "precision": "fp32"} | changes
+    return TrainConfig(model=GPTConfig(**(vars(MODEL) | model)), batch=16, **options)
+
+
+def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
+    """As the trainer makes it."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+        for layer in mixtures_of(model) if config.ep > 1 else ():
+            layer.keep_share(config.ep)
+    return plan(
+        model,
+        config.mesh_shape(world_size),
+        config.strategy,
+        precision=named_precision(config.precision),
+        optimizer=config.optimizer,
+        microbatches=config.microbatches,
+        device="cpu",
+        tokens=config.share(world_size) * config.model.context,
+        **options,
+    )
+
+
+def evenly(scores: Tensor, count: int, dim: int) -> Any:
+    """In the place of ``topk``: every expert is chosen as often as any other."""
+    tokens, experts = scores.shape
+    first = torch.arange(tokens)[:, None] * count
+    return mock.Mock(indices=(first + torch.arange(count)) % experts)
+
+
+def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
+    """The second step of the trainer's own model and optimizer, routed evenly."""
+    config, world = config_of(model, changes), make_world(rank, world_size)
+    books, before = Books(), dict(sw.ledger.current)
+    made = build_model(config, world)
+    optimizer, load = build_optimizer(config, made), ExpertLoad(made)
+    rest = books()
+    torch.manual_seed(rank)
+    for _ in range(2):
+        sw.ledger.reset_peak()
+        phases: Facts = {"forward": Counter(), "backward": Counter(), "step": Counter()}
+        for number in range(config.microbatches):
+            made.set_is_last_backward(number == config.microbatches - 1)
+            tokens = torch.randint(64, (config.share(world_size), config.model.context))
+            with mock.patch.object(Tensor, "topk", evenly):
+                with comm.record() as calls:
+                    loss = made(tokens, tokens)
+                phases["forward"].update(calls)
+                with comm.record() as calls:
+                    loss.backward()
+                phases["backward"].update(calls)
+        loaded, peak, total = books(), dict(sw.ledger.peak), sw.ledger.peak_total
+        with comm.record() as calls:
+            optimizer.step()
+            load.after_step(moved=True)
+        phases["step"].update(calls)
+        optimizer.zero_grad()
+    held = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sorted(peak.items())}
+    state = sum(
+        value.to_local().nbytes
+        for entry in optimizer.state.values()
+        for name, value in entry.items()
+        if name != "step"
+    )
+    return {
+        "rest": rest,
+        "loaded": loaded,
+        "peak": {kind: nbytes for kind, nbytes in held.items() if nbytes},
+        "peak_total": total - sum(before.values()),
+        "state": state,
+        **phases,
+    }
+
+
+def routed(calls: Counter[comm.Call]) -> Counter[comm.Call]:
+    return Counter({call: n for call, n in calls.items() if call.axis in ("ep", "world")})
+
+
+def check(rank: int, world_size: int, cases: list[tuple[Facts, Facts]]) -> list[Facts]:
+    return [measure(rank, world_size, *case) for case in cases]
+
+
+def assert_planned(world_size: int, cases: list[tuple[Facts, Facts]]) -> None:
+    everyone = run_ranks(check, world_size, cases)
+    for number, (model, changes) in enumerate(cases):
+        config = config_of(model, changes)
+        for rank, results in enumerate(everyone):
+            seen, made = results[number], plan_of(config, world_size, rank=rank)
+            what = (model, changes, rank)
+            for name in ("rest", "loaded", "peak", "peak_total"):
+                assert seen[name] == getattr(made, name), (what, name)
+            exchanged = made.matrices.calls if made.matrices is not None else Counter()
+            rows: Counter[comm.Call] = Counter()
+            for phase, planned in (*made.phases.items(), ("step", exchanged)):
+                calls = Counter(seen[phase])
+                assert calls - routed(calls) == planned, (what, phase)
+                rows += routed(calls)
+            assert rows == made.traffic.known + made.traffic.even, what
+            assert config.ep == 1 or made.traffic.even, what
+        assert made.optimizer_bytes == max(results[number]["state"] for results in everyone) > 0
+
+
+ADAMW: Facts = {"optimizer": "adamw"}
+TWICE: Facts = {"microbatches": 2}
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_plan_is_exact_on_one_axis(strategy: str, world_size: int) -> None:
+    chosen = {"strategy": strategy}
+    assert_planned(world_size, [({}, chosen), ({}, chosen | TWICE | {"precision": "bf16"})])
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+def test_plan_is_exact_on_two_axes(strategy: str) -> None:
+    chosen = {"strategy": strategy}
+    assert_planned(4, [({}, chosen | TWICE), ({}, chosen | ADAMW | {"precision": "bf16"})])
+
+
+def test_plan_is_exact_for_every_way_to_spread() -> None:
+    """Not at all, over all ranks; in another precision; with blocks that run twice."""
+    assert_planned(
+        4,
+        [
+            ({}, {"ep": 1} | TWICE),
+            ({"num_experts": 8}, {"ep": 4} | ADAMW),
+            ({"recompute": "block"}, TWICE),
+            ({"balance_coefficient": 0.0, "bias_rate": 0.0}, {"precision": "mxfp8"}),
+        ],
+    )
