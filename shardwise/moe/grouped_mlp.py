@@ -222,11 +222,13 @@ class _MLP(torch.autograd.Function):
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, z, p, ends, *_ = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # z goes when it was read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
         dy = dy.contiguous()
         dh = products.input_gradient(dy, bundles[1].value(dy.dtype, "backward"), ends)
         dz, h, dp = products.activation_backward(dh, z, p, spec.form)
+        del dh, z
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
             dp = dp + (dy.float() * b2.float()).sum(-1)
@@ -242,7 +244,7 @@ class _MLP(torch.autograd.Function):
             # FC2's first: with it dy and h have been read for the last time.
             for bundle, write in owed[: len(owed) // 2]:
                 gradients[id(bundle)] = bundle.gradients(write)
-            del owed[: len(owed) // 2], dh, h
+            del owed[: len(owed) // 2], h
         dx = None
         if ctx.needs_input_grad[0]:
             w1 = bundles[0].value(dz.dtype, "backward")
