@@ -42,8 +42,8 @@ class GroupedTile:
 FC1_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=3, flatten=False)
 WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, flatten=False)
-# Where the fused first product beats torch's and a pass after it: (columns of x up to which, rows of
-# an expert from which, on average, with which tile). The pass costs 184/columns of the product
+# Where the fused first product beats torch's and a pass after it: (columns of x up to which, rows
+# of an expert from which, on average, with which tile). The pass costs 184/columns of the product
 # (bytes against FLOP of an H200); torch's product alone is the faster one, by 5 % where an expert's
 # rows fill several waves of tiles, by more where they don't.
 FC1_TILES = (

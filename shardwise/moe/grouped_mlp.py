@@ -32,22 +32,8 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import (
-    anchor,
-    check_ends,
-    check_parameters,
-    check_rows,
-    choose_path,
-    compute_dtype,
-)
-from shardwise.moe.products import (
-    Form,
-    LoopProducts,
-    PathName,
-    expert_of,
-    make_products,
-    path_problems,
-)
+from shardwise.moe.inputs import anchor, check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import ExpertTensor
 
 
@@ -110,13 +96,7 @@ class GroupedMLP(nn.Module):
         self._asked_path = path
         # Chosen at the first forward: parameters may be swapped, moved or cast until then.
         self._chosen: tuple[PathName, LoopProducts] | None = None
-        if path is not None:
-            weight = self.fc1.experts("weight").parameters[0]
-            problems = path_problems(
-                path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
-            )
-            if problems:
-                raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
+        check_path(path, hidden, width, self.fc1.experts("weight").parameters[0])
 
     @property
     def path(self) -> PathName | None:
@@ -131,8 +111,6 @@ class GroupedMLP(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
         p = p.value if isinstance(p, FullPrecision) else p
-        check_rows(x, self.hidden)
-        check_ends(ends, self.num_experts, len(x))
         if p.shape != (len(x),) or p.dtype != torch.float32:
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
@@ -140,7 +118,7 @@ class GroupedMLP(nn.Module):
             )
         self._run_inner_hooks()
         bundles = self._bundles()
-        check_parameters(x, bundles)
+        check_inputs(x, ends, bundles, self.num_experts, self.hidden)
         if self._chosen is None:
             path = choose_path(self._asked_path, self.hidden, self.width, x)
             self._chosen = path, make_products(path)
