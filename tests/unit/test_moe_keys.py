@@ -97,11 +97,13 @@ def test_prefixes_that_leave_a_doubt_are_left_alone() -> None:
     twice = {f"{prefix}{key}": value for prefix in ("a.", "b.") for key, value in state.items()}
     some = {("a." if "fc1" in key else "") + key: value for key, value in state.items()}
     stranger = {f"a.{key}": value for key, value in state.items()} | {"other": torch.ones(1)}
+    nested = {f"a.{key}": value for key, value in state.items()} | {"a.b.head.bias": torch.ones(4)}
     word = {f"a{key}": value for key, value in state.items()}  # the end of a word is no suffix
     for wrong, missing in (
         (twice, "mlp.fc1.weight"),
         (some, "mlp.fc1.weight"),
         (stranger, "head.bias"),
+        (nested, "head.bias"),
         (word, "head.bias"),
     ):
         with pytest.raises(RuntimeError, match=f"Missing key.*{missing}"):
