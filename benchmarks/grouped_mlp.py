@@ -2,8 +2,9 @@
 """``shardwise bench grouped-mlp --results DIR``: the grouped MLP beside torch's grouped GEMM.
 
 The peer is ``F.grouped_mm`` twice with a ``torch.compile``d activation between, in the same process
-and taking turns with ours, iteration by iteration; both give gradients for rows, router weights and
-both weights. Forward and backward are timed by events inside one iteration: medians.
+and taking turns with ours, iteration by iteration, in an order that is drawn anew each time: what
+ran before decides how warm the chip is. Both give gradients for rows, router weights and both
+weights. Forward and backward are timed by events inside one iteration: medians.
 
     table 1   gradients left to autograd, in bf16
     table 2   gradients added to fp32 main gradients: the peer adds its bf16 ones
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import shlex
 import statistics
 import sys
@@ -138,8 +140,10 @@ def measure(
             once(name, lambda: None)
             results[name]["peak"] = (torch.cuda.max_memory_allocated() - before) / GIB
             outcomes.clear()
+    turns, names = random.Random(0), list(systems)
     for _ in range(rounds):
-        for name in systems:
+        turns.shuffle(names)
+        for name in names:
             clocks[name].start()
             once(name, clocks[name].mark)
             outcomes.clear()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.kernels.grouped import FC1_TILE
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.moe.activation import (
     Activation,
@@ -126,7 +127,7 @@ def check(case: tuple[Activation, int, bool, str], spread: str, fuse: bool, grad
         nn.init.normal_(parameter, std=1.0 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
         if grads == "main":
             parameter.main_grad = torch.ones(parameter.shape, device="cuda")
-    mlp._chosen = "fused", FusedProducts(fuse_fc1=fuse)
+    mlp._chosen = "fused", FusedProducts(lambda *_: FC1_TILE if fuse else None)
     rows = sum(counts)
     x = torch.randn(rows, HIDDEN, device="cuda").bfloat16().requires_grad_()
     p = torch.rand(rows, device="cuda").requires_grad_()

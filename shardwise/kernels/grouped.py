@@ -42,8 +42,14 @@ class GroupedTile:
 FC1_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=3, flatten=False)
 WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, flatten=False)
-FC1_WINS_BELOW = 3072  # columns of x
-FC1_WINS_FROM = 2048  # rows of an expert, on average
+# Where the fused first product beats torch's and a pass after it: (columns of x up to which, rows
+# of an expert from which, on average, with which tile). The pass costs 184/columns of the product
+# (bytes against FLOP of an H200); torch's product alone is the faster one, by 5 % where an expert's
+# rows fill several waves of tiles, by more where they don't.
+FC1_TILES = (
+    (2048, 0, FC1_TILE),
+    (4096, 2048, FC1_TILE),
+)
 # For the interpreter, where time goes by the tile: the same code, small problems.
 SMALL_FC1_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2)
 SMALL_WEIGHT_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2, flatten=False)
@@ -104,11 +110,9 @@ def fits_fc1(width: int, block: int, gated: bool, tile: GroupedTile) -> bool:
     return block == 0 or (block >= 8 and half % block == 0 and block & (block - 1) == 0)
 
 
-def fc1_wins(depth: int, rows_per_expert: float) -> bool:
-    """Whether the fused first product is faster than torch's grouped GEMM and one pass after it.
-
-    The pass costs 184/depth of the product (bytes against FLOP of an H200). torch's product alone
-    is the faster one, by 5 % where an expert's rows fill several waves of tiles, by more where they
-    don't.
-    """
-    return depth < FC1_WINS_BELOW or rows_per_expert >= FC1_WINS_FROM
+def measured_fc1_tile(depth: int, rows_per_expert: float) -> GroupedTile | None:
+    """The tile with which the first product is fused; None: torch's product and a pass."""
+    for most_columns, least_rows, tile in FC1_TILES:
+        if depth <= most_columns and rows_per_expert >= least_rows:
+            return tile
+    return None

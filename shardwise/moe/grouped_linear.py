@@ -26,22 +26,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.inputs import (
-    anchor,
-    check_ends,
-    check_parameters,
-    check_rows,
-    choose_path,
-    compute_dtype,
-)
-from shardwise.moe.products import (
-    Into,
-    LoopProducts,
-    PathName,
-    expert_of,
-    make_products,
-    path_problems,
-)
+from shardwise.moe.inputs import anchor, check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import (
     ExpertTensor,
     WriteGradient,
@@ -100,9 +86,7 @@ class GroupedLinear(nn.Module):
         self.delayed = DelayedGradients()
         self._asked_path = path
         self._products: LoopProducts | None = None
-        weight = self.experts("weight").parameters[0]
-        if path is not None:
-            self._refuse(path, weight.device, weight.dtype)
+        check_path(path, in_features, out_features, self.experts("weight").parameters[0])
         self.reset_parameters()
 
     def _register(self, name: str, values: Tensor) -> None:
@@ -186,13 +170,6 @@ class GroupedLinear(nn.Module):
 
     # ------------------------------------------------------------------ forward and backward
 
-    def _refuse(self, path: PathName, device: torch.device, dtype: torch.dtype) -> None:
-        problems = path_problems(
-            path, hidden=self.in_features, width=self.out_features, device=device, dtype=dtype
-        )
-        if problems:
-            raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
-
     def products_for(self, x: Tensor) -> LoopProducts:
         if self._products is None:
             self._products = make_products(
@@ -202,10 +179,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [rows, in] sorted by expert, ends [experts] int32 -> [rows, out]."""
-        check_rows(x, self.in_features)
-        check_ends(ends, self.num_experts, len(x))
         bundles = [self.experts(name) for name in self.layouts]
-        check_parameters(x, bundles)
+        check_inputs(x, ends, bundles, self.num_experts, self.in_features)
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:

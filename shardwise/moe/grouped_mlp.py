@@ -32,22 +32,8 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import (
-    anchor,
-    check_ends,
-    check_parameters,
-    check_rows,
-    choose_path,
-    compute_dtype,
-)
-from shardwise.moe.products import (
-    Form,
-    LoopProducts,
-    PathName,
-    expert_of,
-    make_products,
-    path_problems,
-)
+from shardwise.moe.inputs import anchor, check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import ExpertTensor
 
 
@@ -110,13 +96,7 @@ class GroupedMLP(nn.Module):
         self._asked_path = path
         # Chosen at the first forward: parameters may be swapped, moved or cast until then.
         self._chosen: tuple[PathName, LoopProducts] | None = None
-        if path is not None:
-            weight = self.fc1.experts("weight").parameters[0]
-            problems = path_problems(
-                path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
-            )
-            if problems:
-                raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
+        check_path(path, hidden, width, self.fc1.experts("weight").parameters[0])
 
     @property
     def path(self) -> PathName | None:
@@ -131,8 +111,6 @@ class GroupedMLP(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
         p = p.value if isinstance(p, FullPrecision) else p
-        check_rows(x, self.hidden)
-        check_ends(ends, self.num_experts, len(x))
         if p.shape != (len(x),) or p.dtype != torch.float32:
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
@@ -140,7 +118,7 @@ class GroupedMLP(nn.Module):
             )
         self._run_inner_hooks()
         bundles = self._bundles()
-        check_parameters(x, bundles)
+        check_inputs(x, ends, bundles, self.num_experts, self.hidden)
         if self._chosen is None:
             path = choose_path(self._asked_path, self.hidden, self.width, x)
             self._chosen = path, make_products(path)
@@ -222,11 +200,13 @@ class _MLP(torch.autograd.Function):
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, z, p, ends, *_ = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # z goes when it was read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
         dy = dy.contiguous()
         dh = products.input_gradient(dy, bundles[1].value(dy.dtype, "backward"), ends)
         dz, h, dp = products.activation_backward(dh, z, p, spec.form)
+        del dh, z
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
             dp = dp + (dy.float() * b2.float()).sum(-1)
@@ -242,7 +222,7 @@ class _MLP(torch.autograd.Function):
             # FC2's first: with it dy and h have been read for the last time.
             for bundle, write in owed[: len(owed) // 2]:
                 gradients[id(bundle)] = bundle.gradients(write)
-            del owed[: len(owed) // 2], dh, h
+            del owed[: len(owed) // 2], h
         dx = None
         if ctx.needs_input_grad[0]:
             w1 = bundles[0].value(dz.dtype, "backward")

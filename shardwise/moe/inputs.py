@@ -14,7 +14,23 @@ from shardwise.moe.products import PathName, path_problems
 from shardwise.moe.weights import ExpertTensor
 
 
-def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
+def check_inputs(
+    x: Tensor, ends: Tensor, bundles: list[ExpertTensor], num_experts: int, in_features: int
+) -> None:
+    """Rows, where each expert's end, and the parameters, as a forward finds them."""
+    _check_rows(x, in_features)
+    _check_ends(ends, num_experts, len(x))
+    _check_parameters(x, bundles)
+
+
+def _check_rows(x: Tensor, in_features: int) -> None:
+    if x.dim() != 2 or x.shape[1] != in_features:
+        raise ValueError(
+            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
+        )
+
+
+def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
     """The counts must add up to the rows; on a device that is checked there, without waiting."""
     if ends.shape != (num_experts,) or ends.dtype != torch.int32:
         raise ValueError(
@@ -32,28 +48,7 @@ def check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
         torch._assert_async(ends[-1] == num_rows)
 
 
-def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Brings backward to a node whose parameters are no inputs of it."""
-    wanted = any(parameter.requires_grad for parameter in parameters)
-    return torch.empty(0, device=x.device, requires_grad=wanted)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
-
-
-def autocasts(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def check_rows(x: Tensor, in_features: int) -> None:
-    if x.dim() != 2 or x.shape[1] != in_features:
-        raise ValueError(
-            f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
-        )
-
-
-def check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
+def _check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
     """Kernels address weights by the distance between experts: they must lie as torch made them."""
     for bundle in bundles:
         for parameter in bundle.parameters:
@@ -70,6 +65,31 @@ def check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
             f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "
             f"run under torch.autocast"
         )
+
+
+def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Brings backward to a node whose parameters are no inputs of it."""
+    wanted = any(parameter.requires_grad for parameter in parameters)
+    return torch.empty(0, device=x.device, requires_grad=wanted)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+
+
+def autocasts(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
+    """At construction: one that was asked for and is impossible is refused with every reason."""
+    if path is None:
+        return
+    problems = path_problems(
+        path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
+    )
+    if problems:
+        raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
 
 
 def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:

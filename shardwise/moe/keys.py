@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 StateDict = MutableMapping[str, Any]
-_WRAPPER = "module."
 
 
 def normalise(state: StateDict, prefix: str, name: str, num_experts: int, layout: str) -> bool:
@@ -82,37 +81,6 @@ def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
         f"'{key}' of shape {list(value.shape)} cannot be split over {num_experts} experts: its "
         f"first dimension must be {num_experts} or a multiple of it"
     )
-
-
-# ------------------------------------------------------------------------------ by suffix
-
-
-def normalise_by_suffix(
-    state: StateDict, module_name: str, name: str, num_experts: int, layout: str
-) -> bool:
-    """The same for main weights handed to an optimizer, whose keys may bear other prefixes.
-
-    The module is looked for by the end of the keys, with any number of ``module.`` in front taken
-    off its own name; the prefix that was found is kept. Where more than one key ends so, which one
-    is meant cannot be told, and nothing is changed.
-    """
-    while module_name.startswith(_WRAPPER):
-        module_name = module_name.removeprefix(_WRAPPER)
-    local = f"{module_name}." if module_name else ""
-    wanted = [f"{local}{name}", *indexed_keys(local, name, num_experts)]
-    found: dict[str, list[str]] = {suffix: [] for suffix in wanted}
-    for key in state:
-        for suffix in wanted:
-            if key == suffix or key.endswith(f".{suffix}"):
-                found[suffix].append(key)
-    if any(len(matches) > 1 for matches in found.values()):
-        return False
-    prefixes = {
-        matches[0].removesuffix(suffix) + local for suffix, matches in found.items() if matches
-    }
-    if len(prefixes) != 1:
-        return False  # nothing, or pieces of several modules
-    return normalise(state, prefixes.pop(), name, num_experts, layout)
 
 
 # ------------------------------------------------------------------------------ one by one

@@ -13,15 +13,15 @@ divide by *all* ranks that feed tokens (``gradient_divisor``), once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.moe.activation import Activation
 from shardwise.moe.dispatch import Dispatcher, check_share, plan_dispatch
-from shardwise.moe.grouped_linear import LayoutName
 from shardwise.moe.grouped_mlp import FullPrecision, GroupedMLP
-from shardwise.moe.products import PathName
 from shardwise.moe.router import Router, Routes, Routing
 
 
@@ -29,8 +29,9 @@ class MixtureOfExperts(nn.Module):
     """[..., hidden] -> the same, and the routes (their ``loss``, counts and statistics).
 
     ``axis``: where experts are spread over ranks; ``shared``: a module for all tokens, computed
-    while rows travel. ``delay_weight_gradient``: experts' weight gradients are computed while the
-    gradients of their rows travel back; with no axis, by :meth:`backward_dw`.
+    while rows travel; ``experts``: what else :class:`GroupedMLP` takes. With its
+    ``delay_weight_gradient`` weight gradients are computed while those of the rows travel back;
+    with no axis, by :meth:`backward_dw`.
     """
 
     def __init__(
@@ -42,32 +43,16 @@ class MixtureOfExperts(nn.Module):
         activation: Activation,
         axis: comm.Axis | None = None,
         shared: nn.Module | None = None,
-        gate_up_block: int = 0,
-        bias: bool = False,
-        weight_layout: LayoutName = "grouped",
-        bias_layout: LayoutName | None = None,
-        path: PathName | None = None,
-        delay_weight_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **experts: Any,
     ) -> None:
         super().__init__()
         self.axis = axis if axis is not None and axis.size > 1 else None
         local = check_share(routing.num_experts, 1 if self.axis is None else self.axis.size)
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
         self.experts = GroupedMLP(
-            local,
-            hidden,
-            width,
-            activation=activation,
-            gate_up_block=gate_up_block,
-            bias=bias,
-            weight_layout=weight_layout,
-            bias_layout=bias_layout,
-            path=path,
-            delay_weight_gradient=delay_weight_gradient,
-            device=device,
-            dtype=dtype,
+            local, hidden, width, activation=activation, device=device, dtype=dtype, **experts
         )
         self.shared = shared
         self._dispatcher = Dispatcher(self.axis)

@@ -13,6 +13,7 @@ rounded at the same places on every path: see ``moe/activation.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -135,11 +136,11 @@ class FusedProducts(GroupedProducts):
 
     def __init__(
         self,
-        fc1_tile: GroupedTile = grouped.FC1_TILE,
+        # By columns of x and rows of an expert: the first product's tile; None: torch's product.
+        fc1_tile: Callable[[int, float], GroupedTile | None] = grouped.measured_fc1_tile,
         weight_tile: GroupedTile | None = None,  # None: by the dtype of the gradient
-        fuse_fc1: bool | None = None,  # None: where it was measured to be faster
     ) -> None:
-        self.fc1_tile, self.weight_tile, self.fuse_fc1 = fc1_tile, weight_tile, fuse_fc1
+        self.fc1_tile, self.weight_tile = fc1_tile, weight_tile
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         if not _aligned(into.out) or (into.add and into.dtype != torch.float32):
@@ -153,23 +154,16 @@ class FusedProducts(GroupedProducts):
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
-        if self._fuses_fc1(len(x), weight, form):
+        tile = self.fc1_tile(weight.shape[2], len(x) / len(weight))
+        if tile is not None and _takes_fc1(weight, form, tile):
             from shardwise.kernels import grouped_fc1
 
-            return grouped_fc1.fc1(x, weight, bias, p, ends, tile=self.fc1_tile, **form.numbers)
+            return grouped_fc1.fc1(x, weight, bias, p, ends, tile=tile, **form.numbers)
         from shardwise.kernels import grouped_activation
 
         z = self.linear(x, weight, ends)
         expert = None if bias is None else expert_of(ends, len(x)).int()
         return z, grouped_activation.forward(z, p, bias=bias, expert=expert, **form.numbers)
-
-    def _fuses_fc1(self, num_rows: int, weight: Tensor, form: Form) -> bool:
-        width = weight.shape[1] // form.activation.inputs_per_output
-        fits = grouped.fits_fc1(width, form.block, form.activation.gated, self.fc1_tile)
-        wanted = self.fuse_fc1
-        if wanted is None:
-            wanted = grouped.fc1_wins(weight.shape[2], num_rows / len(weight))
-        return fits and wanted and weight.is_contiguous() and _aligned(weight)
 
     def activation_backward(
         self, dh: Tensor, z: Tensor, p: Tensor, form: Form
@@ -182,6 +176,12 @@ class FusedProducts(GroupedProducts):
         from shardwise.kernels import grouped_weight
 
         return grouped_weight.bias_gradient(dy, ends, p)
+
+
+def _takes_fc1(weight: Tensor, form: Form, tile: GroupedTile) -> bool:
+    width = weight.shape[1] // form.activation.inputs_per_output
+    fits = grouped.fits_fc1(width, form.block, form.activation.gated, tile)
+    return fits and weight.is_contiguous() and _aligned(weight)
 
 
 def _aligned(value: Tensor | None) -> bool:
@@ -233,5 +233,5 @@ def make_products(path: PathName) -> LoopProducts:
         "fused": FusedProducts,
     }
     if path == "fused" and grouped.interpreted():
-        return FusedProducts(grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE, fuse_fc1=True)
+        return FusedProducts(lambda *_: grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE)
     return kinds[path]()

@@ -38,5 +38,26 @@ def full_state_dict(
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load whole tensors: every rank passes them all and keeps its pieces. No communication."""
+    """Load whole main weights: every rank passes them all and keeps its pieces. No communication.
+
+    They become those that the optimizer updates: it has no others. All keys may bear one prefix
+    more than the model's (``module.``, ``model.``), and experts may be in the other layout.
+    """
+    prefix = _prefix_of(state, set(model.state_dict()))
+    if prefix:
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
     return model.load_state_dict(state, strict=strict)
+
+
+def _prefix_of(state: Mapping[str, Any], names: set[str]) -> str:
+    """What every key has before a name of the model. With several answers, or none, nothing: which
+    one is meant cannot be told, and loading says what is missing."""
+    found = set()
+    for key in state:
+        parts = key.split(".")
+        suffixes = (".".join(parts[first:]) for first in range(len(parts)))
+        name = next((suffix for suffix in suffixes if suffix in names), None)
+        if name is not None:
+            found.add(key.removesuffix(name))
+    prefix = found.pop() if len(found) == 1 else ""
+    return prefix if all(key.startswith(prefix) for key in state) else ""

@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 
 if INSIDE:
-    from shardwise.kernels import grouped, grouped_fc1, grouped_weight
-    from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
+    from shardwise.kernels import grouped, grouped_activation, grouped_fc1, grouped_weight
+    from shardwise.moe.activation import activate, clamped_quick_geglu, squared_relu, swiglu
     from shardwise.moe.grouped_mlp import GroupedMLP
     from shardwise.moe.products import Form, FusedProducts, Into, LoopProducts
     from tests.unit.test_grouped_mlp import data, ends_of, make, names_of, relative, together
@@ -67,8 +67,12 @@ def test_the_fused_path_equals_the_loop(
         for parameter in mlp.parameters():
             parameter.main_grad = torch.ones(parameter.shape)
         if path == "fused":
-            small = grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE
-            mlp._chosen = "fused", FusedProducts(*small, fuse_fc1=fuse)
+            mlp._chosen = (
+                "fused",
+                FusedProducts(
+                    lambda *_: grouped.SMALL_FC1_TILE if fuse else None, grouped.SMALL_WEIGHT_TILE
+                ),
+            )
         x, p, dy = data(COUNTS)
         y = mlp(x, ends_of(COUNTS), p)
         y.backward(dy)
@@ -122,6 +126,21 @@ def test_the_walk_over_tiles_does_not_change_the_result(band: int, flatten: bool
         x.detach(), w1, None, p.detach(), ends_of(COUNTS), Form(ACTIVATIONS["swiglu"], 0)
     )
     assert all(relative(a, b.double()) < 1e-6 for a, b in zip(found, expected, strict=True))
+
+
+@inside
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("backwards", [True, False])
+def test_the_order_of_the_pass_does_not_change_the_result(
+    linear: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 rows of 24 columns, 2 and 16 at a time: the last of each are not whole."""
+    poison(monkeypatch)
+    order = grouped_activation.Pass(chunk=16, elements=32, linear=linear, backwards=backwards)
+    z, p = torch.randn(7, 48), torch.rand(7)
+    form = Form(ACTIVATIONS["swiglu"], 8)
+    found = grouped_activation.forward(z, p, order=order, **form.numbers)
+    torch.testing.assert_close(found, activate(z, p, form.activation, form.block))
 
 
 @inside

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.moe.activation import (
     Activation,
@@ -25,6 +26,7 @@ from shardwise.moe.activation import (
 )
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.grouped_mlp import GroupedMLP
+from shardwise.moe.products import GroupedProducts
 from shardwise.moe.weights import as_one, evenly_spaced
 
 HIDDEN, WIDTH = 16, 24
@@ -200,6 +202,29 @@ def test_only_x_and_z_are_kept_for_backward() -> None:
     rows = len(x)
     floats = [shape for shape in kept if shape and shape[0] == rows and len(shape) == 2]
     assert sorted(floats) == sorted([(rows, HIDDEN), (rows, 2 * WIDTH)])
+
+
+def test_z_is_given_back_before_the_gradients_of_the_first_linear() -> None:
+    """They are the largest, and z the largest of what is kept; a retained graph keeps it."""
+    seen: list[bool] = []
+
+    class Watching(GroupedProducts):
+        def activation_backward(self, dh: Tensor, z: Tensor, *args: Any) -> Any:
+            self.z = StorageWeakRef(z.untyped_storage())
+            return super().activation_backward(dh, z, *args)
+
+        def weight_gradient(self, *args: Any) -> Tensor:
+            seen.append(self.z.expired())
+            return super().weight_gradient(*args)
+
+    mlp = make(path="grouped_mm")
+    mlp._chosen = "grouped_mm", Watching()
+    x, p, dy = data(UNEVEN)
+    y = mlp(x, ends_of(UNEVEN), p)
+    first = torch.autograd.grad(y, [x, p, mlp.fc1.weight], dy, retain_graph=True)
+    second = torch.autograd.grad(y, [x, p, mlp.fc1.weight], dy)
+    assert seen == [False, False, True, True]
+    assert all(map(torch.equal, first, second))
 
 
 # ------------------------------------------------------------------------------ where grads go

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.moe import keys
 from shardwise.moe.activation import swiglu
 from shardwise.moe.grouped_mlp import GroupedMLP
@@ -71,24 +72,42 @@ def test_splitting_by_members_slices_or_chunks() -> None:
         keys.to_indexed({"weight": torch.ones(4, 2)}, "", "weight", 3)
 
 
-def test_by_suffix_prefixes_are_kept_and_wrappers_stripped() -> None:
-    state = indexed("model.blocks.0.fc1.")
-    assert keys.normalise_by_suffix(state, "module.module.blocks.0.fc1", "weight", 3, "grouped")
-    assert list(state) == ["model.blocks.0.fc1.weight"]
-    assert keys.normalise_by_suffix(state, "blocks.0.fc1", "weight", 3, "indexed")
-    assert list(state) == list(indexed("model.blocks.0.fc1."))
+class Experts(nn.Module):
+    def __init__(self, layout: Any) -> None:
+        super().__init__()
+        self.mlp = GroupedMLP(3, 4, 2, activation=swiglu(), bias=True, weight_layout=layout)
+        self.head = nn.Linear(4, 4)
 
 
-def test_by_suffix_ambiguity_and_strangers_are_left_alone() -> None:
-    def stack(state: Any) -> bool:
-        return keys.normalise_by_suffix(state, "fc1", "weight", 3, "grouped")
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module.model."])
+def test_whole_main_weights_may_bear_a_prefix_and_the_other_layout(prefix: str) -> None:
+    source, target = Experts("indexed"), Experts("grouped")
+    state = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    before = list(state)
+    sw.load_full_state_dict(target, state)
+    assert list(state) == before, "the caller's keys stay as they are"
+    for name in ("fc1", "fc2"):
+        mine, theirs = (getattr(model.mlp, name).experts("weight") for model in (target, source))
+        assert torch.equal(mine.value(torch.float32), theirs.value(torch.float32))
+    assert torch.equal(target.head.weight, source.head.weight)
 
-    unchanged({**indexed("a.fc1."), **indexed("b.fc1.")}, stack)  # which of the two?
-    unchanged({**indexed("a.fc1."), "b.fc1.weight1": torch.ones(1)}, stack)
-    unchanged(indexed("a.afc1."), stack)  # the end of a word is no suffix
-    unchanged({"a.fc1.weight0": torch.ones(1)}, stack)  # incomplete
-    unchanged({**indexed("a.fc1.", experts=2), "b.fc1.weight2": torch.ones(2, 4)}, stack)
-    unchanged({"a.fc2.weight": torch.ones(3, 2, 4)}, stack)
+
+def test_prefixes_that_leave_a_doubt_are_left_alone() -> None:
+    state = Experts("indexed").state_dict()
+    twice = {f"{prefix}{key}": value for prefix in ("a.", "b.") for key, value in state.items()}
+    some = {("a." if "fc1" in key else "") + key: value for key, value in state.items()}
+    stranger = {f"a.{key}": value for key, value in state.items()} | {"other": torch.ones(1)}
+    nested = {f"a.{key}": value for key, value in state.items()} | {"a.b.head.bias": torch.ones(4)}
+    word = {f"a{key}": value for key, value in state.items()}  # the end of a word is no suffix
+    for wrong, missing in (
+        (twice, "mlp.fc1.weight"),
+        (some, "mlp.fc1.weight"),
+        (stranger, "head.bias"),
+        (nested, "head.bias"),
+        (word, "head.bias"),
+    ):
+        with pytest.raises(RuntimeError, match=f"Missing key.*{missing}"):
+            sw.load_full_state_dict(Experts("grouped"), wrong)
 
 
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])
