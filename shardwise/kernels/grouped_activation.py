@@ -12,8 +12,6 @@ definition is ``moe/activation.py``: fp32 inside, from the rounded ``z``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -21,20 +19,6 @@ from torch import Tensor
 
 # The most columns of h that a program holds at once (512 to 2048 measured: 4.0 to 3.7 TB/s).
 _CHUNK = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """How the forward pass goes over z: what one program takes, and in which order."""
-
-    chunk: int = _CHUNK  # columns of h
-    elements: int = 2048  # of h
-    warps: int = 4
-    linear: bool = False  # a row's columns by neighbouring programs; else all rows' first columns
-    backwards: bool = False  # from what the product wrote last, which may still be in the L2
-
-
-PASS = Pass()
 
 
 @triton.jit
@@ -69,19 +53,14 @@ def _places(columns, width, block: tl.constexpr, gated: tl.constexpr):
 def _forward_kernel(
     z_ptr, p_ptr, h_ptr, bias_ptr, expert_ptr, num_rows, width, alpha, limit, offset,
     rows: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr, gated: tl.constexpr,
-    clamped: tl.constexpr, has_bias: tl.constexpr, linear: tl.constexpr, backwards: tl.constexpr,
+    clamped: tl.constexpr, has_bias: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    if backwards:
-        program = tl.num_programs(0) - 1 - program
-    if linear:
-        chunks = tl.cdiv(width, chunk)
-        row_block, column_block = program // chunks, program % chunks
-    else:
-        row_blocks = tl.cdiv(num_rows, rows)
-        row_block, column_block = program % row_blocks, program // row_blocks
-    row = row_block * rows + tl.arange(0, rows)
-    columns = column_block * chunk + tl.arange(0, chunk)
+    # From the rows that the product wrote last, which may still be in the L2, to those that the
+    # next product reads first.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    chunks = tl.cdiv(width, chunk)
+    row = program // chunks * rows + tl.arange(0, rows)
+    columns = program % chunks * chunk + tl.arange(0, chunk)
     inside = (row < num_rows)[:, None] & (columns < width)[None, :]
     z_width = width * 2 if gated else width
     z_row = z_ptr + row.to(tl.int64)[:, None] * z_width
@@ -168,23 +147,23 @@ def forward(
     block: int,
     bias: Tensor | None = None,  # [experts, columns of z]
     expert: Tensor | None = None,  # [rows], with a bias
-    order: Pass = PASS,
+    chunk: int = 1024,
+    elements: int = 2048,
 ) -> Tensor:
-    """h [rows, width]."""
+    """h [rows, width]; a program takes so many ``elements`` of it, in rows of a ``chunk``."""
     num_rows = len(z)
     width = z.shape[1] // 2 if gated else z.shape[1]
     h = torch.empty(num_rows, width, dtype=z.dtype, device=z.device)
     if num_rows == 0:
         return h
-    chunk = _chunk_for(width, order.chunk)
-    rows = max(1, order.elements // chunk)
+    chunk = _chunk_for(width, chunk)
+    rows = max(1, elements // chunk)
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(width, chunk)
     _forward_kernel[(programs,)](
         z, p, h, z if bias is None else bias, p if expert is None else expert,
         num_rows, width, alpha, limit or 0.0, offset,
         rows=rows, chunk=chunk, block=block, gated=gated, clamped=limit is not None,
-        has_bias=bias is not None, linear=order.linear, backwards=order.backwards,
-        num_warps=order.warps,
+        has_bias=bias is not None, num_warps=4,
     )  # fmt: skip
     return h
 
