@@ -21,9 +21,8 @@ from torch import nn
 
 from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns, shard_range
+from shardwise.placements import REPLICATE, SHARD, STRATEGIES, Placements, Turns, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.exchange import (
     Orthogonalisation,
     heaviest,
@@ -33,13 +32,14 @@ from shardwise.report.exchange import (
 )
 from shardwise.report.footprint import Mesh
 from shardwise.report.shard_map import shard_map
-from shardwise.report.simulate import Step, simulate
+from shardwise.report.simulate import Moment, Step, simulate
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
 from shardwise.report.turns import coordinate_of, footprints, joint_of, state_bytes, turns_of
 from shardwise.report.units import (
     Owner,
     PlannedUnit,
+    buffers_of,
     folded,
     lay_out,
     optimizer_bytes,
@@ -64,6 +64,7 @@ class Options:
     optimizer: str
     microbatches: int
     reshard_after_forward: bool | int | None
+    gather_in_step: bool
     device: str
     memory: int | None
     other_bytes: int
@@ -75,6 +76,11 @@ class Options:
             problems.append(
                 f"{self.placements} describes {entries} data-parallel axes, the mesh {self.mesh} "
                 f"has {axes}: use zero0 to zero3 on one axis, hsdp or hfsdp on two"
+            )
+        if self.gather_in_step and SHARD in self.placements.compute:
+            problems.append(
+                f"gather_in_step=True under {self.placements}: whole weights are not kept between "
+                f"steps; leave it out, or use zero1 or zero2"
             )
         if self.optimizer not in OPTIMIZERS:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
@@ -142,7 +148,7 @@ class Plan:
     peak_total: int
     optimizer_bytes: int
     calls: Counter[Call] = field(repr=False)
-    phases: dict[Phase, Counter[Call]] = field(repr=False)  # the same, by the phase that issues it
+    phases: dict[Moment, Counter[Call]] = field(repr=False)  # the same, by who issues it
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
     # By name: the elements of a matrix that each replica works on, where replicas take turns.
@@ -289,6 +295,7 @@ def plan(
     microbatches: int = 1,
     wrap: Sequence[nn.Module] | None = None,
     reshard_after_forward: bool | int | None = None,
+    gather_in_step: bool = False,
     grain: GrainChoice | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     device: str = "cuda",
@@ -306,6 +313,8 @@ def plan(
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.
         wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
+        gather_in_step: as given to ``fully_shard``, with ``sw.optimizer``: matrices are exchanged
+            in waves, and weights are gathered by the step that updates them, not by a forward.
         device: "cuda" (a GPU that the kernels serve), another one by its compute capability
             ("cuda:sm_80"), or "cpu". Matrices are weighed as there: by what was measured, or by
             operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
@@ -322,6 +331,7 @@ def plan(
         optimizer=optimizer,
         microbatches=microbatches,
         reshard_after_forward=reshard_after_forward,
+        gather_in_step=gather_in_step,
         device=device,
         memory=memory,
         other_bytes=other_bytes,
@@ -334,7 +344,8 @@ def plan(
         return made
 
     def again(**changes: Any) -> Plan:
-        changed = replace(options, **changes)
+        kept = SHARD not in changes.get("placements", options.placements).compute
+        changed = replace(options, gather_in_step=gather_in_step and kept, **changes)
         return _plan(root, routes, changed, grain, label, rank, with_exchange=False)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
@@ -367,7 +378,10 @@ def _plan(
     owned = None
     at, turns = (0, 0), {}
     if options.optimizer == "muon" and (with_exchange or REPLICATE in placements.main):
-        owned = owners_of(routes, where, mesh, placements.main, measured=options.measured)
+        buffers = buffers_of(root, where) if options.gather_in_step else None
+        owned = owners_of(
+            routes, where, mesh, placements.main, measured=options.measured, buffers=buffers
+        )
         at = heaviest(owned) if rank is None and owned.cargo else at
         turns = turns_of(routes, owned, mesh, placements)
     if rank is not None:
@@ -375,7 +389,7 @@ def _plan(
     sizes = footprints(
         root, groups, where, turns, mesh, placements, coordinate_of(mesh, placements, *at)
     )
-    step = Step(asynchronous=options.device != "cpu")
+    step = Step(asynchronous=options.device != "cpu", gathers=options.gather_in_step)
     result = simulate(simulated(root, sizes, step, release), options.microbatches)
     if owned is not None and turns:
         widths = [states[0] * where[id(one.parameter)][0].dtype.itemsize for one in taken(routes)]
