@@ -23,6 +23,7 @@ from shardwise import comm
 from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
+from shardwise.optim.owners import waves_of
 from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import (
     Home,
@@ -35,8 +36,6 @@ from shardwise.optim.storage import (
 from shardwise.optim.tensor_parallel import Blocks
 from shardwise.optim.turns import conformed, gradient_of, like, take_turns
 from shardwise.tensor import ShardedTensor
-
-WAVES = 8  # of a step whose weights are gathered as they are updated
 
 
 @dataclass(eq=False)
@@ -82,25 +81,13 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
     return served
 
 
-def waves_of(matrices: Sequence[Matrix]) -> list[int]:
-    """The wave of each: all in one, where nobody waits for any of them.
-
-    Else those of a buffer come together, buffers in the order of the model, which forward will read
-    them in: the first can be gathered while the next is computed. A wave is about an eighth of it
-    all, so that an owner still batches.
-    """
+def waves(matrices: Sequence[Matrix]) -> list[int]:
+    """The wave of each: all in one, where nobody waits for any of them."""
     buffers = [buffer_of(matrix.parameter) for matrix in matrices]
     if not any(buffer is not None and buffer.settled is not None for buffer in buffers):
         return [0] * len(matrices)
-    sizes: dict[int, int] = {}
-    for matrix, buffer in zip(matrices, buffers, strict=True):
-        sizes[id(buffer)] = sizes.get(id(buffer), 0) + matrix.parameter.numel()
-    total, before = sum(sizes.values()), 0
-    wave_of = {}
-    for key, size in sizes.items():
-        wave_of[key] = WAVES * before // total
-        before += size
-    return [wave_of[id(buffer)] for buffer in buffers]
+    sizes = [matrix.parameter.numel() for matrix in matrices]
+    return waves_of([id(buffer) for buffer in buffers], sizes)
 
 
 def freight(
@@ -141,21 +128,21 @@ class Fleet:
         self.form, self.scale = first.group["form"], first.group["scale"]
         device = local_of(first.parameter).device
         measured = kernels_everywhere(device, (home.shards, home.replicas))
-        waves = waves_of(matrices)
+        wave_of = waves(matrices)
         # By wave, in order: what is updated, and can be gathered, together.
         self.waves = [
-            [one for one, at in zip(matrices, waves, strict=True) if at == wave]
-            for wave in sorted(set(waves))
+            [one for one, at in zip(matrices, wave_of, strict=True) if at == wave]
+            for wave in sorted(set(wave_of))
         ]
         self.exchange = Exchange(
             home,
-            freight(matrices, measured=measured, waves=waves),
+            freight(matrices, measured=measured, waves=wave_of),
             device,
             wire=first.group["wire"],
             spread=first.group["replicas"] == "spread",
         )
         rounds = [self.exchange.freight[index].wave for index, *_ in self.exchange.plan.rounds]
-        self._num_rounds = [rounds.count(wave) for wave in sorted(set(waves))]
+        self._num_rounds = [rounds.count(wave) for wave in sorted(set(wave_of))]
         for position, matrix in enumerate(matrices):
             take_turns(matrix.parameter, self.exchange.turns(position))
         mode = first.group["tensor_parallel"]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +31,7 @@ KEEP_BALANCE = 1.05  # the load, over the mean, up to which a holder keeps what 
 CUT_SHARE = 0.25  # of a replica's load: what costs more is cut between its matrices
 EQUALS = 8  # how many equally loaded replicas are compared further
 SLOT_BYTES = 256 << 20  # of one owner's parcels in one round; two rounds are in flight
+WAVES = 8  # of a step whose weights are gathered as they are updated
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,25 @@ def plan_owners(
     if current:
         rounds.append(tuple(current))
     return Plan(tuple(cargo), num_shards, num_replicas, owners, tuple(rounds))
+
+
+def waves_of(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
+    """The wave of each parameter, by its buffer and its size, where buffers are gathered as soon as
+    they are updated.
+
+    Those of a buffer come together, buffers in the order of the model, which forward will read them
+    in: the first can be gathered while the next is computed. A wave is about an eighth of it all,
+    so that an owner still batches.
+    """
+    total_of: dict[Hashable, int] = {}
+    for buffer, size in zip(buffers, sizes, strict=True):
+        total_of[buffer] = total_of.get(buffer, 0) + size
+    total, before = sum(sizes), 0
+    wave_of = {}
+    for buffer, size in total_of.items():
+        wave_of[buffer] = WAVES * before // total
+        before += size
+    return [wave_of[buffer] for buffer in buffers]
 
 
 def _assign(

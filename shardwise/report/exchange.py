@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from shardwise.comm import Call
 from shardwise.optim.exchange import freight_of
 from shardwise.optim.muon import muon
 from shardwise.optim.newton_schulz import cost, price
-from shardwise.optim.owners import Cargo, Plan, plan_owners
+from shardwise.optim.owners import Cargo, Plan, plan_owners, waves_of
 from shardwise.optim.routing import Routed
 from shardwise.optim.split import parcels_of
 from shardwise.placements import REPLICATE, SHARD, Placement, shard_range
@@ -128,6 +128,7 @@ def fleets_of(
     placements: Sequence[Placement],
     *,
     measured: bool = False,
+    buffers: Mapping[int, Hashable] | None = None,
 ) -> list[Fleet]:
     """As ``optim/matrices.py`` makes them; ``ep_of`` is by id of the parameter."""
     found: dict[int, list[Routed]] = {}
@@ -136,7 +137,7 @@ def fleets_of(
     fleets = []
     for ep, members in found.items():
         ranks = mesh.without(ep)
-        owned = owners_of(members, places, ranks, placements, measured=measured)
+        owned = owners_of(members, places, ranks, placements, measured=measured, buffers=buffers)
         fleets.append(Fleet(members, ranks, ep, placements, owned))
     return fleets
 
@@ -148,10 +149,12 @@ def owners_of(
     placements: Sequence[Placement],
     *,
     measured: bool = False,
+    buffers: Mapping[int, Hashable] | None = None,
 ) -> Plan:
     """Who computes which matrix, as ``sw.optimizer(model, matrix=sw.muon(...))`` plans it.
 
-    ``places`` are by id of the parameter; ``measured``: on GPUs that the kernels serve.
+    ``places`` are by id of the parameter; ``measured``: on GPUs that the kernels serve;
+    ``buffers``, by id of the parameter: those that are gathered as soon as they are updated.
     """
     settings = muon()
     priced = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
@@ -159,6 +162,10 @@ def owners_of(
     rank_of = ranks_of(mesh, placements, SHARD)
     known: dict[Any, list[Cargo]] = {}
     cargo: list[Cargo] = []
+    found = [one.parameter for one in taken(routes)]
+    waves = [0] * len(found)
+    if buffers is not None:
+        waves = waves_of([buffers[id(p)] for p in found], [p.numel() for p in found])
     for position, one in enumerate(taken(routes)):
         group, index = places[id(one.parameter)]
         key = (id(group), index, one.route.split)
@@ -188,7 +195,7 @@ def owners_of(
                 )
             ]
         cargo += [
-            replace(parcel, name=one.name + parcel.name, parameter=position)
+            replace(parcel, name=one.name + parcel.name, parameter=position, wave=waves[position])
             for parcel in known[key]
         ]
     return plan_owners(cargo, shards, mesh.num_ranks // shards)

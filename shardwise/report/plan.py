@@ -21,9 +21,8 @@ from torch import nn
 
 from shardwise.comm import Call
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import REPLICATE, STRATEGIES, Placements, Turns
+from shardwise.placements import REPLICATE, SHARD, STRATEGIES, Placements, Turns
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.exchange import (
     Fleet,
     Orthogonalisation,
@@ -33,7 +32,7 @@ from shardwise.report.exchange import (
 )
 from shardwise.report.footprint import Mesh
 from shardwise.report.shard_map import shard_map
-from shardwise.report.simulate import Step, simulate
+from shardwise.report.simulate import Moment, Step, simulate
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
 from shardwise.report.traffic import Traffic, traffic_of
@@ -41,6 +40,7 @@ from shardwise.report.turns import footprints, state_bytes, turns_of
 from shardwise.report.units import (
     Owner,
     PlannedUnit,
+    buffers_of,
     folded,
     lay_out,
     owners,
@@ -64,6 +64,7 @@ class Options:
     optimizer: str
     microbatches: int
     reshard_after_forward: bool | int | None
+    gather_in_step: bool
     device: str
     memory: int | None
     other_bytes: int
@@ -76,6 +77,11 @@ class Options:
             problems.append(
                 f"{self.placements} describes {entries} data-parallel axes, the mesh {self.mesh} "
                 f"has {axes}: use zero0 to zero3 on one axis, hsdp or hfsdp on two"
+            )
+        if self.gather_in_step and SHARD in self.placements.compute:
+            problems.append(
+                f"gather_in_step=True under {self.placements}: whole weights are not kept between "
+                f"steps; leave it out, or use zero1 or zero2"
             )
         if self.optimizer not in OPTIMIZERS:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
@@ -148,7 +154,7 @@ class Plan:
     peak_total: int
     optimizer_bytes: int
     calls: Counter[Call] = field(repr=False)
-    phases: dict[Phase, Counter[Call]] = field(repr=False)  # the same, by the phase that issues it
+    phases: dict[Moment, Counter[Call]] = field(repr=False)  # the same, by who issues it
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)
@@ -292,6 +298,7 @@ def plan(
     microbatches: int = 1,
     wrap: Sequence[nn.Module] | None = None,
     reshard_after_forward: bool | int | None = None,
+    gather_in_step: bool = False,
     grain: GrainChoice | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     device: str = "cuda",
@@ -313,6 +320,8 @@ def plan(
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.
         wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
+        gather_in_step: as given to ``fully_shard``, with ``sw.optimizer``: matrices are exchanged
+            in waves, and weights are gathered by the step that updates them, not by a forward.
         device: "cuda" (a GPU that the kernels serve), another one by its compute capability
             ("cuda:sm_80"), or "cpu". Matrices are weighed as there: by what was measured, or by
             operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
@@ -332,6 +341,7 @@ def plan(
         optimizer=optimizer,
         microbatches=microbatches,
         reshard_after_forward=reshard_after_forward,
+        gather_in_step=gather_in_step,
         device=device,
         memory=memory,
         other_bytes=other_bytes,
@@ -347,7 +357,8 @@ def plan(
         return made
 
     def again(**changes: Any) -> Plan:
-        changed = replace(options, **changes)
+        kept = SHARD not in changes.get("placements", options.placements).compute
+        changed = replace(options, gather_in_step=gather_in_step and kept, **changes)
         return _plan(root, routes, changed, grain, label, rank, with_exchange=False)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
@@ -380,11 +391,19 @@ def _plan(
     fleets: list[Fleet] = []
     if options.optimizer == "muon" and (with_exchange or REPLICATE in placements.main):
         ep_of = {id(found.parameter): owner.ep for owner in root.tree() for found in owner.found}
-        fleets = fleets_of(routes, where, ep_of, mesh, placements.main, measured=options.measured)
+        fleets = fleets_of(
+            routes,
+            where,
+            ep_of,
+            mesh,
+            placements.main,
+            measured=options.measured,
+            buffers=buffers_of(root, where) if options.gather_in_step else None,
+        )
     at = (heaviest(fleets) if fleets else 0) if rank is None else rank
     turns = turns_of(fleets)
     sizes = footprints(root, groups, where, turns, mesh, placements, at)
-    step = Step(asynchronous=options.device != "cpu")
+    step = Step(asynchronous=options.device != "cpu", gathers=options.gather_in_step)
     result = simulate(simulated(root, sizes, step, release), options.microbatches)
     turned = [fleet for fleet in fleets if fleet.plan.num_replicas > 1]
     held = state_bytes(units, states, mesh, placements, turned, where)

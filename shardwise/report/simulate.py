@@ -3,6 +3,7 @@
 
     forward     root( 1( ) 2( ) 3( ) )        who is prefetched, and whose turn it is to reduce, is
     backward    root 3 2 1, reduces 3 2 1 root    asked of shard/order.py itself
+    step        root 1 2 3                    gathers, where the optimizer's step brings weights
 
 Each event moves bytes in a ledger of its own and counts its collectives; nothing is computed, no
 memory taken. What a step does depends on the units alone, never on the number of ranks, so 4096
@@ -19,12 +20,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.comm import Call
 from shardwise.memory import Ledger
 from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.report.footprint import Footprint
 from shardwise.shard.order import Order
+
+Moment = Phase | Literal["step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +40,23 @@ class Simulated:
     peak: dict[str, int]
     peak_total: int
     calls: Counter[Call]
-    phases: dict[Phase, Counter[Call]]  # the same, apart for forward and backward
+    phases: dict[Moment, Counter[Call]]  # the same, apart for forward, backward and step
     timeline: tuple[tuple[str, str, int], ...]  # (what happens, kind, bytes more or less)
 
 
 class Step:
     """The shared part of a simulated model: its ledger, its order, reductions under way."""
 
-    def __init__(self, *, asynchronous: bool, max_reductions: int = 1) -> None:
+    def __init__(
+        self, *, asynchronous: bool, max_reductions: int = 1, gathers: bool = False
+    ) -> None:
         self.ledger = Ledger()
         self.ledger.watchers.append(self._note)
-        self.phases: dict[Phase, Counter[Call]] = {"forward": Counter(), "backward": Counter()}
-        self.phase: Phase = "forward"
+        self.gathers = gathers  # whether the optimizer's step brings the weights it has written
+        self.phases: dict[Moment, Counter[Call]] = {"forward": Counter(), "backward": Counter()}
+        if gathers:
+            self.phases["step"] = Counter()
+        self.phase: Moment = "forward"
         self.weight = 1  # how many microbatches the one being played stands for
         self.asynchronous, self.max_reductions = asynchronous, max_reductions
         self.doing = "at rest"
@@ -115,9 +124,14 @@ class SimulatedGroup:
         step.ledger.add("compute", size.compute)
         for plane in self.planes if size.persistent else ():
             plane.acquire()
-        # Between steps an optimizer writes what is trained: frozen weights are still as gathered.
-        self.refreshed = not size.trainable
-        self.filled = [plane.live and not size.trainable for plane in self.planes]
+        # Between steps an optimizer writes what is trained: frozen weights are still as gathered,
+        # and so is what the step before has brought.
+        fresh = not size.trainable or step.gathers
+        self.refreshed = fresh
+        early = size.reads["forward"] if size.trainable else range(len(self.planes))
+        self.filled = [
+            plane.live and fresh and number in early for number, plane in enumerate(self.planes)
+        ]
         self.published = False  # whether the parameters at rest show gradients
         self.in_flight = False
 
@@ -152,6 +166,12 @@ class SimulatedGroup:
         for number, plane in enumerate(self.planes):
             plane.release()
             self.filled[number] = False
+
+    def settle(self) -> None:
+        """The optimizer has written to it, and brings what forward will read."""
+        if self.size.trainable:
+            self.refreshed, self.filled = False, [False] * len(self.planes)
+            self.gather("forward")
 
     # ------------------------------------------------------------------ gradients
 
@@ -357,12 +377,18 @@ def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
         step.order.begin_backward()
         root.backward(last=number == played - 1)
         step.drain()
+    loaded = step.ledger.snapshot()
+    if step.gathers:
+        step.phase, step.weight, step.doing = "step", 1, "step"
+        for unit in units:
+            for group in unit.groups:
+                group.settle()
     return Simulated(
         rest=rest,
-        loaded=step.ledger.snapshot(),
+        loaded=loaded,
         peak={kind: nbytes for kind, nbytes in sorted(step.ledger.peak.items()) if nbytes},
         peak_total=step.ledger.peak_total,
-        calls=step.phases["forward"] + step.phases["backward"],
+        calls=sum(step.phases.values(), Counter()),
         phases=step.phases,
         timeline=tuple(step.timeline),
     )

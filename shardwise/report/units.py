@@ -11,7 +11,7 @@ The grouping and the layouts are made by the same functions that ``fully_shard``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -273,6 +273,15 @@ def simulated(
         )
 
     return build(root)
+
+
+def buffers_of(root: Owner, where: Mapping[int, tuple[PlannedGroup, int]]) -> dict[int, Hashable]:
+    """The buffer of every parameter, by id: units that are alike share a group and no buffer."""
+    return {
+        id(one.parameter): (id(owner), id(where[id(one.parameter)][0]))
+        for owner in root.tree()
+        for one in owner.found
+    }
 
 
 def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> list[int]:

@@ -16,7 +16,7 @@ from shardwise.optim.routing import routes_of
 from shardwise.placements import REPLICATE, SHARD, STRATEGIES
 from shardwise.report.exchange import exchange_calls, owners_of
 from shardwise.report.plan import Plan, plan
-from shardwise.report.units import lay_out, owners, places
+from shardwise.report.units import buffers_of, lay_out, owners, places
 from shardwise.shard.find import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
@@ -307,67 +307,80 @@ def test_one_rank_alone() -> None:
 
 
 def check_muon(
-    rank: int, world_size: int, strategy: str
+    rank: int, world_size: int, strategy: str, model_name: str, precision: str, options: Facts
 ) -> tuple[tuple[int, ...], Counter[comm.Call], int, Facts]:
-    """(coordinate on the mesh, the collectives of one optimizer step, bytes of its state, and what
-    the forward and backward before it sent and held)."""
+    """(coordinate on the mesh, what one optimizer step exchanges, bytes of its state, and what that
+    step, with the forward and backward before it, gathered, reduced and held)."""
     torch.manual_seed(0)
-    model = uneven()
+    model = MODELS[model_name]()
     books = Books()
     before = dict(sw.ledger.current)
     placements = STRATEGIES[strategy]
     mesh = mesh_for(placements, world_size)
     for module in wrap_units(model):
-        sw.fully_shard(module, mesh=mesh, placements=placements)
+        sw.fully_shard(
+            module, mesh=mesh, placements=placements, precision=PRECISIONS[precision], **options
+        )
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
     rest = books()
-    sw.ledger.reset_peak()
-    phases: Facts = {"forward": Counter(), "backward": Counter()}
-    for microbatch in range(2):
-        model.set_is_last_backward(microbatch == 1)
+    for step in range(2):  # the second: its forward finds what the first step has brought
+        sw.ledger.reset_peak()
+        phases: Facts = {"forward": Counter(), "backward": Counter()}
+        for microbatch in range(2):
+            model.set_is_last_backward(microbatch == 1)
+            with comm.record() as calls:
+                loss = loss_of(model, tokens(step, microbatch, rank, world_size))
+            phases["forward"].update(calls)
+            with comm.record() as calls:
+                loss.backward()
+            phases["backward"].update(calls)
+        loaded = books()
         with comm.record() as calls:
-            loss = loss_of(model, tokens(0, microbatch, rank, world_size))
-        phases["forward"].update(calls)
-        with comm.record() as calls:
-            loss.backward()
-        phases["backward"].update(calls)
+            optimizer.step()
+        optimizer.zero_grad()
+        exchanged = Counter(call for call in calls if call.operation == "all_to_all")
+        if options:
+            phases["step"] = Counter(calls) - exchanged
+        else:
+            assert Counter(calls) == exchanged
     peak = {kind: n - before.get(kind, 0) for kind, n in sorted(sw.ledger.peak.items())}
     facts = {
         "rest": rest,
-        "loaded": books(),
+        "loaded": loaded,
         "peak": {kind: nbytes for kind, nbytes in peak.items() if nbytes},
         "peak_total": sw.ledger.peak_total - sum(before.values()),
-        "calls": phases["forward"] + phases["backward"],
+        "calls": sum(phases.values(), Counter()),
         "phases": phases,
     }
-    with comm.record() as calls:
-        optimizer.step()
     state = sum(
         value.to_local().nbytes
         for entry in optimizer.state.values()
         for name, value in entry.items()
         if name != "step"
     )
+    with torch.no_grad():  # waits for what the step has sent for: others use the group after this
+        loss_of(model, tokens(0, 0, rank, world_size))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    return tuple(coordinate), Counter(calls), state, facts
+    return tuple(coordinate), exchanged, state, facts
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"),
-    [("zero0", 2), ("zero1", 3), ("zero3", 3), ("hsdp", 4), ("hfsdp", 4)],
-)
-def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_size: int) -> None:
+def assert_exchanged(
+    strategy: str, world_size: int, model_name: str, precision: str = "fp32", **early: Any
+) -> Plan:
     with torch.device("meta"):
-        model = uneven()
+        model = MODELS[model_name]()
     shape = mesh_shape(strategy, world_size)
-    options: Facts = {"optimizer": "muon", "device": "cpu", "microbatches": 2}
+    options: Facts = {"optimizer": "muon", "device": "cpu", "microbatches": 2, **early}
+    options["precision"] = PRECISIONS[precision]
     made = plan(model, shape, strategy, **options)
     root = owners(model, None, set())
     main = made.options.placements.main
     groups = lay_out(root, made.mesh, made.options.placements, made.options.precision)
-    owned = owners_of(routes_of(model), places(root, groups), made.mesh, main)
-    everyone = run_ranks(check_muon, world_size, strategy)
+    where = places(root, groups)
+    buffers = buffers_of(root, where) if early else None
+    owned = owners_of(routes_of(model), where, made.mesh, main, buffers=buffers)
+    everyone = run_ranks(check_muon, world_size, strategy, model_name, precision, early)
     sent = {}
     for rank, (coordinate, calls, _, facts) in enumerate(everyone):
         of_rank = plan(model, shape, strategy, rank=rank, **options)
@@ -382,3 +395,42 @@ def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_si
     assert made.matrices is not None and made.matrices.calls in sent.values()
     assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)
     assert sum(owned.loads.values()) == made.matrices.total > 0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("zero0", 2), ("zero1", 3), ("zero3", 3), ("hsdp", 4), ("hfsdp", 4)],
+)
+def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_size: int) -> None:
+    assert_exchanged(strategy, world_size, "uneven")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "model_name", "precision"),
+    [("zero0", 2, "uneven", "bf16"), ("zero1", 3, "uneven", "fp32")]
+    + [("zero2", 3, "blocks of 32", "mxfp8")],
+)
+def test_a_step_that_gathers_is_planned_to_the_byte(
+    strategy: str, world_size: int, model_name: str, precision: str
+) -> None:
+    """Matrices in waves, a round of the exchange each, and gathers in the step, none in forward."""
+    made = assert_exchanged(strategy, world_size, model_name, precision, gather_in_step=True)
+    with torch.device("meta"):
+        model = MODELS[model_name]()
+    together = plan(model, {"dp": world_size}, strategy, optimizer="muon", device="cpu")
+    assert made.matrices is not None and together.matrices is not None
+    rounds = [sum(one.matrices.calls.values()) for one in (made, together)]
+    assert rounds[0] > rounds[1] or model_name != "uneven", "one for each wave that travels"
+    assert not made.phases["forward"] and bool(made.phases["step"]) == (strategy != "zero0")
+    if made.phases["step"]:
+        assert "gathered in step" in str(made)
+
+
+def test_weights_that_are_not_kept_are_not_gathered_in_a_step() -> None:
+    with torch.device("meta"):
+        model = MODELS["plain"]()
+    with pytest.raises(ValueError, match=r"gather_in_step=True under .* use zero1 or zero2"):
+        plan(model, {"dp": 2}, "zero3", gather_in_step=True)
+    made = plan(model, {"dp": 2}, "zero1", gather_in_step=True, memory=1)
+    assert made.suggestions, "of which some shard compute weights too"
