@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -226,6 +226,11 @@ class Pending:
             if finish is not None:
                 finish()
 
+    def __del__(self) -> None:
+        if self._works:  # dropped, with a model perhaps: gloo would take its messages back
+            with suppress(RuntimeError):  # the interpreter is going down, and they with it
+                _Flight(self._works, lambda: None)
+
 
 _DONE = Pending()
 
@@ -259,7 +264,7 @@ def _messages(
 
 class _Flight:
     """Messages that somebody watches: a thread of their own waits for them, because only waiting
-    tells when they are through, and the caller waits later than that, or not yet."""
+    tells when they are through, and the caller waits later than that, or not yet, or never."""
 
     def __init__(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
         self._error: Exception | None = None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
 import pytest
@@ -413,3 +414,22 @@ def check_equal_recorders(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_recorders_nest_and_end() -> None:
     assert run_ranks(check_equal_recorders, 2) == [(1, 0)] * 2
+
+
+def check_dropped(rank: int, world_size: int) -> None:
+    """One rank is late, so that the others drop messages which cannot have come yet."""
+    for numel in (LONG, 3):
+        out = torch.empty(world_size * numel)
+        if rank == 0:
+            time.sleep(0.2)
+        comm.all_gather(out, values(rank, numel), dp())  # and nobody keeps what it returns
+        comm.all_gather(out, values(rank, numel), dp()).wait()
+        assert torch.equal(out, torch.cat([values(r, numel) for r in range(world_size)]))
+        total = torch.full((5,), float(rank))
+        dist.all_reduce(total)  # by gloo itself, over the same connections
+        assert total[0] == sum(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_collective_that_is_dropped_takes_no_other_with_it(world_size: int) -> None:
+    run_ranks(check_dropped, world_size, timeout=20)
