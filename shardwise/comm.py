@@ -226,6 +226,15 @@ class Pending:
             if finish is not None:
                 finish()
 
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """The same, with something left to do locally; at once where nothing is under way."""
+        assert self._finish is None
+        if self._works:
+            self._finish = finish
+        else:
+            finish()
+        return self
+
     def __del__(self) -> None:
         if self._works:  # dropped, with a model perhaps: gloo would take its messages back
             with suppress(RuntimeError):  # the interpreter is going down, and they with it
@@ -435,10 +444,7 @@ def reduce_parts(
         if length:
             _sum_in_rank_order(out, received.view(axis.size, length).unbind(), divisor)
 
-    if messages._works:
-        return Pending(messages._what, messages._works, add_up)
-    add_up()
-    return _DONE
+    return messages.then(add_up)
 
 
 def _sum_in_rank_order(
