@@ -228,11 +228,10 @@ class Pending:
 
     def then(self, finish: Callable[[], None]) -> Pending:
         """The same, with something left to do locally; at once where nothing is under way."""
-        assert self._finish is None
-        if self._works:
-            self._finish = finish
-        else:
+        if not self._works:
             finish()
+        else:
+            self._finish = finish
         return self
 
     def __del__(self) -> None:
