@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.placements import STRATEGIES, Placements
-from shardwise.report.plan import as_placements, plan, strategy_name
+from shardwise.report.plan import plan
 from shardwise.report.plan_pictures import bars_of
+from shardwise.report.planned import as_placements, strategy_name
 
 
 def plan_event(

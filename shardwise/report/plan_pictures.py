@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
+from shardwise.report.planned import Figures
 from shardwise.report.shard_map import rows_text
 from shardwise.report.sizes import count_text, size_text, tick_text
 from shardwise.report.svg import (
@@ -23,9 +24,6 @@ from shardwise.report.svg import (
     ink_on,
     text_width,
 )
-
-if TYPE_CHECKING:
-    from shardwise.report.plan import Plan
 
 ROW, ROW_GAP = 20, 3
 MAX_UNITS = 24
@@ -139,7 +137,7 @@ BARS = {
 _BAR_COLOURS = KIND_COLOURS | {"transient": RED, "optimizer": GREEN}
 
 
-def bars_of(plan: Plan) -> dict[str, int]:
+def bars_of(plan: Figures) -> dict[str, int]:
     """What one rank holds, as a bar: at rest, with gradients, and what the peak adds."""
     held = {
         "main": plan.rest.get("main", 0),

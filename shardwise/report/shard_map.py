@@ -13,18 +13,16 @@ different shares.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.layout import Layout
-
-if TYPE_CHECKING:
-    from shardwise.report.plan import Plan
-    from shardwise.report.units import PlannedUnit
+from shardwise.report.planned import Figures
+from shardwise.report.units import PlannedUnit
 
 MAX_ROWS = 8
 
 
-def shard_map(plan: Plan, max_rows: int = MAX_ROWS) -> dict[str, Any]:
+def shard_map(plan: Figures, max_rows: int = MAX_ROWS) -> dict[str, Any]:
     """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
     rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
     return {
@@ -67,7 +65,7 @@ def chosen_shards(num_shards: int, max_rows: int) -> list[int]:
     return [*range(max_rows - 1), num_shards - 1]
 
 
-def rows_of(plan: Plan, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int, str]]:
+def rows_of(plan: Figures, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int, str]]:
     """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
     main, mesh = plan.options.placements.main, plan.mesh.without(ep)
     shards, ranks = mesh.num_shards(main), plan.mesh.num_ranks
@@ -86,7 +84,7 @@ def rows_of(plan: Plan, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int, st
     ]
 
 
-def map_text(plan: Plan, width: int = 72, max_rows: int = MAX_ROWS) -> str:
+def map_text(plan: Figures, width: int = 72, max_rows: int = MAX_ROWS) -> str:
     """Strips to scale, for every kind of unit."""
     rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
     margin = max(len(label) for every in rows.values() for _, label in every)

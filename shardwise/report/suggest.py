@@ -8,20 +8,18 @@ found is said, and by how much it misses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.placements import SHARD, hfsdp, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.report.footprint import Mesh
+from shardwise.report.planned import Figures, Options
 from shardwise.report.sizes import size_text
-
-if TYPE_CHECKING:
-    from shardwise.report.plan import Options, Plan
 
 MAX_RANKS = 1 << 16
 
 
-def suggest(options: Options, again: Callable[..., Plan]) -> list[str]:
+def suggest(options: Options, again: Callable[..., Figures]) -> list[str]:
     """Sentences for the first change of each kind that fits, then for the best that does not."""
     assert options.memory is not None
     misses: list[tuple[int, str]] = []

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.report.planned import Figures
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, flops_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from shardwise.report.plan import Plan
 
 KINDS = {
     "main": "main weights",
@@ -38,7 +37,7 @@ class Section:
     note: str = ""
 
 
-def sections(plan: Plan) -> list[Section]:
+def sections(plan: Figures) -> list[Section]:
     found = [_bytes(plan), _weights(plan), _collectives(plan)]
     if plan.matrices is not None:
         work = plan.matrices
@@ -58,7 +57,7 @@ def sections(plan: Plan) -> list[Section]:
     return found
 
 
-def heading(plan: Plan) -> list[str]:
+def heading(plan: Figures) -> list[str]:
     options = plan.options
     microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
     share = 100 * plan.padding / plan.num_elements
@@ -71,7 +70,7 @@ def heading(plan: Plan) -> list[str]:
     ]
 
 
-def verdict(plan: Plan) -> list[str]:
+def verdict(plan: Figures) -> list[str]:
     """Does it fit, and what to change."""
     memory = plan.options.memory
     if memory is None:
@@ -86,7 +85,7 @@ def verdict(plan: Plan) -> list[str]:
     ]
 
 
-def _bytes(plan: Plan) -> Section:
+def _bytes(plan: Figures) -> Section:
     kinds = [kind for kind in KINDS if kind in plan.peak]
     kinds += [kind for kind in plan.peak if kind not in KINDS]
     rows = [
@@ -118,7 +117,7 @@ def _bytes(plan: Plan) -> Section:
     )
 
 
-def _weights(plan: Plan) -> Section:
+def _weights(plan: Figures) -> Section:
     rows = [
         (
             f"stored as {name}",
@@ -140,7 +139,7 @@ def _weights(plan: Plan) -> Section:
     )
 
 
-def _collectives(plan: Plan) -> Section:
+def _collectives(plan: Figures) -> Section:
     rows = tuple(
         (
             f"{one.operation} over {one.axis} ({one.size} ranks)"
@@ -160,7 +159,7 @@ def _collectives(plan: Plan) -> Section:
     )
 
 
-def plan_text(plan: Plan, *, shard_map: bool = False, width: int = 72) -> str:
+def plan_text(plan: Figures, *, shard_map: bool = False, width: int = 72) -> str:
     """Plain text, aligned, for logs and ``print``."""
     lines = heading(plan)
     for section in sections(plan):
@@ -173,7 +172,7 @@ def plan_text(plan: Plan, *, shard_map: bool = False, width: int = 72) -> str:
     return "\n".join(lines)
 
 
-def print_plan(plan: Plan, console: Console | None = None, *, shard_map: bool = True) -> None:
+def print_plan(plan: Figures, console: Console | None = None, *, shard_map: bool = True) -> None:
     """The same with rich: for a terminal."""
     from rich.console import Console
     from rich.markup import escape

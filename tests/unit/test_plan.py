@@ -23,7 +23,8 @@ from shardwise.report import simulate, units
 from shardwise.report.dry_run import dry_run
 from shardwise.report.exchange import Fleet
 from shardwise.report.footprint import Mesh
-from shardwise.report.plan import Plan, plan, strategy_name
+from shardwise.report.plan import Plan, plan
+from shardwise.report.planned import strategy_name
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, parse_size, size_text
 from shardwise.report.table import plan_text, print_plan
