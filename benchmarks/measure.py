@@ -33,6 +33,15 @@ def summary(name: str, values: Sequence[float]) -> dict[str, Cell]:
     return {name: middle, f"{name}_spread": spread, f"{name}_count": len(values)}
 
 
+def step_row(parts: Sequence[Sequence[float]]) -> dict[str, Cell]:
+    """The whole step, and the medians of its phases, of (forward, backward, optimizer) each."""
+    row = summary("step", [sum(part) for part in parts])
+    columns = zip(*parts, strict=True)
+    for name, column in zip(("forward", "backward", "optimizer"), columns, strict=True):
+        row[name] = statistics.median(column)
+    return row
+
+
 class StepClock:
     """Marks inside one step, read after the last step, so that the host never waits for the device.
 

@@ -151,6 +151,15 @@ class MLP(nn.Module):
         return x
 
 
+def gpt_and_tokens(config: GPTConfig, device: torch.device) -> tuple[GPT, Tensor, Tensor]:
+    """The same model and batch in every process: (model, inputs, targets)."""
+    torch.manual_seed(0)
+    with device:
+        model = GPT(config)
+        tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy over fp32 logits, whatever dtype the system computes them in."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

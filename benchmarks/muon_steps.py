@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.measure import GIB, StepClock, summary
-from benchmarks.models import GPT, GPTConfig, token_loss
+from benchmarks.measure import GIB, StepClock, step_row
+from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.systems import BF16_COMPUTE, wrap_fsdp2, wrap_zero
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
@@ -85,13 +84,9 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     _, wrap, make, preset = CASES[case]
     device = torch.device(options.device)
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
-    torch.manual_seed(0)
-    with device:
-        bare = GPT(config)
-        tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
+    bare, inputs, targets = gpt_and_tokens(config, device)
     model = wrap(bare, mesh, BF16_COMPUTE)
     step = make(model, preset)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     clock = StepClock(device)
     for index in range(WARMUPS + STEPS):
         if index == WARMUPS and device.type == "cuda":
@@ -114,12 +109,7 @@ def table(options: Options, backend: str) -> Table:
     for case in options.systems:
         done = in_processes(worker, 1, backend, replace(options, systems=(case,)))
         row: Row = {"case": CASES[case][0], "peak": done["peak"], "loss": done["loss"]}
-        row |= summary("step", [sum(part) for part in done["parts"]])
-        for name, column in zip(
-            ("forward", "backward", "optimizer"), zip(*done["parts"], strict=True), strict=True
-        ):
-            row[name] = statistics.median(column)
-        rows.append(row)
+        rows.append(row | step_row(done["parts"]))
     by_case = dict(zip(options.systems, rows, strict=True))
     for case, row in by_case.items():
         base = by_case.get(f"{case.split('-')[0]}-adamw")

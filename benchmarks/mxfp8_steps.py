@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.measure import GIB, StepClock, summary
-from benchmarks.models import GPT, GPTConfig, token_loss
+from benchmarks.measure import GIB, StepClock, step_row
+from benchmarks.models import GPT, GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
 
@@ -78,17 +77,13 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     case = CASES[title]
     device = torch.device(options.device)
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
-    torch.manual_seed(0)
-    with device:
-        model: nn.Module = GPT(config)
-        tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
+    model, inputs, targets = gpt_and_tokens(config, device)
     wrap = partial(sw.fully_shard, mesh=mesh, placements=sw.zero(case.stage))
     if case.square_head:
         wrap(model.head, precision=SQUARES.precision, reshard_after_forward=False)
-    for module in (*model.blocks, model):  # type: ignore[misc]
+    for module in (*model.blocks, model):
         wrap(module, precision=case.precision)
     update = optimizer_of(model) if mesh.size() == 1 else partial(rewrite, model)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     clock = StepClock(device)
     sent: dict[str, int] = {}
     for index in range(WARMUPS + STEPS):
@@ -125,10 +120,7 @@ def measured(cases: Sequence[Case], backend: str, options: Options) -> Iterator[
         done = in_processes(worker, 1, backend, replace(options, systems=(case.title,)))
         row: Row = {"case": case.title, "peak": done["peak"]}
         row |= {"loss": done["loss"], "kept": done["kept"]}
-        row |= summary("step", [sum(part) for part in done["parts"]])
-        phases = ("forward", "backward", "optimizer")
-        for name, column in zip(phases, zip(*done["parts"], strict=True), strict=True):
-            row[name] = statistics.median(column)
+        row |= step_row(done["parts"])
         row |= gathered(done["forward"], done["backward"])
         compare(row, base.setdefault(case.stage, row))
         yield row

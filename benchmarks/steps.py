@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.measure import GIB, StepClock, summary
-from benchmarks.models import GPT, MLP, GPTConfig, token_loss, vector_loss
+from benchmarks.measure import GIB, StepClock, step_row, summary
+from benchmarks.models import MLP, GPTConfig, gpt_and_tokens, token_loss, vector_loss
 from benchmarks.report import Row, Table, add_ratios
 from benchmarks.systems import BF16_COMPUTE, FULL_PRECISION, SYSTEMS, autocast_for
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
@@ -97,12 +96,8 @@ def gpt_worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     (system,) = options.systems
     device = torch.device(options.device)
     config = GPTConfig.tiny() if options.tiny else GPTConfig()
-    torch.manual_seed(0)
-    with device:
-        bare = GPT(config)
-        tokens = torch.randint(config.vocab, (config.batch, config.length + 1))
+    bare, inputs, targets = gpt_and_tokens(config, device)
     model = SYSTEMS[system](bare, mesh, BF16_COMPUTE)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     clock = StepClock(device)
     for index in range(GPT_WARMUPS + GPT_STEPS):
@@ -132,12 +127,7 @@ def run_gpt(options: Options, backend: str) -> Table:
     for system, done in runs.items():
         parts = [part for run in done for part in run["parts"]]
         row: Row = {"system": system, "peak": done[0]["peak"], "loss": done[0]["loss"]}
-        row |= summary("step", [sum(part) for part in parts])
-        for name, column in zip(
-            ("forward", "backward", "optimizer"), zip(*parts, strict=True), strict=True
-        ):
-            row[name] = statistics.median(column)
-        rows.append(row)
+        rows.append(row | step_row(parts))
     add_ratios(rows, "step", "peak")
     where = f"rank 0 of {FAKE_RANKS} (`fake`)" if backend == "fake" else f"1 {backend} rank"
     note = (
