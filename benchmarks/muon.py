@@ -39,13 +39,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("modes", nargs="*", metavar="mode", help="default: newton_schulz")
+    add("modes", nargs="*", metavar="mode", help="default: newton_schulz step on a GPU, else exchange")
     add("--cases", default=",".join(CASES), help="of step, comma-separated; default: all")
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
     add("--name", help="of the result files; default: muon-<modes>-<the GPU's name>")
     add("--results", type=Path, default=report.RESULTS, help="folder for <name>.json and <name>.md")
     options = parser.parse_args(arguments)
-    options.modes = options.modes or ["newton_schulz"]
+    on_gpu = torch.cuda.is_available() or options.tiny
+    options.modes = options.modes or (["newton_schulz", "step"] if on_gpu else ["exchange"])
     unknown = [mode for mode in options.modes if mode not in MODES]
     if unknown:
         parser.error(f"{unknown[0]!r} is no mode; choose from {', '.join(MODES)}")
