@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("modes", nargs="*", metavar="mode", help="default: newton_schulz step on a GPU, else exchange")
+    add("modes", nargs="*", metavar="mode", help="default: newton_schulz step; on a CPU exchange")
     add("--cases", default=",".join(CASES), help="of step, comma-separated; default: all")
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
     add("--name", help="of the result files; default: muon-<modes>-<the GPU's name>")
