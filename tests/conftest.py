@@ -15,6 +15,7 @@ LONG = (
     "resume/test_train.py",
     "parity/test_mxfp8.py",
     "parity/test_muon.py",
+    "parity/test_mxfp8_embedding.py",
     "unit/test_kernels.py",
     "unit/test_ranks.py",
     "faults/test_store_kill.py",

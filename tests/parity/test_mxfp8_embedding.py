@@ -25,7 +25,6 @@ from tests.models import mesh_for, mesh_of
 from tests.parity.mxfp8_embedding_helpers import STORED, WIDTH, WORDS, make, precision_of
 from tests.parity.mxfp8_helpers import (
     STEPS,
-    STRATEGIES,
     assert_same_bits,
     expected_planes,
     optimizer_of,
@@ -68,14 +67,16 @@ def check_on_and_off(
     rows, columns = {"row.codes", "row.scales"}, {"column.codes", "column.scales"}
     matrix = squares if format == "mxfp8_2d" else rows | columns
     assert names == (matrix if tied else rows)
-    first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
-    assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
+    if "steps" not in options:
+        first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
+        assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
     return sum(name.endswith("embedding.weight") for name in on)
 
 
 @pytest.mark.parametrize(
     ("strategy", "format", "tied", "options"),
-    [(strategy, "mxfp8", False, {"padding_idx": 3}) for strategy in STRATEGIES]
+    [(strategy, "mxfp8", False, {"padding_idx": 3}) for strategy in ("zero1", "zero3", "hfsdp")]
+    + [(strategy, "mxfp8", False, {"steps": range(6)}) for strategy in ("zero0", "zero2", "hsdp")]
     + [
         ("zero3", "mxfp8_2d", False, {"kind": "muon", "scale_grad_by_freq": True}),
         ("zero1", "mxfp8", True, {}),
