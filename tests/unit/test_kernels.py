@@ -230,7 +230,7 @@ def run(form: str, packed: Packed, polynomial: Polynomial) -> Tensor:
 
 
 @inside
-@pytest.mark.parametrize("preset", ["keller", "you", "polar_express", "cubic", "s4", "nonic"])
+@pytest.mark.parametrize("preset", ["you", "polar_express", "cubic", "s4", "nonic"])
 @pytest.mark.parametrize("form", ["direct", "gram", "block"])
 def test_forms_compute_the_preset(form: str, preset: str) -> None:
     """fp32 shows that the algebra is the definition's; fp16 that its rounding stays small."""
@@ -241,8 +241,8 @@ def test_forms_compute_the_preset(form: str, preset: str) -> None:
     batch = batch.mT.contiguous() if preset == "you" else batch  # one of them tall
     expected = reference(batch.double(), polynomial)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 2e-2)):
-        if dtype == torch.float32 and preset not in ("polar_express", "s4", "cubic", "nonic"):
-            continue  # keller and you are the same algebra with other numbers
+        if dtype == torch.float32 and preset in ("you", "s4"):
+            continue  # the algebra of polar_express and of nonic with other numbers
         found = run(form, normalise.normalise(batch, dtype), polynomial)
         assert found.shape == batch.shape and not found[1].any()
         assert relative(found[0], expected[0]) < tolerance, relative(found[0], expected[0])
