@@ -138,6 +138,8 @@ def test_a_stopped_rank_is_named_by_collective_and_step(recipe, tmp_path: Path) 
     wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
     stopped = ranks_of(process)[1]
     os.kill(stopped, signal.SIGSTOP)
+    wait_until((tmp_path / "run" / "error-rank0.txt").exists, process)
+    os.kill(stopped, signal.SIGKILL)  # torch's agent would do so too, 30 s later
     code, _, err = finish(process)
     assert code != 0
     (line,) = [line for line in err.splitlines() if line.startswith("error: rank 0")]
