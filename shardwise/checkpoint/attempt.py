@@ -54,12 +54,13 @@ class Attempt:
         self._marker("writing").touch()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, as well as a full disk permits."""
-        failed = self._marker("failed")
+        """Tell the others, as well as a full disk permits: the reason first, then the name that
+        they look for, so that whoever sees the name can read the reason."""
+        writing = self._marker("writing")
         with contextlib.suppress(OSError):
-            self._marker("writing").replace(failed)
+            writing.write_text(f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):
-            failed.write_text(f"{type(error).__name__}: {error}")
+            writing.replace(self._marker("failed"))
 
     def done(self, part: dict[str, Any]) -> None:
         """This rank's files are on the disk: say which."""

@@ -236,6 +236,26 @@ def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> N
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_a_failure_is_seen_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may look at any moment: what it would read is asked at each rename."""
+    seen, original = [], Path.replace
+
+    def looked_at(self: Path, target: Any) -> Path:
+        if Path(target).name.startswith("failed-"):
+            seen.append(self.read_text())
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", looked_at)
+    store = Store(tmp_path)
+    with full_disk(2000):
+        store.save(1, net(1.0))
+        with pytest.raises(SaveError):
+            store.wait()
+    assert len(seen) == 1 and "No space left on device" in seen[0]
+
+
 def one_rank_never_writes(rank: int, world_size: int, root: str) -> str:
     model = sw.fully_shard(net(1.0), mesh=mesh_of(world_size))
     store = Store(root, timeout=0.5)
