@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -11,22 +11,6 @@ from torch import nn
 
 from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
 from shardwise.precision.mxfp8_tensor import Format, Matrices
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """What is asked of a weight before it is stored so."""
-
-    shape: tuple[int, ...]
-    owners: tuple[type[nn.Module], ...] = (nn.Linear,)  # every module class that reads it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """``chosen`` in the order given; ``kept`` says of each other weight why it stays as it is."""
-
-    chosen: tuple[str, ...]
-    kept: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +82,3 @@ def _multiplies(owner: type[nn.Module]) -> bool:
 
 def _takes_stacks(owner: type[nn.Module]) -> bool:
     return getattr(owner, "multiplies_decoded", False)
-
-
-def choose(
-    weights: Mapping[str, Weight],
-    *,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-) -> Choice:
-    """Decide for all; a pattern that matches no name is refused: it was meant to do something."""
-    problems = [
-        f"{field}: {pattern!r} matches none of {len(weights)} parameters ({_few(weights)})"
-        for field, patterns in (("include", include), ("exclude", exclude))
-        for pattern in patterns_of(patterns, field)
-        if not any(fnmatchcase(name, pattern) for name in weights)
-    ]
-    if problems:
-        raise MXFP8Error("; ".join(problems))
-    reasons = {
-        name: ineligible(name, weight.shape, include=include, exclude=exclude, owners=weight.owners)
-        for name, weight in weights.items()
-    }
-    return Choice(
-        chosen=tuple(name for name, reason in reasons.items() if reason is None),
-        kept={name: reason for name, reason in reasons.items() if reason is not None},
-    )
-
-
-def _few(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:4]) + (", ..." if len(every) > 4 else "")

@@ -236,9 +236,7 @@ def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> N
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_a_failure_is_seen_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_seen_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may look at any moment: what it would read is asked at each rename."""
     seen, original = [], Path.replace
 
