@@ -154,11 +154,19 @@ class UsageError(ValueError):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
+    from shardwise.train.world import leave
+
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    leave(code)
+    sys.exit(code)
+
+
+def run(words: list[str]) -> int:
+    """The command's exit code; a flag that doesn't exist ends the process at once."""
     from shardwise.train.world import speaks
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["bench"]:  # its own flags are not ours to parse
-        _exit(_guarded(lambda: bench(words[1:])))
+        return _guarded(lambda: bench(words[1:]))
     command = tyro.cli(
         Command,  # type: ignore[arg-type]
         prog="shardwise",
@@ -166,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args=_with_resume(words),
         console_outputs=speaks(),
     )
-    run: Any = _COMMANDS[type(command)]
-    _exit(_guarded(lambda: run(command, words)))
+    function: Any = _COMMANDS[type(command)]
+    return _guarded(lambda: function(command, words))
 
 
 def _with_resume(words: list[str]) -> list[str]:
@@ -341,7 +349,7 @@ _COMMANDS = {Train: train, Plan: plan, Report: report, Verify: verify, Export: e
 # ------------------------------------------------------------------------------ exits
 
 
-def _guarded(run: Any) -> int:
+def _guarded(function: Any) -> int:
     """The exit code; a user's mistake becomes one line, from one rank."""
     from shardwise.train.world import speaks
 
@@ -350,7 +358,7 @@ def _guarded(run: Any) -> int:
         level=logging.WARNING if speaks() else logging.ERROR,
     )
     try:
-        return int(run())
+        return int(function())
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("", exc_info=True)
         if speaks():
@@ -358,13 +366,6 @@ def _guarded(run: Any) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _exit(code: int) -> None:
-    from shardwise.train.world import leave
-
-    leave(code)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

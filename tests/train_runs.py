@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.cli import run
 from shardwise.models.config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.tensor import ShardedTensor
@@ -114,6 +117,17 @@ def shardwise(*words: str, cwd: Path, timeout: float = 200) -> subprocess.Comple
         timeout=timeout,
         check=False,
     )
+
+
+def inside(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that starts no ranks in this process, which has imported torch already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = run(list(words))
+        except SystemExit as ended:  # the parser's
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen[str]:

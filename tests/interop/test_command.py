@@ -7,13 +7,15 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shardwise.train.tokens import write_tokens
-from tests.train_runs import environment, events_of, shardwise, write_text
+from tests.train_runs import environment, events_of, inside, shardwise, write_text
 
 # Machines are sometimes busy, and each run is three processes that import torch.
 pytestmark = pytest.mark.timeout(400)
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = ("smoke", "--steps", "4", "--nproc", "2")
 
 
-def refused(*words: str, cwd: Path) -> str:
+def refused(*words: str, cwd: Path, run: Callable[..., Any] = inside) -> str:
     """What the command says against it: one message, no traceback, no exit code 0."""
-    done = shardwise(*words, cwd=cwd)
+    done = run(*words, cwd=cwd)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
     assert not (cwd / "runs").exists(), "nothing was begun"
@@ -40,7 +42,7 @@ def test_a_flag_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
-    said = refused("train", "gpt_900t", cwd=tmp_path)
+    said = refused("train", "gpt_900t", cwd=tmp_path, run=shardwise)
     assert said.startswith("error: there is no recipe 'gpt_900t'") and said.count("\n") == 1
 
 
@@ -52,7 +54,7 @@ def test_ranks_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None:
-    said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path)
+    said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path, run=shardwise)
     assert said.count("error:") == 1 and "nowhere" in said, said
 
 
@@ -62,7 +64,7 @@ def test_a_damaged_token_file(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 255
     path.write_bytes(content)
-    said = refused("train", *SMALL, "--data", str(path), cwd=tmp_path)
+    said = refused("train", *SMALL, "--data", str(path), cwd=tmp_path, run=shardwise)
     assert said.count("error:") == 1 and "tokens.bin" in said, said
 
 
@@ -101,40 +103,40 @@ def test_a_run_leaves_its_pictures_and_its_checkpoint(trained: Path) -> None:
 
 
 def test_a_second_run_does_not_touch_the_first(trained: Path) -> None:
-    done = shardwise("train", *SMALL, "--out", "run", cwd=trained)
+    done = inside("train", *SMALL, "--out", "run", cwd=trained)
     assert done.returncode == 2 and "holds a run already" in done.stderr
 
 
 def test_verify_says_what_is_wrong(trained: Path) -> None:
-    good = shardwise("verify", "run/checkpoints/step-000004", cwd=trained)
+    good = inside("verify", "run/checkpoints/step-000004", cwd=trained)
     assert good.returncode == 0 and "sound" in good.stdout
-    bad = shardwise("verify", "run", cwd=trained)
+    bad = inside("verify", "run", cwd=trained)
     assert bad.returncode == 1 and "manifest" in bad.stdout
 
 
 def test_export_and_plan_and_report(trained: Path) -> None:
-    done = shardwise("export", "run", "hub", cwd=trained)
+    done = inside("export", "run", "hub", cwd=trained)
     assert done.returncode == 0, done.stderr
     assert json.loads((trained / "hub" / "config.json").read_text())["model_type"] == "qwen3"
-    again = shardwise("export", "run", "hub", cwd=trained)
+    again = inside("export", "run", "hub", cwd=trained)
     assert again.returncode == 2 and "there already" in again.stderr
-    planned = shardwise("plan", "hub", "--ranks", "4", "--json", cwd=trained)
+    planned = inside("plan", "hub", "--ranks", "4", "--json", cwd=trained)
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["num_parameters"] > 1000
-    drawn = shardwise("report", "run", cwd=trained)
+    drawn = inside("report", "run", cwd=trained)
     assert drawn.returncode == 0 and drawn.stdout.strip() == "run/report.html"
-    assert shardwise("report", "hub", cwd=trained).returncode == 2
+    assert inside("report", "hub", cwd=trained).returncode == 2
 
 
 def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
-    done = shardwise(
+    done = inside(
         "plan", "gpt_1b", "--ranks", "8", "--strategy", "zero0", "--memory", "8GiB",
         "--svg", "map.svg", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert "too much" in done.stdout and "use strategy zero1" in done.stdout
     assert (tmp_path / "map.svg").read_text().startswith("<svg")
-    spread = shardwise("plan", "moe_tiny", "--ranks", "4", "--ep", "2", cwd=tmp_path)
+    spread = inside("plan", "moe_tiny", "--ranks", "4", "--ep", "2", cwd=tmp_path)
     assert spread.returncode == 0, spread.stderr
     for words in (
         "zero3 over dp=4 (4 ranks), experts over ep=2, muon",
@@ -147,7 +149,7 @@ def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     assert "does not divide the 3 ranks" in refused(
         "plan", "moe_tiny", "--ranks", "3", "--ep", "2", cwd=tmp_path
     )
-    dry = shardwise("plan", "gpt_1b", "--ranks", "64", "--dry-run", "--rank", "3", cwd=tmp_path)
+    dry = inside("plan", "gpt_1b", "--ranks", "64", "--dry-run", "--rank", "3", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert "dry run" in dry.stdout
 
