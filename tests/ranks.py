@@ -61,8 +61,10 @@ GRACE_SECONDS = 3.0
 STARTUP_SECONDS = 100.0
 # Subgroups hold sockets until their process ends. A pool that holds this many is replaced.
 MAX_OPEN_FILES = 400
-# Where it works, one process imports torch and every rank is a fork of it: 3 s of CPU less each.
+# Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
+# less each (half of them for torch._dynamo, which every torch optimizer imports when it is built).
 START = "forkserver" if sys.platform == "linux" else "spawn"
+PRELOADED = ["shardwise", "shardwise.train.loop", "torch._dynamo", "pytest"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)
@@ -141,7 +143,7 @@ class _Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = get_context(START)
         if START == "forkserver":
-            context.set_forkserver_preload(["shardwise"])
+            context.set_forkserver_preload(PRELOADED)
         for rank in range(self.world_size):
             here, there = context.Pipe()
             # Not daemonic: a daemonic process could not have children (data loader workers).

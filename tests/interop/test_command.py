@@ -64,7 +64,9 @@ def test_a_damaged_token_file(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 255
     path.write_bytes(content)
-    said = refused("train", *SMALL, "--data", str(path), cwd=tmp_path, run=shardwise)
+    said = refused(
+        "train", "smoke", "--nproc", "1", "--data", str(path), cwd=tmp_path, run=shardwise
+    )
     assert said.count("error:") == 1 and "tokens.bin" in said, said
 
 
