@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coefficients, spectra and the yardstick that the kernel tests on CPU and GPU share."""
+"""Polynomials, spectra and the yardstick that the kernel tests on CPU and GPU share."""
 
 from __future__ import annotations
 
@@ -11,48 +11,7 @@ from torch import Tensor
 from shardwise.kernels.forms import Polynomial
 from shardwise.optim import newton_schulz as optim
 
-_RAW = (
-    (8.28721, -23.59589, 17.30039),
-    (4.10706, -2.94785, 0.54484),
-    (3.94869, -2.90890, 0.55182),
-    (3.31842, -2.48849, 0.51005),
-    (2.30065, -1.66890, 0.41881),
-)
-PRESETS = {
-    "keller": Polynomial(coefficients=((3.4445, -4.7750, 2.0315),) * 5),
-    "you": Polynomial(
-        coefficients=(
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        )
-    ),
-    "polar_express": Polynomial(
-        coefficients=tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _RAW)
-    ),
-    "cubic": Polynomial(
-        coefficients=(
-            (3.3656576, -3.3420992, 0.0),
-            (2.5744352, -1.4957376, 0.0),
-            (2.5368962, -1.4312570, 0.0),
-            (2.4418906, -1.2764040, 0.0),
-            (2.2230472, -0.9630650, 0.0),
-        )
-    ),
-    "s4": Polynomial(
-        coefficients=(
-            (8.057942, -22.052186, 15.540709),
-            (3.926349, -2.753793, 0.497354),
-            (3.454472, -2.487546, 0.477513),
-            (2.511527, -1.852448, 0.438833),
-        ),
-        norm="schatten4",
-        safety=1.01,
-    ),
-    "nonic": optim.PRESETS["nonic"].polynomial,
-}
+PRESETS = {name: preset.polynomial for name, preset in optim.PRESETS.items()}
 
 
 def singular_values(kind: str, rows: int, columns: int) -> Tensor:
