@@ -84,6 +84,8 @@ class Plan:
     strategy: Strategy | None = None
     replicas: int | None = None
     """Size of the outer axis of hsdp and hfsdp."""
+    bucket_mb: float | None = None
+    """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
     ep: int | None = None
     """Over how many ranks experts are spread."""
     tokens: int | None = None
@@ -240,6 +242,7 @@ def plan(command: Plan, words: list[str]) -> int:
         "precision": named_precision(weights),
         "optimizer": config.optimizer,
         "microbatches": command.microbatches,
+        "bucket_mb": command.bucket_mb,
         "memory": None if command.memory is None else parse_size(command.memory),
         "name": command.model,
     }

@@ -32,6 +32,7 @@ from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.report.plan import Plan, plan
 from shardwise.shard.call import map_tensors
+from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.find import GrainChoice, wrap_units
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import unit_of, units_of
@@ -54,6 +55,7 @@ def dry_run(
     microbatches: int = 1,
     wrap: Sequence[nn.Module] | None = None,
     reshard_after_forward: bool | int | None = None,
+    bucket_mb: float | None = None,
     grain: GrainChoice | None = None,
     memory: int | None = None,
     other_bytes: int = 0,
@@ -79,6 +81,7 @@ def dry_run(
         microbatches=microbatches,
         wrap=wrap,
         reshard_after_forward=reshard_after_forward,
+        bucket_mb=bucket_mb,
         grain=grain,
         memory=memory,
         other_bytes=other_bytes,
@@ -88,17 +91,22 @@ def dry_run(
     _check(model, made, rank)
     modules = list(wrap) if wrap is not None else wrap_units(model)
     modules = [module for module in modules if module is not model] + [model]
+    options: dict[str, Any] = {
+        "placements": made.options.placements,
+        "precision": made.options.precision,
+    }
     before = dict(ledger.current)
     with _posing(made, rank) as mesh, _counting_meta():
         with torch.device("meta"):
-            for module in modules:
+            if bucket_mb is not None:
+                data_parallel(model, mesh=mesh, bucket_mb=bucket_mb, **options)
+            for module in modules if bucket_mb is None else ():
                 fully_shard(
                     module,
                     mesh=mesh,
-                    placements=made.options.placements,
-                    precision=made.options.precision,
                     reshard_after_forward=reshard_after_forward,
                     grain=grain,
+                    **options,
                 )
         for path, parameter in model.named_parameters():
             take_turns(parameter, made.turns.get(path))  # as the optimizer would

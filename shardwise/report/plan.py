@@ -20,6 +20,7 @@ from torch import nn
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.report.buckets import Arrival, SimulatedBuckets, lay_out_buckets, whole_model
 from shardwise.report.exchange import (
     Fleet,
     fleets_of,
@@ -29,7 +30,7 @@ from shardwise.report.exchange import (
 from shardwise.report.footprint import Mesh
 from shardwise.report.planned import OPTIMIZERS, Figures, Options, as_placements
 from shardwise.report.shard_map import shard_map
-from shardwise.report.simulate import Step, simulate
+from shardwise.report.simulate import SimulatedUnit, Step, simulate
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
 from shardwise.report.traffic import traffic_of
@@ -104,6 +105,7 @@ def plan(
     microbatches: int = 1,
     wrap: Sequence[nn.Module] | None = None,
     reshard_after_forward: bool | int | None = None,
+    bucket_mb: float | None = None,
     gather_in_step: bool = False,
     grain: GrainChoice | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
@@ -126,8 +128,10 @@ def plan(
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.
         wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
-        gather_in_step: as given to ``fully_shard``, with ``sw.optimizer``: matrices are exchanged
-            in waves, and weights are gathered by the step that updates them, not by a forward.
+        bucket_mb: as given to ``data_parallel``: plan that instead, the whole model in buckets.
+        gather_in_step: as given to ``fully_shard`` (``overlap_gather="step"`` of the other), with
+            ``sw.optimizer``: matrices are exchanged in waves, and weights are gathered by the step
+            that updates them, not by a forward.
         device: "cuda" (a GPU that the kernels serve), another one by its compute capability
             ("cuda:sm_80"), or "cpu". Matrices are weighed as there: by what was measured, or by
             operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
@@ -139,7 +143,16 @@ def plan(
         tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
             if every expert got as many, since only tokens will tell.
     """
-    root = owners(model, wrap, set(ignored_params))
+    ignored = set(ignored_params)
+    if bucket_mb is None:
+        root = owners(model, wrap, ignored)
+    elif wrap is None and grain is None:
+        root = whole_model(model, ignored)
+    else:
+        raise ValueError(
+            "plan: wrap and grain are fully_shard's, and bucket_mb is data_parallel's, which takes "
+            "the whole model and keeps matrices whole: give one or the other"
+        )
     options = Options(
         mesh=Mesh.of(mesh_shape),
         placements=as_placements(placements),
@@ -152,6 +165,7 @@ def plan(
         memory=memory,
         other_bytes=other_bytes,
         ep=max(owner.ep for owner in root.tree()),
+        bucket_mb=bucket_mb,
     )
     routes = routes_of(model)
     label = name or type(model).__name__
@@ -164,8 +178,12 @@ def plan(
 
     def again(**changes: Any) -> Plan:
         kept = SHARD not in changes.get("placements", options.placements).compute
-        changed = replace(options, gather_in_step=gather_in_step and kept, **changes)
-        return _plan(root, routes, changed, grain, label, rank, with_exchange=False)
+        buckets = bucket_mb if kept else None
+        changed = replace(
+            options, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
+        )
+        base = root if buckets == bucket_mb else owners(model, None, ignored)
+        return _plan(base, routes, changed, grain, label, rank, with_exchange=False)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
 
@@ -182,15 +200,19 @@ def _plan(
 ) -> Plan:
     mesh, placements = options.mesh, options.placements
     release, kept = options.after_forward
-    groups = lay_out(
-        root,
-        mesh,
-        placements,
-        options.precision,
-        grain=grain,
-        kept_ranks=kept,
-        matrices={id(one.parameter) for one in routes if one.route.kind == "matrix"},
-    )
+    arrivals: list[Arrival] = []
+    if options.bucket_mb is not None:
+        groups, arrivals = lay_out_buckets(root, routes, options)
+    else:
+        groups = lay_out(
+            root,
+            mesh,
+            placements,
+            options.precision,
+            grain=grain,
+            kept_ranks=kept,
+            matrices={id(one.parameter) for one in routes if one.route.kind == "matrix"},
+        )
     where = places(root, groups)
     states = OPTIMIZERS[options.optimizer]
     units = folded(root, groups)
@@ -210,7 +232,11 @@ def _plan(
     turns = turns_of(fleets)
     sizes = footprints(root, groups, where, turns, mesh, placements, at)
     step = Step(asynchronous=options.device != "cpu", gathers=options.gather_in_step)
-    result = simulate(simulated(root, sizes, step, release), options.microbatches)
+    if options.bucket_mb is not None:
+        unit: SimulatedUnit = SimulatedBuckets(root.name, step, sizes, arrivals)
+    else:
+        unit = simulated(root, sizes, step, release)
+    result = simulate(unit, options.microbatches)
     turned = [fleet for fleet in fleets if fleet.plan.num_replicas > 1]
     held = state_bytes(units, states, mesh, placements, turned, where)
     return Plan(

@@ -15,6 +15,7 @@ from shardwise.report.footprint import Mesh
 from shardwise.report.simulate import Moment
 from shardwise.report.traffic import Traffic
 from shardwise.report.units import PlannedUnit
+from shardwise.shard.checks import bucket_problems
 
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
 OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
@@ -36,6 +37,7 @@ class Options:
     memory: int | None
     other_bytes: int
     ep: int = 1  # over how many ranks of the inner axis experts are spread
+    bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
 
     def __post_init__(self) -> None:
         problems = []
@@ -50,6 +52,13 @@ class Options:
                 f"gather_in_step=True under {self.placements}: whole weights are not kept between "
                 f"steps; leave it out, or use zero1 or zero2"
             )
+        if self.bucket_mb is not None:
+            problems += bucket_problems(self.placements, self.bucket_mb)
+            if self.reshard_after_forward is not None:
+                problems.append(
+                    f"reshard_after_forward={self.reshard_after_forward} with "
+                    f"bucket_mb={self.bucket_mb}: data_parallel keeps weights whole; leave it out"
+                )
         if self.optimizer not in OPTIMIZERS:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
         if re.fullmatch(r"cpu|cuda(:sm_\d+)?", self.device) is None:

@@ -62,6 +62,8 @@ def heading(plan: Figures) -> list[str]:
     microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
     share = 100 * plan.padding / plan.num_elements
     spread = f", experts over ep={options.ep}" if options.ep > 1 else ""
+    if options.bucket_mb is not None:
+        spread += f", buckets of {options.bucket_mb:g} MB"
     return [
         f"{plan.model}: {count_text(plan.num_parameters)} parameters, {plan.strategy} over "
         f"{plan.mesh} ({plan.mesh.num_ranks:,} ranks){spread}, {options.optimizer}, {microbatches}",

@@ -109,6 +109,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
     root = Owner(type(model).__name__, [])
     keepers: dict[int, Owner] = {}
+    entries: dict[int, Found] = {}
     skipped = {id(parameter) for parameter in ignored}
     seen: set[int] = set()
     tied: list[str] = []
@@ -124,12 +125,12 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
             keeper = keepers.setdefault(id(parameter), owner)
             if keeper is not owner:
                 tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
-            elif all(found.parameter is not parameter for found in owner.found):
-                owner.found.append(Found(prefix + name, parameter, []))
+                continue
+            if id(parameter) not in entries:
+                entries[id(parameter)] = Found(prefix + name, parameter, [])
+                owner.found.append(entries[id(parameter)])
                 owner.trains_first += parameter.requires_grad and not owner.inner
-            if keeper is owner:
-                entry = next(found for found in owner.found if found.parameter is parameter)
-                entry.modules.append(module)
+            entries[id(parameter)].modules.append(module)
         for name, child in module.named_children():
             if id(child) in wrapped:
                 inner = Owner(f"{path}{name}", [], ep=getattr(child, "ep", 1))
@@ -165,16 +166,10 @@ def lay_out(
     for owner in root.tree():
         ranks = mesh.without(owner.ep)
         kept = None if kept_ranks == ranks.sizes[-1] else kept_ranks
-        facts = tuple(
-            (f.name, tuple(f.parameter.shape), f.parameter.dtype, f.parameter.requires_grad)
-            + (grain_of(f, grain), id(f.parameter) in matrices)
-            + (stored_as(f, precision).format,)
-            + (any(getattr(owner, "writes_main_grad", False) for owner in f.owners),)
-            for f in owner.found
-        )
+        facts = tuple(facts_of(f, precision, matrices, grain) for f in owner.found)
         if (owner.ep, facts) not in known:
             known[owner.ep, facts] = tuple(
-                _planned_group(
+                planned_group(
                     [facts[member] for member in members],
                     layout,
                     format,
@@ -192,17 +187,31 @@ def lay_out(
     return result
 
 
-def _planned_group(
+def facts_of(
+    found: Found, precision: Precision, matrices: set[int], grain: GrainChoice | None = None
+) -> tuple[Any, ...]:
+    """All that a plan reads of a parameter: parameters with the same are alike."""
+    parameter = found.parameter
+    return (
+        *(found.name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad),
+        *(grain_of(found, grain), id(parameter) in matrices),
+        stored_as(found, precision).format,
+        any(getattr(owner, "writes_main_grad", False) for owner in found.owners),
+    )
+
+
+def planned_group(
     chosen: Sequence[tuple[Any, ...]],
     layout: Layout,
     format: Format | None,
     mesh: Mesh,
     placements: Placements,
     precision: Precision,
-    kept_ranks: int | None,
+    kept_ranks: int | None = None,
     *,
     divided: bool,
 ) -> PlannedGroup:
+    """``chosen``: the facts of its parameters."""
     dtype = chosen[0][2]
     size = footprint(
         layout,

@@ -137,6 +137,20 @@ def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[
     return []
 
 
+def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
+    """Of a whole model in buckets."""
+    problems = []
+    if SHARD in placements.compute:
+        problems.append(
+            f"{placements} shards the compute weights; data_parallel keeps them whole: use "
+            f"zero(0), zero(1), zero(2) or Placements with compute=[Replicate(), ...], or "
+            f"fully_shard for this one"
+        )
+    if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
+        problems.append(f"bucket_mb={bucket_mb!r}: a number of megabytes above 0")
+    return problems
+
+
 def product_problems(precision: Precision, device: torch.device) -> list[str]:
     problem = native_problem(device) if precision.products == "native" else None
     return [] if problem is None else [f"Precision(products='native'): {problem}"]

@@ -15,7 +15,7 @@ the owner off the same layout, and finds every matrix whole there.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -31,12 +31,13 @@ from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.newton_schulz import price
 from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import parcels_of
-from shardwise.placements import SHARD, Placements, zero
+from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.shard.bucketed import BucketedUnit, stages_of
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.shard.checks import (
+    bucket_problems,
     check_types,
     mesh_problems,
     module_problems,
@@ -53,6 +54,7 @@ from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.module import unit_of, units_of
 
 M = TypeVar("M", bound=nn.Module)
+H = TypeVar("H", bound=Hashable)
 MeshChoice: TypeAlias = (
     "Mapping[str, DeviceMesh] | Callable[[str, nn.Parameter], DeviceMesh | None]"
 )
@@ -143,8 +145,9 @@ def data_parallel(
     measured = kernels_everywhere(device, ranks.axes)
     stored = [stored_as(f, precision) for f in found]
     formats = [one.format for one in stored]
-    for home, members, bucket in _plan(
-        found, routes, homes, formats, spread, placements, settings, bucket_mb, measured
+    shards = {home: over.num_shards(placements.main) for home, over in spread.items()}
+    for home, members, bucket in planned_buckets(
+        found, routes, homes, formats, shards, settings, bucket_mb, measured
     ):
         for index, position in enumerate(members):
             places_of[position] = (len(groups), index)
@@ -183,20 +186,20 @@ def data_parallel(
 # ------------------------------------------------------------------------------ planning
 
 
-def _plan(
+def planned_buckets(
     found: Sequence[Found],
     routes: Mapping[int, Route],
-    homes: Sequence[DeviceMesh],
+    homes: Sequence[H],
     formats: Sequence[Format | None],
-    spread: Mapping[DeviceMesh, Ranks],
-    placements: Placements,
+    num_shards: Mapping[H, int],
     settings: MuonSettings,
     bucket_mb: float,
     measured: bool,
-) -> list[tuple[DeviceMesh, tuple[int, ...], Bucket]]:
+) -> list[tuple[H, tuple[int, ...], Bucket]]:
     """(mesh, positions of its parameters, bucket), in the order in which backward fills them.
 
-    Backward is taken to meet parameters in the reverse order of their registration.
+    ``homes``: the mesh of each parameter, in whatever words. Backward is taken to meet parameters
+    in the reverse order of their registration.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position in reversed(range(len(found))):
@@ -207,7 +210,6 @@ def _plan(
         alike.setdefault(key, []).append(position)
     planned = []
     for (home, dtype, _, whole, _), positions in alike.items():
-        num_shards = spread[home].num_shards(placements.main)
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         parameters = [found[position].parameter for position in positions]
         items = [
@@ -218,9 +220,9 @@ def _plan(
             costs = [
                 matrix_cost(p.shape, routes[id(p)], settings, measured=measured) for p in parameters
             ]
-            buckets = plan_matrices(items, costs, num_shards, bucket_size)
+            buckets = plan_matrices(items, costs, num_shards[home], bucket_size)
         else:
-            buckets = plan_elements(items, num_shards, bucket_size)
+            buckets = plan_elements(items, num_shards[home], bucket_size)
         planned += [
             (home, tuple(positions[member] for member in bucket.members), bucket)
             for bucket in buckets
@@ -305,14 +307,7 @@ def _own_problems(
     problems = []
     if overlap is not True and overlap is not False and overlap != "step":
         problems.append(f"overlap_gather={overlap!r}: True, False or 'step'")
-    if SHARD in placements.compute:
-        problems.append(
-            f"{placements} shards the compute weights; data_parallel keeps them whole: use "
-            f"zero(0), zero(1), zero(2) or Placements with compute=[Replicate(), ...], or "
-            f"fully_shard for this one"
-        )
-    if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
-        problems.append(f"bucket_mb={bucket_mb!r}: a number of megabytes above 0")
+    problems += bucket_problems(placements, bucket_mb)
     if matrix is not None and not isinstance(matrix, MuonSettings):
         problems.append(f"matrix={matrix!r}: use sw.muon(...)")
     inner = [unit.name for unit in units_of(model)] if unit_of(model) is None else []

@@ -111,6 +111,21 @@ def facts_of(made: Plan) -> Facts:
     }
 
 
+def wrap(model: nn.Module, world_size: int, strategy: str, precision: str, options: Facts) -> Any:
+    """As planned with ``options``; the mesh."""
+    placements = STRATEGIES[strategy]
+    mesh = mesh_for(placements, world_size)
+    common: Facts = {"mesh": mesh, "placements": placements, "precision": PRECISIONS[precision]}
+    if "bucket_mb" in options:
+        overlap = "step" if options.get("gather_in_step") else False
+        bucket_mb = options["bucket_mb"]
+        sw.data_parallel(model, bucket_mb=bucket_mb, overlap_gather=overlap, **common)
+    else:
+        for module in wrap_units(model):
+            sw.fully_shard(module, **common, **options)
+    return mesh
+
+
 def measure(
     rank: int,
     world_size: int,
@@ -125,12 +140,7 @@ def measure(
     model = MODELS[model_name]()
     books = Books()
     before = dict(sw.ledger.current)
-    placements = STRATEGIES[strategy]
-    mesh = mesh_for(placements, world_size)
-    for module in wrap_units(model):
-        sw.fully_shard(
-            module, mesh=mesh, placements=placements, precision=PRECISIONS[precision], **options
-        )
+    wrap(model, world_size, strategy, precision, options)
     rest = books()
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable)
@@ -315,12 +325,7 @@ def check_muon(
     model = MODELS[model_name]()
     books = Books()
     before = dict(sw.ledger.current)
-    placements = STRATEGIES[strategy]
-    mesh = mesh_for(placements, world_size)
-    for module in wrap_units(model):
-        sw.fully_shard(
-            module, mesh=mesh, placements=placements, precision=PRECISIONS[precision], **options
-        )
+    mesh = wrap(model, world_size, strategy, precision, options)
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
     rest = books()
     for step in range(2):  # the second: its forward finds what the first step has brought
@@ -339,7 +344,7 @@ def check_muon(
             optimizer.step()
         optimizer.zero_grad()
         exchanged = Counter(call for call in calls if call.operation == "all_to_all")
-        if options:
+        if options.get("gather_in_step"):
             phases["step"] = Counter(calls) - exchanged
         else:
             assert Counter(calls) == exchanged
@@ -434,3 +439,45 @@ def test_weights_that_are_not_kept_are_not_gathered_in_a_step() -> None:
         plan(model, {"dp": 2}, "zero3", gather_in_step=True)
     made = plan(model, {"dp": 2}, "zero1", gather_in_step=True, memory=1)
     assert made.suggestions, "of which some shard compute weights too"
+
+
+# ------------------------------------------------------------------------------ data_parallel
+
+KILOBYTE = 2**-10
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2"])
+def test_plan_is_exact_for_buckets(strategy: str) -> None:
+    assert_planned(3, "uneven", strategy, CASES, bucket_mb=4 * KILOBYTE)
+    assert_planned(2, "half frozen", strategy, FEW, bucket_mb=2 * KILOBYTE)
+    assert_planned(2, "tied words", strategy, [("mxfp8 rows", 2)], bucket_mb=256)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model_name", "precision", "options"),
+    [("zero0", "uneven", "bf16", {}), ("zero1", "uneven", "fp32", {"gather_in_step": True})]
+    + [("zero2", "blocks of 32", "mxfp8", {"gather_in_step": True})],
+)
+def test_buckets_under_muon_are_planned_to_the_byte(
+    strategy: str, model_name: str, precision: str, options: Facts
+) -> None:
+    with torch.device("meta"):
+        model = MODELS[model_name]()
+    options = {"bucket_mb": 4 * KILOBYTE, **options}
+    everyone = run_ranks(check_muon, 3, strategy, model_name, precision, options)
+    for rank, (_, exchanged, _, facts) in enumerate(everyone):
+        made = plan(
+            model,
+            {"dp": 3},
+            strategy,
+            optimizer="muon",
+            device="cpu",
+            microbatches=2,
+            precision=PRECISIONS[precision],
+            rank=rank,
+            **options,
+        )
+        assert facts == facts_of(made), (rank, strategy)
+        assert made.matrices is not None and exchanged == made.matrices.calls
+        assert len(made.units[0].groups) >= 4, "several buckets"
+    assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)

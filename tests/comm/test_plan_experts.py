@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import comm
@@ -21,6 +22,7 @@ from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
 from shardwise.train.expert_load import ExpertLoad
 from tests.memory.helpers import Books
+from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.train_runs import make_world
 
@@ -41,11 +43,31 @@ MODEL = GPTConfig(
 
 def config_of(model: Facts, changes: Facts) -> TrainConfig:
     options: Facts = {"ep": 2, "precision": "fp32"} | changes
+    options.pop("bucket_mb", None)
     return TrainConfig(model=GPTConfig(**(vars(MODEL) | model)), batch=16, **options)
 
 
+def build_in_buckets(config: TrainConfig, world_size: int, bucket_mb: float) -> GPT:
+    """The trainer's model under ``data_parallel``, experts over the ranks that hold the same."""
+    model = GPT(config.model)
+    grid = init_device_mesh(
+        "cpu", (world_size // config.ep, config.ep), mesh_dim_names=("dp", "ep")
+    )
+    mesh = mesh_of(world_size)
+    for layer in mixtures_of(model):
+        layer.spread(comm.as_axis(grid.get_group("ep"), "ep"), make_world(0, world_size).axis)
+    return sw.data_parallel(
+        model,
+        mesh=mesh,
+        placements=config.placements,
+        meshes={"*.experts.*": grid["dp"]},
+        bucket_mb=bucket_mb,
+        precision=named_precision(config.precision),
+    )
+
+
 def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
-    """As the trainer makes it."""
+    """As the trainer makes it, but for ``options``."""
     with torch.device("meta"):
         model = GPT(config.model)
         for layer in mixtures_of(model) if config.ep > 1 else ():
@@ -74,7 +96,12 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
     """The second step of the trainer's own model and optimizer, routed evenly."""
     config, world = config_of(model, changes), make_world(rank, world_size)
     books, before = Books(), dict(sw.ledger.current)
-    made = build_model(config, world)
+    bucket_mb = changes.get("bucket_mb")
+    made = (
+        build_model(config, world)
+        if bucket_mb is None
+        else build_in_buckets(config, world_size, bucket_mb)
+    )
     optimizer, load = build_optimizer(config, made), ExpertLoad(made)
     rest = books()
     torch.manual_seed(rank)
@@ -127,7 +154,8 @@ def assert_planned(world_size: int, cases: list[tuple[Facts, Facts]]) -> None:
     for number, (model, changes) in enumerate(cases):
         config = config_of(model, changes)
         for rank, results in enumerate(everyone):
-            seen, made = results[number], plan_of(config, world_size, rank=rank)
+            seen = results[number]
+            made = plan_of(config, world_size, rank=rank, bucket_mb=changes.get("bucket_mb"))
             what = (model, changes, rank)
             for name in ("rest", "loaded", "peak", "peak_total"):
                 assert seen[name] == getattr(made, name), (what, name)
@@ -170,3 +198,8 @@ def test_plan_is_exact_for_every_way_to_spread() -> None:
             ({"balance_coefficient": 0.0, "bias_rate": 0.0}, {"precision": "mxfp8"}),
         ],
     )
+
+
+def test_plan_is_exact_for_buckets() -> None:
+    chosen: Facts = {"strategy": "zero1", "bucket_mb": 2**-6}
+    assert_planned(4, [({}, chosen | TWICE), ({}, chosen | ADAMW | {"precision": "mxfp8"})])

@@ -147,6 +147,8 @@ def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
         "ranks 2, 3 | fc1.weight",
     ):
         assert words in spread.stdout, words
+    buckets = inside("plan", "gpt_124m", "--strategy", "zero1", "--bucket-mb", "64", cwd=tmp_path)
+    assert buckets.returncode == 0 and "(8 ranks), buckets of 64 MB, muon" in buckets.stdout
     assert "--ep 2 cannot spread" in refused("plan", "smoke", "--ep", "2", cwd=tmp_path)
     assert "does not divide the 3 ranks" in refused(
         "plan", "moe_tiny", "--ranks", "3", "--ep", "2", cwd=tmp_path

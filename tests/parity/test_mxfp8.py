@@ -258,7 +258,7 @@ def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]
     """Owners by bucket, and gathers of each step; ``mixed``: buckets planned as if all parameters
     had one owner."""
     module = sys.modules["shardwise.shard.data_parallel"]  # sw.data_parallel is the function
-    plan = module._plan
+    plan = module.planned_buckets
     one_owner = Route(kind="elementwise", reason="for everybody")
 
     def wrong(found: Any, routes: Any, *rest: Any) -> Any:
@@ -266,7 +266,7 @@ def check_owners(rank: int, world_size: int, mixed: bool) -> tuple[list[set[str]
 
     model = make(True)
     sw.route(model, elementwise="first.weight")  # in MXFP8 and AdamW's, beside Muon's in MXFP8
-    with mock.patch.object(module, "_plan", wrong if mixed else plan):
+    with mock.patch.object(module, "planned_buckets", wrong if mixed else plan):
         sw.data_parallel(
             model, mesh=mesh_for(sw.zero(1), world_size), precision=precision_of(True),
             overlap_gather="step",

@@ -122,6 +122,44 @@ def test_a_dry_run_of_the_reference_model_agrees(experts: int, recompute: Any) -
         assert planned.matrices is not None and planned.matrices.num_matrices >= 3 * 5
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_dry_run_of_buckets_agrees(experts: int) -> None:
+    def build() -> GPT:
+        with torch.device("meta"):
+            return GPT(GPTConfig(num_layers=3, num_experts=experts, tied=not experts))
+
+    for strategy, precision in (("zero1", BF16), ("zero2", sw.Precision(weights="mxfp8"))):
+        options: dict[str, Any] = {"microbatches": 2, "optimizer": "muon", "bucket_mb": 0.05}
+        planned = plan(build(), {"dp": 64}, strategy, rank=5, precision=precision, **options)
+        measured = dry_run(build(), {"dp": 64}, strategy, rank=5, precision=precision, **options)
+        assert facts(measured) == facts(planned), strategy
+        assert len(planned.units) == 1 and len(planned.units[0].groups) > 5
+        assert "buckets of 0.05 MB" in str(planned)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
+        ({"bucket_mb": 0}, ["bucket_mb=0", "above 0"]),
+        ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "leave it out"]),
+        ({"wrap": []}, ["wrap and grain are fully_shard's", "one or the other"]),
+    ],
+)
+def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match="plan: ") as caught:
+        plan(small(), {"dp": 2}, **{"placements": "zero1", "bucket_mb": 1} | options)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_buckets_that_do_not_fit_may_be_sharded_instead() -> None:
+    there = plan(small(), {"dp": 64}, "zero1", bucket_mb=1).total
+    units = plan(small(), {"dp": 64}, "zero3").total
+    assert units < there
+    tight = plan(small(), {"dp": 64}, "zero1", bucket_mb=1, memory=units)
+    assert tight.fits is False and any("zero3" in text for text in tight.suggestions)
+
+
 def test_spread_experts_need_ranks_and_units_of_their_own() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(num_layers=2, num_experts=4))
