@@ -11,6 +11,8 @@ import dataclasses
 import importlib
 import json
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -361,7 +363,12 @@ def _guarded(function: Any) -> int:
         level=logging.WARNING if speaks() else logging.ERROR,
     )
     try:
-        return int(function())
+        code = int(function())
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads, `| head` perhaps, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("", exc_info=True)
         if speaks():

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.cli import run
 from shardwise.train.tokens import write_tokens
 from tests.train_runs import environment, events_of, inside, shardwise, write_text
 
@@ -156,6 +160,14 @@ def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     dry = inside("plan", "gpt_1b", "--ranks", "64", "--dry-run", "--rank", "3", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert "dry run" in dry.stdout
+
+
+def test_whoever_reads_may_stop_reading(capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, contextlib.redirect_stdout(pipe):
+        assert run(["plan", "smoke"]) == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------------ several nodes
