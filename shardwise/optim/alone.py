@@ -20,6 +20,7 @@ from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.routing import Route, split_of
 from shardwise.optim.sharded import (
     ShardedOptimizer,
+    matrix_defaults,
     matrix_group,
     parameter_problems,
     raise_together,
@@ -59,7 +60,14 @@ class Muon(ShardedOptimizer):
         whole = [(name, p, _as_matrix(p)) for name, p in found]
         problems += parameter_problems(found, whole)
         raise_together("sw.Muon", problems, [parameter for _, parameter in found])
-        super().__init__(groups, names)
+        # torch's schedulers look there for momentum.
+        super().__init__(groups, names, matrix_defaults(muon(**{"lr": lr} | settings)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; what it leaves out is as the constructor was told."""
+        if param_group.get("kind", "matrix") != "matrix":
+            raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
+        super().add_param_group(self.defaults | param_group)
 
 
 def _as_matrix(parameter: Tensor) -> Route:

@@ -38,10 +38,15 @@ _plain_attributes = torch._C.DisableTorchFunctionSubclass
 class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of two kinds, stepped together; see :func:`optimizer`."""
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        names: dict[int, str],
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
         self._names = names  # by id of the parameter
         self._fleets: list[Fleet] | None = None
-        super().__init__(groups, {})
+        super().__init__(groups, defaults or {})
         self._launch()
 
     # ------------------------------------------------------------------ construction
@@ -50,11 +55,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group of ``kind`` "matrix" or "elementwise"; what it leaves out is as in the first
         group of that kind. Collective where parameters are sharded."""
         kind = param_group.get("kind")
-        if kind not in ("matrix", "elementwise"):
+        if kind not in _SETTINGS:
             raise ValueError(f"kind={kind!r}: a parameter group is 'matrix' or 'elementwise'")
         known = next((group for group in self.param_groups if group["kind"] == kind), {})
         filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
-        super().add_param_group(filled | param_group)
+        group = filled | param_group
+        if self._fleets is not None:  # what came with the constructor was checked together
+            group = self._checked(group)
+        super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"] if kind == "elementwise" else ():
             take_turns(parameter, None)
@@ -63,6 +71,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state[parameter] = elementwise_step.new_state(parameter, group["fused"])
         if self._fleets is not None:
             self._launch()
+
+    def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group to add, with all its settings; refused while the optimizer is as it was."""
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        kind, problems = group["kind"], []
+        known = {entry.name for entry in fields(_SETTINGS[kind])}
+        own = {key: value for key, value in group.items() if key in known}
+        try:
+            group = _plain(_SETTINGS[kind](**own)) | group
+        except ValueError as error:
+            problems.append(str(error))
+        found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
+        whole = [
+            (name, p, Route(kind="matrix", reason="added", split=split_of(p)))
+            for name, p in found
+            if kind == "matrix"
+        ]
+        problems += parameter_problems(found, whole)
+        raise_together("a group to add", problems, [p for _, p in found])
+        return group | {"params": params}
 
     def _launch(self) -> None:
         """Plan who computes what, and put momenta there (collective where parameters are
@@ -221,11 +250,18 @@ def optimizer(
 
 
 def matrix_group(settings: MuonSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
-    return {"params": list(parameters), "kind": "matrix", **_plain(settings)}
+    return {"params": list(parameters)} | matrix_defaults(settings)
+
+
+def matrix_defaults(settings: MuonSettings) -> dict[str, Any]:
+    return {"kind": "matrix", **_plain(settings)}
 
 
 def elementwise_group(settings: AdamWSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
     return {"params": list(parameters), "kind": "elementwise", **_plain(settings)}
+
+
+_SETTINGS = {"matrix": MuonSettings, "elementwise": AdamWSettings}
 
 
 def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
