@@ -24,6 +24,7 @@ from shardwise.optim.sharded import (
     matrix_group,
     parameter_problems,
     raise_together,
+    summary,
 )
 
 _SETTINGS = {entry.name for entry in fields(MuonSettings)}
@@ -59,7 +60,9 @@ class Muon(ShardedOptimizer):
                 problems.append(f"{name} is given twice")
         whole = [(name, p, _as_matrix(p)) for name, p in found]
         problems += parameter_problems(found, whole)
-        raise_together("sw.Muon", problems, [parameter for _, parameter in found])
+        counted = [group | {"params": len(group["params"])} for group in groups]
+        mine = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
+        raise_together("sw.Muon", problems, [parameter for _, parameter in found], mine)
         # torch's schedulers look there for momentum.
         super().__init__(groups, names, matrix_defaults(muon(**{"lr": lr} | settings)))
 

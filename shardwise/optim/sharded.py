@@ -13,6 +13,7 @@ and state dicts are torch's.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -90,7 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if kind == "matrix"
         ]
         problems += parameter_problems(found, whole)
-        raise_together("a group to add", problems, [p for _, p in found])
+        mine = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
+        raise_together("a group to add", problems, [p for _, p in found], mine)
         return group | {"params": params}
 
     def _launch(self) -> None:
@@ -222,7 +224,8 @@ def optimizer(
         problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
         problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
-    found = [one for one in routes_of(model) if one.parameter.requires_grad]
+    routed = routes_of(model)
+    found = [one for one in routed if one.parameter.requires_grad]
     if not found:
         problems.append("the model has no trainable parameters")
     whole = [one for one in found if matrix is not None and one.route.kind == "matrix"]
@@ -240,7 +243,9 @@ def optimizer(
         [(one.name, one.parameter) for one in found],
         [(one.name, one.parameter, one.route) for one in whole],
     )
-    raise_together("this optimizer", problems, [one.parameter for one in found])
+    kinds = [(one.name, one.route.kind) for one in found]
+    mine = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
+    raise_together("this optimizer", problems, [one.parameter for one in routed], mine)
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
@@ -269,8 +274,11 @@ def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
 
 
-def raise_together(what: str, problems: Sequence[str], parameters: Iterable[Tensor]) -> None:
-    """Raise on every rank what any rank found: the others would wait for it in a collective."""
+def raise_together(
+    what: str, problems: Sequence[str], parameters: Iterable[Tensor], mine: Sequence[str]
+) -> None:
+    """Raise on every rank what any rank found, or that ``mine`` is not what the others have: they
+    would wait for each other in a collective."""
     axes: dict[int, comm.Axis] = {}
     for parameter in parameters:
         mesh = home_of(parameter).mesh
@@ -279,10 +287,23 @@ def raise_together(what: str, problems: Sequence[str], parameters: Iterable[Tens
                 axes.setdefault(id(axis.group), axis)
     known = list(problems)
     for axis in axes.values():  # one after another: at the end everybody has heard of everything
-        everyone = comm.agree(known, axis)
-        known = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
+        everyone = comm.agree((known, list(mine)), axis)
+        known = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+        rank = next((rank for rank, pair in enumerate(everyone) if pair[1] != everyone[0][1]), 0)
+        if rank and not known:
+            pairs = zip(everyone[0][1], everyone[rank][1], strict=True)
+            differs = [f"{first} / {other}" for first, other in pairs if first != other]
+            known.append(
+                f"the ranks do not build the same optimizer: rank 0 / rank {rank} of axis "
+                f"'{axis.name}': {'; '.join(differs)}"
+            )
     if known:
         raise ValueError(f"{what} cannot work: " + "; ".join(known))
+
+
+def summary(facts: Sequence[Any]) -> str:
+    """Of one fact for each parameter: small, and different where one of them is."""
+    return f"{len(facts)} parameters (checksum {zlib.crc32(repr(facts).encode()):08x})"
 
 
 def parameter_problems(
