@@ -69,6 +69,7 @@ def route(
     Args:
         matrix, elementwise: what to send there against the default: name patterns
             (``"*.router.*"``), modules, parameters, or functions ``(name, parameter) -> bool``.
+            Of a module that goes to ``matrix``, vectors stay where they were.
         split: for fused weights, how they fall into matrices, by name pattern.
 
     Returns the routes by name. Calling it again starts from the default.
@@ -80,6 +81,8 @@ def route(
     for kind, selectors in (("matrix", matrix), ("elementwise", elementwise)):
         for selector in _listed(selectors):
             matching = _select(selector, names, problems)
+            if kind == "matrix" and isinstance(selector, nn.Module):  # its biases are not meant
+                matching = [name for name in matching if names[name].ndim > 1]
             if not matching:
                 problems.append(f"{kind}={_named(selector)} matches no parameter")
             for name in matching:

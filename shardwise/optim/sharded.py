@@ -219,6 +219,11 @@ def optimizer(
 
     Collective where parameters are sharded. What can't work is refused here, all at once.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"sw.optimizer takes the model itself, whose modules say what is a matrix, not a "
+            f"{type(model).__name__}; sw.Muon takes parameters"
+        )
     problems = []
     if matrix is not None and not isinstance(matrix, MuonSettings):
         problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")

@@ -94,6 +94,10 @@ def test_overriding_by_name_module_parameter_and_function() -> None:
     for name in ("experts", "attention.qkv.weight", "attention.qkv.bias", "norm.bias"):
         assert kinds[name] == "elementwise"
     assert found(zoo)["experts"][1].startswith("chosen by a parameter")
+    kinds = {name: one.kind for name, one in sw.route(zoo, matrix=zoo.attention.qkv).items()}
+    assert kinds["attention.qkv.weight"] == "matrix" and kinds["attention.qkv.bias"] != "matrix"
+    with pytest.raises(ValueError, match=r"matrix=.* matches no parameter"):
+        sw.route(zoo, matrix=zoo.norm)
     # Nothing goes to two optimizers, or to none.
     optimizer = sw.optimizer(zoo, matrix=sw.muon(), elementwise=sw.adamw())
     taken = [id(p) for group in optimizer.param_groups for p in group["params"]]
