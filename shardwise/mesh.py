@@ -35,7 +35,7 @@ def init_mesh(
     world = dist.get_world_size()
     others = dp_outer * ep * tp
     if dp is None:
-        dp = world // others
+        dp = max(1, world // others)
     sizes = {"dp_outer": dp_outer, "dp": dp, "ep": ep, "tp": tp}
     if math.prod(sizes.values()) != world:
         shape = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)

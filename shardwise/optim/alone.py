@@ -20,9 +20,11 @@ from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.routing import Route, split_of
 from shardwise.optim.sharded import (
     ShardedOptimizer,
+    matrix_defaults,
     matrix_group,
     parameter_problems,
     raise_together,
+    summary,
 )
 
 _SETTINGS = {entry.name for entry in fields(MuonSettings)}
@@ -58,8 +60,17 @@ class Muon(ShardedOptimizer):
                 problems.append(f"{name} is given twice")
         whole = [(name, p, _as_matrix(p)) for name, p in found]
         problems += parameter_problems(found, whole)
-        raise_together("sw.Muon", problems, [parameter for _, parameter in found])
-        super().__init__(groups, names)
+        counted = [group | {"params": len(group["params"])} for group in groups]
+        mine = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
+        raise_together("sw.Muon", problems, [parameter for _, parameter in found], mine)
+        # torch's schedulers look there for momentum.
+        super().__init__(groups, names, matrix_defaults(muon(**{"lr": lr} | settings)))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; what it leaves out is as the constructor was told."""
+        if param_group.get("kind", "matrix") != "matrix":
+            raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
+        super().add_param_group(self.defaults | param_group)
 
 
 def _as_matrix(parameter: Tensor) -> Route:

@@ -3,7 +3,7 @@
 optimizers alike.
 
     2-D and [experts, out, in] weights                         matrix
-    embeddings, and whatever is tied to one                    elementwise
+    embeddings, by type or name; whatever is tied to one       elementwise
     the output head: by name, or shaped like an embedding      elementwise
     convolutions, norms, biases, vectors, a single row         elementwise
 
@@ -35,6 +35,7 @@ _HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # no
 _WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NAMED_EMBEDDINGS = ("embedding", "embeddings")  # classes of others that hold a table
 _FUSED_NAMES = ("qkv", "c_attn", "in_proj", "gate_up", "w13", "query_key_value", "kv_proj")
 
 
@@ -69,6 +70,7 @@ def route(
     Args:
         matrix, elementwise: what to send there against the default: name patterns
             (``"*.router.*"``), modules, parameters, or functions ``(name, parameter) -> bool``.
+            Of a module that goes to ``matrix``, vectors stay where they were.
         split: for fused weights, how they fall into matrices, by name pattern.
 
     Returns the routes by name. Calling it again starts from the default.
@@ -80,6 +82,8 @@ def route(
     for kind, selectors in (("matrix", matrix), ("elementwise", elementwise)):
         for selector in _listed(selectors):
             matching = _select(selector, names, problems)
+            if kind == "matrix" and isinstance(selector, nn.Module):  # its biases are not meant
+                matching = [name for name in matching if names[name].ndim > 1]
             if not matching:
                 problems.append(f"{kind}={_named(selector)} matches no parameter")
             for name in matching:
@@ -164,11 +168,14 @@ def _default(
         return "elementwise", "no matrix, its module says"
     if any(isinstance(module, _EMBEDDINGS) for module in modules):
         return "elementwise", "embedding" if len(modules) == 1 else "embedding, tied"
+    holders = [type(module).__name__.lower() for module in modules]
+    if "embed" in name.split(".")[-1] or any(h.endswith(_NAMED_EMBEDDINGS) for h in holders):
+        return "elementwise", "embedding, by name"
     if len(shape) < 2:
         return "elementwise", "vector" if shape else "scalar"
     if any(isinstance(module, _CONVOLUTIONS) for module in modules):
         return "elementwise", "convolution"
-    if any("norm" in type(module).__name__.lower() for module in modules):
+    if any("norm" in holder for holder in holders):
         return "elementwise", "norm"
     if len(shape) > 3:
         return "elementwise", f"{len(shape)} dimensions"

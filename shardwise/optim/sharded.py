@@ -13,6 +13,7 @@ and state dicts are torch's.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -38,10 +39,15 @@ _plain_attributes = torch._C.DisableTorchFunctionSubclass
 class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of two kinds, stepped together; see :func:`optimizer`."""
 
-    def __init__(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        names: dict[int, str],
+        defaults: dict[str, Any] | None = None,
+    ) -> None:
         self._names = names  # by id of the parameter
         self._fleets: list[Fleet] | None = None
-        super().__init__(groups, {})
+        super().__init__(groups, defaults or {})
         self._launch()
 
     # ------------------------------------------------------------------ construction
@@ -50,11 +56,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group of ``kind`` "matrix" or "elementwise"; what it leaves out is as in the first
         group of that kind. Collective where parameters are sharded."""
         kind = param_group.get("kind")
-        if kind not in ("matrix", "elementwise"):
+        if kind not in _SETTINGS:
             raise ValueError(f"kind={kind!r}: a parameter group is 'matrix' or 'elementwise'")
         known = next((group for group in self.param_groups if group["kind"] == kind), {})
         filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
-        super().add_param_group(filled | param_group)
+        group = filled | param_group
+        if self._fleets is not None:  # what came with the constructor was checked together
+            group = self._checked(group)
+        super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"] if kind == "elementwise" else ():
             take_turns(parameter, None)
@@ -63,6 +72,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state[parameter] = elementwise_step.new_state(parameter, group["fused"])
         if self._fleets is not None:
             self._launch()
+
+    def _checked(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group to add, with all its settings; refused while the optimizer is as it was."""
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        kind, problems = group["kind"], []
+        known = {entry.name for entry in fields(_SETTINGS[kind])}
+        own = {key: value for key, value in group.items() if key in known}
+        try:
+            group = _plain(_SETTINGS[kind](**own)) | group
+        except ValueError as error:
+            problems.append(str(error))
+        found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
+        whole = [
+            (name, p, Route(kind="matrix", reason="added", split=split_of(p)))
+            for name, p in found
+            if kind == "matrix"
+        ]
+        problems += parameter_problems(found, whole)
+        mine = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
+        raise_together("a group to add", problems, [p for _, p in found], mine)
+        return group | {"params": params}
 
     def _launch(self) -> None:
         """Plan who computes what, and put momenta there (collective where parameters are
@@ -188,12 +219,18 @@ def optimizer(
 
     Collective where parameters are sharded. What can't work is refused here, all at once.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"sw.optimizer takes the model itself, whose modules say what is a matrix, not a "
+            f"{type(model).__name__}; sw.Muon takes parameters"
+        )
     problems = []
     if matrix is not None and not isinstance(matrix, MuonSettings):
         problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
         problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
-    found = [one for one in routes_of(model) if one.parameter.requires_grad]
+    routed = routes_of(model)
+    found = [one for one in routed if one.parameter.requires_grad]
     if not found:
         problems.append("the model has no trainable parameters")
     whole = [one for one in found if matrix is not None and one.route.kind == "matrix"]
@@ -211,7 +248,9 @@ def optimizer(
         [(one.name, one.parameter) for one in found],
         [(one.name, one.parameter, one.route) for one in whole],
     )
-    raise_together("this optimizer", problems, [one.parameter for one in found])
+    kinds = [(one.name, one.route.kind) for one in found]
+    mine = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
+    raise_together("this optimizer", problems, [one.parameter for one in routed], mine)
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
@@ -221,11 +260,18 @@ def optimizer(
 
 
 def matrix_group(settings: MuonSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
-    return {"params": list(parameters), "kind": "matrix", **_plain(settings)}
+    return {"params": list(parameters)} | matrix_defaults(settings)
+
+
+def matrix_defaults(settings: MuonSettings) -> dict[str, Any]:
+    return {"kind": "matrix", **_plain(settings)}
 
 
 def elementwise_group(settings: AdamWSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
     return {"params": list(parameters), "kind": "elementwise", **_plain(settings)}
+
+
+_SETTINGS = {"matrix": MuonSettings, "elementwise": AdamWSettings}
 
 
 def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
@@ -233,8 +279,11 @@ def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
 
 
-def raise_together(what: str, problems: Sequence[str], parameters: Iterable[Tensor]) -> None:
-    """Raise on every rank what any rank found: the others would wait for it in a collective."""
+def raise_together(
+    what: str, problems: Sequence[str], parameters: Iterable[Tensor], mine: Sequence[str]
+) -> None:
+    """Raise on every rank what any rank found, or that ``mine`` is not what the others have: they
+    would wait for each other in a collective."""
     axes: dict[int, comm.Axis] = {}
     for parameter in parameters:
         mesh = home_of(parameter).mesh
@@ -243,10 +292,23 @@ def raise_together(what: str, problems: Sequence[str], parameters: Iterable[Tens
                 axes.setdefault(id(axis.group), axis)
     known = list(problems)
     for axis in axes.values():  # one after another: at the end everybody has heard of everything
-        everyone = comm.agree(known, axis)
-        known = list(dict.fromkeys(problem for theirs in everyone for problem in theirs))
+        everyone = comm.agree((known, list(mine)), axis)
+        known = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+        rank = next((rank for rank, pair in enumerate(everyone) if pair[1] != everyone[0][1]), 0)
+        if rank and not known:
+            pairs = zip(everyone[0][1], everyone[rank][1], strict=True)
+            differs = [f"{first} / {other}" for first, other in pairs if first != other]
+            known.append(
+                f"the ranks do not build the same optimizer: rank 0 / rank {rank} of axis "
+                f"'{axis.name}': {'; '.join(differs)}"
+            )
     if known:
         raise ValueError(f"{what} cannot work: " + "; ".join(known))
+
+
+def summary(facts: Sequence[Any]) -> str:
+    """Of one fact for each parameter: small, and different where one of them is."""
+    return f"{len(facts)} parameters (checksum {zlib.crc32(repr(facts).encode()):08x})"
 
 
 def parameter_problems(

@@ -19,6 +19,7 @@ import torch
 
 from shardwise.comm import _ONE_ROUND_BYTES, Call
 from shardwise.layout import Layout
+from shardwise.mesh import DATA_AXES
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements, shard_range
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import FORMATS, Format, Phase
@@ -35,9 +36,12 @@ class Mesh:
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Mapping[str, int]) -> Mesh:
-        wrong = [f"{n}={s!r}" for n, s in shape.items() if not isinstance(s, int) or s < 1]
-        if wrong or not shape:
+    def of(cls, shape: Mapping[str, int] | Sequence[int]) -> Mesh:
+        if isinstance(shape, Sequence) and len(shape) <= len(DATA_AXES):
+            shape = dict(zip(DATA_AXES[-len(shape) :], shape, strict=False))
+        named = shape if isinstance(shape, Mapping) else {"mesh_shape": shape}
+        wrong = [f"{n}={s!r}" for n, s in named.items() if not isinstance(s, int) or s < 1]
+        if wrong or not isinstance(shape, Mapping) or not shape:
             raise ValueError(
                 f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis with 1 or more ranks, "
                 'outer to inner, as in {"dp_outer": 2, "dp": 4}'

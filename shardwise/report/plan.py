@@ -97,7 +97,7 @@ class Plan(Figures):
 
 def plan(
     model: nn.Module,
-    mesh_shape: Mapping[str, int],
+    mesh_shape: Mapping[str, int] | Sequence[int],
     placements: Placements | str = "zero3",
     *,
     precision: Precision | None = None,
@@ -123,7 +123,8 @@ def plan(
             Where experts are spread over ranks, one rank's share of them
             (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold
             different ones.
-        mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``.
+        mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``;
+            or sizes alone, for axes of these names: ``(2, 4)``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.

@@ -196,6 +196,7 @@ class Gradients:
         return buffer
 
     def _main_buffer(self) -> Buffer:
+        """The main grad, with memory: views of a buffer that has none cannot be made."""
         if self._main is None:
             weight = self.main_weight
             self._main = Buffer(
@@ -207,6 +208,7 @@ class Gradients:
                 "grad",
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
+        self._main.block.acquire(_CACHING)
         if self._turns is not self.main_weight.version.turns:
             self._turns, self._spans = self.main_weight.version.turns, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
@@ -252,7 +254,7 @@ class Gradients:
             target = self._packed
         fresh = last and self._main_is_fresh()
         if last:
-            self._main_buffer().block.acquire(_CACHING)
+            self._main_buffer()
             if not fresh:
                 self._repair_main()
         self._in_flight = True
@@ -427,8 +429,7 @@ class Gradients:
 
     def _repair_main(self) -> None:
         """Some grads may be gone or replaced by the user's: make the buffer say what they say."""
-        main = self._main_buffer()
-        main.block.acquire(_CACHING)
+        self._main_buffer()
         with _plain_attributes():
             grads = [parameter.grad for parameter in self.sharded]
         for grad, ours in zip(grads, self._dtensors, strict=True):

@@ -4,13 +4,16 @@ and hooks."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
@@ -118,12 +121,28 @@ def _wrapped_class(original: type) -> type:
     return _classes[original]
 
 
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook as it is, also inside a model that torch.compile traces: gathers change storages.
+
+    The compiler is not imported for it, only where somebody has.
+    """
+    skipped = _disable_dynamo(hook)
+
+    @functools.wraps(hook)
+    def run(*args: Any) -> Any:
+        return (skipped if "torch._dynamo" in sys.modules else hook)(*args)
+
+    return run
+
+
+@_uncompiled
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
     return unit._pre_forward(module, args, kwargs)
 
 
+@_uncompiled
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None

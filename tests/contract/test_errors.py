@@ -56,6 +56,7 @@ def wrong_meshes(rank: int, world_size: int) -> dict[str, str]:
         "too large": lambda: sw.init_mesh(dp=world_size + 1),
         "too small": lambda: sw.init_mesh(dp=world_size // 2),
         "no rank": lambda: sw.init_mesh(dp=0),
+        "outside": lambda: sw.init_mesh(dp_outer=2 * world_size),
     }
     return {name: raised(call, ValueError) for name, call in cases.items()}
 
@@ -66,7 +67,7 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
         assert "hsdp()" in found["zero on two axes"]
         assert "mesh_dim_names" in found["unnamed"]
         assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
-        assert "dp=0" in found["no rank"]
+        assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
 
 
 def three_axes(rank: int, world_size: int) -> str:
@@ -273,6 +274,34 @@ def disagree_in_a_mesh(rank: int, world_size: int) -> str:
 
 def test_ranks_that_differ_on_two_axes_all_raise() -> None:
     assert len(run_ranks(disagree_in_a_mesh, 4, timeout=20)) == 4
+
+
+def other_optimizers(rank: int, world_size: int) -> dict[str, str]:
+    net = wrap(Net(), world_size)
+    head = dict(net.named_parameters())["head.weight"]
+    cases: dict[str, Callable[[], Any]] = {
+        "kinds": lambda: sw.optimizer(
+            net, matrix=sw.muon() if rank else None, elementwise=sw.adamw()
+        ),
+        "settings": lambda: sw.optimizer(
+            net, matrix=sw.muon(lr=0.1 * (rank + 1)), elementwise=sw.adamw()
+        ),
+        "alone": lambda: sw.Muon([head], momentum=0.5 if rank else 0.6),
+    }
+    messages = {name: raised(call, ValueError) for name, call in cases.items()}
+    head.requires_grad_(rank == 0)
+    messages["frozen"] = raised(
+        lambda: sw.optimizer(net, matrix=sw.muon(), elementwise=sw.adamw()), ValueError
+    )
+    return messages
+
+
+def test_ranks_that_build_different_optimizers_all_raise() -> None:
+    first, second = run_ranks(other_optimizers, 2)
+    assert first == second, "the same message everywhere"
+    assert "matrix=None / matrix=MuonSettings(lr=0.02" in first["kinds"]
+    assert "elementwise" not in first["settings"], "only what differs"
+    assert all("the ranks do not build the same optimizer" in text for text in first.values())
 
 
 def one_rank_fails(rank: int, world_size: int) -> str:

@@ -233,3 +233,17 @@ def tensor_hooks(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
 def test_module_backward_hooks_inside_a_unit(strategy: str) -> None:
     run_ranks(tensor_hooks, 2, strategy)
+
+
+def compiled_whole(rank: int, world_size: int) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, "zero3")
+    compiled = torch.compile(net, backend="eager")
+    for _ in range(2):
+        word_loss(compiled, rank).backward()
+        average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+
+
+def test_a_compiled_model_gathers_between_its_graphs() -> None:
+    run_ranks(compiled_whole, 2)

@@ -140,6 +140,38 @@ def test_groups_of_parameters_have_their_own_settings() -> None:
     assert torch.equal(model.down.weight, parts[1].down.weight)
 
 
+def test_a_group_that_comes_later_is_as_one_that_came_first() -> None:
+    one, two = Net(), Net()
+    later = sw.Muon([{"params": [one.up.weight], "lr": 0.1}], lr=0.03, scale="none")
+    later.add_param_group({"params": one.down.weight})
+    later.add_param_group({"params": [one.square.weight], "scale": "unit_rms"})
+    first = sw.Muon(
+        [
+            {"params": [two.up.weight], "lr": 0.1},
+            {"params": [two.down.weight]},
+            {"params": [two.square.weight], "scale": "unit_rms"},
+        ],
+        lr=0.03,
+        scale="none",
+    )
+    for model, optimizer in ((one, later), (two, first)):
+        train(model, optimizer)
+    assert all(map(torch.equal, one.parameters(), two.parameters()))
+    vector = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"lr=-1.*\[3\] is no matrix"):
+        later.add_param_group({"params": [vector], "lr": -1})
+    with pytest.raises(ValueError, match="Muon is for matrices"):
+        later.add_param_group({"params": [vector], "kind": "elementwise"})
+    assert len(later.param_groups) == 3
+    later.step()
+
+
+def test_schedulers_of_momentum_reach_it() -> None:
+    optimizer = sw.Muon(Net().parameters(), momentum=0.9)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, max_momentum=0.8)
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
 def test_bad_parameters_are_refused_together() -> None:
     weight, vector = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match="cannot work") as caught:

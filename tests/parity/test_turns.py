@@ -136,6 +136,18 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
     optimizer.state = last.state
 
 
+def emptied(model: Model, optimizer: Any, rank: int) -> Any:
+    """Other turns, while the memory of gradients is given back."""
+    replicas = optimizer.param_groups[0]["replicas"]
+    backward(model, rank)
+    model.zero_grad()
+    model.layers[1].up.weight.requires_grad_(False)
+    fewer = optimizer_of(model, replicas)
+    backward(model, rank, 1)
+    fewer.step()
+    optimizer.state.update(fewer.state)
+
+
 def moved(model: Model, optimizer: Any, rank: int) -> Any:
     """Buffers made anew under an optimizer."""
     backward(model, rank)
@@ -154,6 +166,7 @@ PROGRAMS: list[Callable[..., Any]] = [
     divided,
     replaced,
     rebuilt,
+    emptied,
     moved,
 ]
 

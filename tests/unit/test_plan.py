@@ -332,6 +332,8 @@ def test_all_problems_are_named_at_once() -> None:
     for wrong, message in (
         (lambda: plan(small(), {"dp": 0}), "dp=0"),
         (lambda: plan(small(), {}), "no axes"),
+        (lambda: plan(small(), 8), "name each axis"),
+        (lambda: plan(small(), (2, 2, 2)), "name each axis"),
         (lambda: plan(small(), {"dp": 2}, "zero4"), "zero4.*zero0, zero1"),
         (lambda: plan(small(), {"dp": 6}, reshard_after_forward=4), "must divide the 6 ranks"),
         (lambda: plan(nn.Identity(), {"dp": 2}), "no parameters"),
@@ -474,6 +476,7 @@ def test_names_of_strategies_and_sizes() -> None:
         with pytest.raises(ValueError, match="no amount of memory"):
             parse_size(wrong)
     assert str(Mesh.of({"dp_outer": 2, "dp": 4})) == "dp_outer=2 x dp=4"
+    assert Mesh.of((2, 4)) == Mesh.of({"dp_outer": 2, "dp": 4}) and Mesh.of([4]).names == ("dp",)
 
 
 @pytest.mark.parametrize("strategy", MESHES)

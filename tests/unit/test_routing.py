@@ -81,6 +81,23 @@ def test_a_head_shaped_like_the_embedding_is_found_without_its_name() -> None:
     assert found(model)["last.weight"] == ("elementwise", "output head, shaped like an embedding")
 
 
+class ParallelEmbedding(nn.Module):
+    """Somebody's own: no subclass of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40, 16))
+
+
+def test_embeddings_that_are_not_torchs_are_found_by_their_names() -> None:
+    model = nn.Module()
+    model.words, model.embedder = ParallelEmbedding(), nn.Linear(16, 16)
+    model.pos_embed = nn.Parameter(torch.zeros(1, 9, 16))
+    assert found(model)["words.weight"] == ("elementwise", "embedding, by name")
+    assert found(model)["pos_embed"] == ("elementwise", "embedding, by name")
+    assert found(model)["embedder.weight"] == ("matrix", "matrix")
+
+
 def test_overriding_by_name_module_parameter_and_function() -> None:
     zoo = Zoo()
     routes = sw.route(
@@ -94,6 +111,10 @@ def test_overriding_by_name_module_parameter_and_function() -> None:
     for name in ("experts", "attention.qkv.weight", "attention.qkv.bias", "norm.bias"):
         assert kinds[name] == "elementwise"
     assert found(zoo)["experts"][1].startswith("chosen by a parameter")
+    kinds = {name: one.kind for name, one in sw.route(zoo, matrix=zoo.attention.qkv).items()}
+    assert kinds["attention.qkv.weight"] == "matrix" and kinds["attention.qkv.bias"] != "matrix"
+    with pytest.raises(ValueError, match=r"matrix=.* matches no parameter"):
+        sw.route(zoo, matrix=zoo.norm)
     # Nothing goes to two optimizers, or to none.
     optimizer = sw.optimizer(zoo, matrix=sw.muon(), elementwise=sw.adamw())
     taken = [id(p) for group in optimizer.param_groups for p in group["params"]]
