@@ -288,7 +288,8 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     needed += ["num_experts_per_tok"] if kind in _EXPERTS else []
     problems = [f"{key} is missing" for key in needed if values.get(key) is None]
     problems += _unlike(values, kind)
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    # transformers lets the older key win: what people add to a config.json by hand is that one.
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaling = _scaling(rope, problems)
     if problems:
         raise ValueError(f"this {kind} configuration can't be a GPT here: {'; '.join(problems)}")

@@ -70,6 +70,11 @@ class GroupedLinear(nn.Module):
                  "out_features": out_features}  # fmt: skip
         if small := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
             raise ValueError(f"GroupedLinear({', '.join(small)}): sizes are 1 or more")
+        if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+            raise ValueError(
+                f"dtype={dtype}: expert parameters are floating point of 16 bits or more "
+                f"(MXFP8 comes by sw.Precision(weights='mxfp8'))"
+            )
         self.num_experts, self.in_features, self.out_features = sizes.values()
         # Where experts are spread over ranks: the number of the first one here, and of all.
         self.first_expert, self.total_experts = 0, num_experts

@@ -73,6 +73,11 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(activation, Activation):
+            raise ValueError(
+                f"activation={activation!r}: give swiglu(), clamped_swiglu(...), "
+                f"clamped_quick_geglu(...) or squared_relu() of shardwise.moe"
+            )
         if gate_up_block and not activation.gated:
             raise ValueError(f"gate_up_block={gate_up_block}: {activation.kind} has no gate")
         self.num_experts, self.hidden, self.width = num_experts, hidden, width
@@ -111,14 +116,14 @@ class GroupedMLP(nn.Module):
     def forward(self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
         p = p.value if isinstance(p, FullPrecision) else p
+        self._run_inner_hooks()
+        bundles = self._bundles()
+        check_inputs(x, ends, bundles, self.num_experts, self.hidden)
         if p.shape != (len(x),) or p.dtype != torch.float32:
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
-        self._run_inner_hooks()
-        bundles = self._bundles()
-        check_inputs(x, ends, bundles, self.num_experts, self.hidden)
         if self._chosen is None:
             path = choose_path(self._asked_path, self.hidden, self.width, x)
             self._chosen = path, make_products(path)

@@ -6,6 +6,8 @@ Everything here is asked before a kernel runs, and refused by name.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,8 @@ def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -
     """At construction: one that was asked for and is impossible is refused with every reason."""
     if path is None:
         return
+    if path not in get_args(PathName):
+        raise ValueError(f"path={path!r}: choose from {', '.join(get_args(PathName))}, or None")
     problems = path_problems(
         path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
     )

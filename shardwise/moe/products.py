@@ -221,6 +221,8 @@ def path_problems(
     compute = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
     size = torch.empty((), dtype=compute, device="meta").element_size()
     problems = grouped.size_problems(hidden, width, size)
+    if path == "grouped_mm" and compute not in (torch.bfloat16, torch.float16, torch.float32):
+        problems.append(f"torch's grouped product takes no {dtype}")
     if path == "fused":
         problems += grouped.device_problems(device, dtype)
     return problems

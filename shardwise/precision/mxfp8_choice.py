@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
@@ -19,7 +20,8 @@ class Stored:
 
     name: str
     shape: tuple[int, ...]
-    format: Format | None  # None: in a dtype
+    format: Format | None  # None: in ``dtype``
+    dtype: torch.dtype  # of what is computed with
     why: str  # for those that stay in a dtype under an MXFP8 precision
 
 

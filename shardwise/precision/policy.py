@@ -34,6 +34,12 @@ def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
     return dtype
 
 
+def short_name(dtype: torch.dtype) -> str:
+    """bf16, fp32, ...; torch's own name where there is none."""
+    names = {known: name for name, known in _NAMES.items()}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own.

@@ -297,8 +297,9 @@ def _homes(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A pattern for names of parameters, or the name of a module above them."""
-    return fnmatch.fnmatchcase(name, pattern) or f".{pattern}." in f".{name}"
+    """A pattern for names of parameters or of modules above them, or a part of such a name."""
+    below = fnmatch.fnmatchcase(name, f"{pattern}.*") or f".{pattern}." in f".{name}"
+    return below or fnmatch.fnmatchcase(name, pattern)
 
 
 def _own_problems(

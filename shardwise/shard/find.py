@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.layout import ROW, Grain
 from shardwise.shard.module import unit_of
 
-GrainChoice = Callable[[str, nn.Parameter], Grain]
+GrainChoice = Grain | Callable[[str, nn.Parameter], Grain]
 
 
 @dataclass(eq=False)
@@ -62,7 +62,9 @@ def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> l
 
 
 def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
-    return choice(found.name, found.parameter) if choice is not None else ROW
+    if choice is None or isinstance(choice, Grain):
+        return choice or ROW
+    return choice(found.name, found.parameter)
 
 
 def wrap_units(model: nn.Module) -> list[nn.Module]:

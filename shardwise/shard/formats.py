@@ -30,6 +30,7 @@ from shardwise.precision.mxfp8 import SIDE, Block
 from shardwise.precision.mxfp8_choice import Stored, format_of, ineligible
 from shardwise.precision.mxfp8_embedding import lookup_problem
 from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Phase
+from shardwise.precision.policy import short_name
 from shardwise.shard.find import Found, GrainChoice, grain_of
 
 SQUARE = SIDE * SIDE  # elements; planes start at multiples of it, so that scales have addresses
@@ -39,8 +40,9 @@ _STAGED_BYTES = 2  # of an element that travels as bf16
 def stored_as(found: Found, precision: Precision) -> Stored:
     """The format of one parameter."""
     shape = tuple(found.parameter.shape)
+    dtype = precision.compute_dtype(found.parameter.dtype)
     if precision.format is None:
-        return Stored(name=found.name, shape=shape, format=None, why="")
+        return Stored(name=found.name, shape=shape, format=None, dtype=dtype, why="")
     reason = ineligible(
         found.name,
         shape,
@@ -54,7 +56,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
         if reason is None and isinstance(module, nn.Embedding):
             reason = lookup_problem(max_norm=module.max_norm, sparse=module.sparse)
     wanted = None if reason else format_of(found.owners, precision.format)
-    return Stored(name=found.name, shape=shape, format=wanted, why=reason or "")
+    return Stored(name=found.name, shape=shape, format=wanted, dtype=dtype, why=reason or "")
 
 
 def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
@@ -171,7 +173,12 @@ class PrecisionReport:
 
     def __str__(self) -> str:
         table = [("parameter", "shape", "stored as", "why")] + [
-            (row.name, "x".join(map(str, row.shape)) or "scalar", row.format or "a dtype", row.why)
+            (
+                row.name,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.format or short_name(row.dtype),
+                row.why,
+            )
             for row in self.rows
         ]
         widths = [max(len(line[column]) for line in table) for column in range(4)]

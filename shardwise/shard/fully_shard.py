@@ -81,7 +81,8 @@ def fully_shard(
         ignored_params: left alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
             shard.
-        grain: the smallest piece of a parameter that may not be cut; rows by default.
+        grain: the smallest piece of a parameter that may not be cut, of all or as a function of
+            name and parameter; rows by default.
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.

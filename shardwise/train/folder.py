@@ -54,21 +54,32 @@ def newest_folder(recipe: str, out: str | None, root: str = "runs") -> Path | No
     return max(found, key=lambda path: (path / EVENTS).stat().st_mtime, default=None)
 
 
-def find_resume(recipe: str, out: str | None, resume: str) -> tuple[Path, Path]:
-    """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path)."""
+def find_resume(
+    recipe: str, out: str | None, resume: str, *, again: bool = False
+) -> tuple[Path, Path]:
+    """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path).
+
+    ``again``: these ranks were started anew, so that ``out`` may hold what they did before.
+    """
     if resume != LATEST:
         path = Path(resume)
-        if path.is_dir() and (path / CHECKPOINTS).is_dir():  # a run's folder
-            return path, newest_checkpoint(path)
         if not path.is_dir():
             raise ValueError(f"--resume {resume}: there is no such checkpoint or run")
+        home = path if (path / CHECKPOINTS).is_dir() else None  # a run's folder
+        path = path if home is None else newest_checkpoint(path)
         Manifest.read(path)
-        folder = path.parent.parent if path.parent.name == CHECKPOINTS else None
-        if out is not None:
-            folder = Path(out)
+        if home is None and path.parent.name == CHECKPOINTS:
+            home = path.parent.parent
+        folder = home if out is None else Path(out)
         if folder is None:
             raise ValueError(
                 f"--resume {resume} lies outside a run's folder: say with --out where to go on"
+            )
+        elsewhere = home is None or folder.resolve() != home.resolve()
+        if elsewhere and not again and (folder / EVENTS).exists():
+            raise ValueError(
+                f"--out {out} holds another run: go on with that one (--resume --out {out}), or "
+                f"name another folder"
             )
         return folder, path
     folder = newest_folder(recipe, out)
@@ -100,10 +111,15 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     """For people; what counts is in each checkpoint's manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{CONFIG}.{os.getpid()}"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(folder / CONFIG)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{CONFIG}.{os.getpid()}"
+        partial.write_text(json.dumps(config, indent=2) + "\n")
+        partial.replace(folder / CONFIG)
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} cannot be written to ({error.strerror}): name another folder"
+        ) from error
 
 
 def _name(recipe: str) -> str:

@@ -87,8 +87,9 @@ class Trainer:
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: SaveError | None = None  # why the last save failed
         self.events = Events()
+        written = self.config.to_json()
+        world.together(lambda: write_config(folder, written) if world.first else None)
         if world.first:
-            write_config(folder, self.config.to_json())
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
             self.events("plan", **self._plan())

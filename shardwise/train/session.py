@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import comm
+from shardwise.models.config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
@@ -34,6 +35,10 @@ from shardwise.train.loop import Outcome, Trainer
 from shardwise.train.recipes import load_recipe
 from shardwise.train.world import World, join, leave
 
+_SHAPE = (
+    *("dim", "num_layers", "num_heads", "kv_heads", "head_width", "hidden_width", "qk_norm"),
+    *("tied", "num_experts", "expert_width", "shared_hidden_dim", "num_dense_layers"),
+)
 MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
 
 
@@ -66,10 +71,28 @@ def settle(request: Request) -> Settled:
         folder = new_folder(request.recipe, request.out)
         config = dataclasses.replace(load_recipe(request.recipe), **request.changes)
         return Settled(config=config, folder=folder, checkpoint=None)
-    folder, checkpoint = find_resume(request.recipe, request.out, request.resume)
-    config = dataclasses.replace(saved_config(checkpoint), **request.changes)
+    folder, checkpoint = find_resume(request.recipe, request.out, request.resume, again=restarted)
+    saved = saved_config(checkpoint)
+    if request.recipe != Request.recipe:  # that one stands there when nobody named any
+        _check_model(request.recipe, saved.model, checkpoint)
+    config = dataclasses.replace(saved, **request.changes)
     newest = request.resume == LATEST
     return Settled(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
+
+
+def _check_model(recipe: str, saved: GPTConfig, checkpoint: Path) -> None:
+    """That a recipe which was named is of the model that goes on; its other values give way."""
+    wanted = load_recipe(recipe).model
+    different = [
+        f"{name} {getattr(saved, name)} there, {getattr(wanted, name)} here"
+        for name in _SHAPE
+        if getattr(saved, name) != getattr(wanted, name)
+    ]
+    if different:
+        raise ValueError(
+            f"{checkpoint} holds another model than recipe {recipe!r} ({', '.join(different)}): "
+            f"leave the recipe out to go on with that one, or begin anew without --resume"
+        )
 
 
 def _after_a_failure(request: Request) -> Settled:

@@ -132,7 +132,7 @@ def test_plain_replicas_share_updates() -> None:
 
 
 def count_whole(rank: int, world_size: int) -> int:
-    model, optimizer = build(sw.zero(3), (world_size,), 4, grain=lambda name, p: sw.TENSOR)
+    model, optimizer = build(sw.zero(3), (world_size,), 4, grain=sw.TENSOR)
     return len(step(model, optimizer))
 
 

@@ -122,6 +122,8 @@ def check_report(rank: int, world_size: int) -> str:
     assert set(chosen.stored) == {"layers.0.up.weight", "layers.1.up.weight"}
     assert chosen.kept["first.weight"] == "excluded by '*first*'"
     assert "mxfp8" in sw.describe(model)
+    lines = {line.split()[0]: line.split() for line in str(report).splitlines()}
+    assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8"
     return str(report)
 
 

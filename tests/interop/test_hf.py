@@ -196,6 +196,7 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
         "hidden_act": "gelu",
         "attention_bias": True,
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default"},
         "vocab_size": None,
     }
     with pytest.raises(ValueError, match="vocab_size is missing") as caught:

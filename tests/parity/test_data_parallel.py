@@ -284,6 +284,7 @@ def check_experts(rank: int, world_size: int) -> int:
     for choice in (
         {"experts": expert_mesh},
         {"experts.*": expert_mesh},
+        {"expert?": expert_mesh},
         lambda name, parameter: expert_mesh if name.startswith("experts") else None,
     ):
         model = sw.data_parallel(make_sparse(100 + rank % 2), mesh=mesh, meshes=choice)

@@ -153,6 +153,8 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
     other.write_text("something else entirely. " * 400)
     said = run_ranks(refuse, 2, str(tmp_path / "c"), path, {"data": str(other)})
     assert "other data" in said[0]
+    said = run_ranks(refuse, 2, str(other / "below"), None, {"data": data})
+    assert said[0] == said[1] and "below cannot be written to" in said[0], "not rank 0 alone"
 
 
 def older_one(rank: int, world_size: int, folder: str, path: str, data: str, older: bool) -> Any:

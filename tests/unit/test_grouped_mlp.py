@@ -417,6 +417,11 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     refused(lambda: make(squared_relu(), gate_up_block=4), "no gate")
     refused(lambda: make(bias_layout="indexed"), "no bias")
     refused(lambda: make(weight_layout="stacked"), "'stacked'", "'grouped' or 'indexed'")
+    refused(lambda: mlp(x[None], ends, p), "[1, 67, 16]", "[rows, 16]")
+    refused(lambda: make("swiglu"), "activation='swiglu'", "swiglu()")  # type: ignore[arg-type]
+    refused(lambda: make(path="fast"), "path='fast'", "grouped_mm")
+    refused(lambda: make(dtype=torch.float8_e4m3fn), "float8_e4m3fn", "MXFP8")
+    refused(lambda: make(path="grouped_mm", dtype=torch.float64), "takes no torch.float64")
     refused(lambda: GroupedLinear(0, 4, 4), "num_experts=0")
     refused(lambda: clamped_swiglu(limit=-1.0), "limit=-1.0")
     refused(lambda: Activation(kind="squared_relu", alpha=2.0), "takes no alpha")
@@ -435,6 +440,9 @@ def test_a_fused_path_that_is_impossible_is_refused_with_every_reason() -> None:
     odd = GroupedMLP(4, 5, 7, activation=swiglu())
     odd(torch.randn(67, 5), ends_of(UNEVEN), p)
     assert odd.path == "loop"
+    double = make(dtype=torch.float64)
+    double(x.double(), ends_of(UNEVEN), p)
+    assert double.path == "loop", "torch's grouped product knows no fp64"
 
 
 # ------------------------------------------------------------------------------ gate and up

@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import shardwise as sw
 from shardwise import cli
 from shardwise.models.config import GPTConfig
 from shardwise.report.html import read_events
@@ -20,6 +22,7 @@ from shardwise.train.console import Console
 from shardwise.train.events import EventFile, Events, scalars
 from shardwise.train.folder import find_resume, new_folder, newest_folder
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
+from shardwise.train.session import Request, settle
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -135,6 +138,28 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="manifest"):
         find_resume("default", None, "empty")
+
+
+def test_a_resumed_run_lands_where_it_was_told_with_the_model_that_was_named(
+    tmp_path: Path,
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    checkpoint = run / "checkpoints" / "step-000001"
+    sw.save(checkpoint, nn.Linear(1, 1), config=load_recipe("smoke").to_json())
+    (run / "events.jsonl").write_text("{}\n")
+    for named in (str(run), str(checkpoint)):
+        assert find_resume("default", None, named) == (run, checkpoint)
+        assert find_resume("default", str(run), named) == (run, checkpoint)
+        assert find_resume("default", str(out), named) == (out, checkpoint)
+    run_in(out)
+    for named in (str(run), str(checkpoint)):
+        with pytest.raises(ValueError, match="holds another run"):
+            find_resume("default", str(out), named)
+        assert find_resume("default", str(out), named, again=True) == (out, checkpoint)
+    request = Request(recipe="smoke", resume=str(run))
+    assert settle(request).checkpoint == checkpoint
+    with pytest.raises(ValueError, match=r"another model.*num_experts 0 there, 8 here"):
+        settle(dataclasses.replace(request, recipe="moe_tiny"))
 
 
 def test_gpt_configs_refuse_what_cannot_be_built() -> None:
