@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -122,15 +121,13 @@ def _wrapped_class(original: type) -> type:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook as it is, also inside a model that torch.compile traces: gathers change storages.
-
-    The compiler is not imported for it, only where somebody has.
-    """
+    """The hook as it is, also inside a model that torch.compile traces: gathers change storages."""
     skipped = _disable_dynamo(hook)
 
     @functools.wraps(hook)
     def run(*args: Any) -> Any:
-        return (skipped if "torch._dynamo" in sys.modules else hook)(*args)
+        # Outside a trace the plain hook: `skipped` imports the compiler, which takes seconds.
+        return (skipped if torch.compiler.is_compiling() else hook)(*args)
 
     return run
 
