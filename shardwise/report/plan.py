@@ -120,6 +120,7 @@ def plan(
 
     Args:
         model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read.
+            One that ``fully_shard`` has wrapped is planned in the units that it has.
             Where experts are spread over ranks, one rank's share of them
             (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold
             different ones.

@@ -25,10 +25,12 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.report.footprint import Footprint, Mesh, footprint
 from shardwise.report.simulate import SimulatedUnit, Step
+from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups as group_parameters
 from shardwise.shard.module import unit_of
+from shardwise.shard.unit import Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,17 @@ class Owner:
 
 def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.Parameter]) -> Owner:
     """The root, with the wrapped modules inside it, in registration order."""
-    if any(unit_of(module) is not None for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is wrapped by fully_shard already: plan the model before "
-            f"wrapping, built anew under torch.device('meta')"
-        )
+    units = {id(module): unit for module in model.modules() if (unit := unit_of(module))}
+    if units:
+        if wrap is not None or id(model) not in units or not _replannable(list(units.values())):
+            raise ValueError(
+                f"{type(model).__name__} is wrapped already, and that can be planned only where "
+                f"fully_shard took single modules and the model last, with no main= of its own: "
+                f"plan the model before wrapping, built anew under torch.device('meta')"
+            )
+        for unit in units.values():
+            unit.hide()  # the parameters at rest: names, shapes and dtypes as they were
+        wrap = [module for module in model.modules() if id(module) in units and module is not model]
     spread = [layer.experts for layer in mixtures_of(model) if layer.experts.ep > 1]
     wrapped = {id(module) for module in ([*wrap_units(model), *spread] if wrap is None else wrap)}
     if any(id(experts) not in wrapped for experts in spread):
@@ -148,6 +156,15 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
     if not keepers:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to plan")
     return root
+
+
+def _replannable(units: Sequence[Unit]) -> bool:
+    """Whether units say all that a plan needs: one for each module, and their parameters at rest
+    have the dtypes that they came with."""
+    alone = len({id(unit) for unit in units}) == len(units)
+    return alone and not any(
+        isinstance(unit, BucketedUnit) or unit.precision.main is not None for unit in units
+    )
 
 
 def lay_out(

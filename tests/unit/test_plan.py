@@ -31,6 +31,7 @@ from shardwise.report.table import plan_text, print_plan
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.find import wrap_units
 from tests.models import Model
+from tests.ranks import run_ranks
 
 BF16 = sw.Precision(weights="bf16", reduce="fp32")
 MESHES: dict[str, dict[str, int]] = {f"zero{stage}": {"dp": 64} for stage in range(4)}
@@ -324,6 +325,24 @@ def test_weights_tied_across_units_are_refused_as_fully_shard_does() -> None:
     tied.head.weight = tied.embedding.weight  # both in the root: one parameter
     made = plan(tied, {"dp": 2})
     assert made.num_parameters == plan(small(), {"dp": 2}).num_parameters - 17 * 40
+
+
+def wrapped_models(rank: int, world_size: int) -> tuple[Any, Any]:
+    mesh, model = sw.init_mesh(dp=world_size), Model(40, 3)
+    before = facts(plan(model, {"dp": 2}, optimizer="muon", wrap=[model.layers[0]]))
+    for module in (model.layers[0], model):
+        sw.fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    model(torch.zeros(1, 2, dtype=torch.long))  # weights that stay gathered
+    after = facts(plan(model, {"dp": 2}, optimizer="muon"))
+    buckets = sw.data_parallel(Model(40, 3), mesh=mesh)
+    with pytest.raises(ValueError, match="plan the model before wrapping"):
+        plan(buckets, {"dp": 2})
+    return before, after
+
+
+def test_a_wrapped_model_is_planned_as_it_is() -> None:
+    for before, after in run_ranks(wrapped_models, 2):
+        assert before == after
 
 
 def test_all_problems_are_named_at_once() -> None:
