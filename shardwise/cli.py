@@ -121,6 +121,7 @@ class Verify:
     """Check a checkpoint: manifest, sizes, every sha256, every tensor."""
 
     path: Positional[Path]
+    """A checkpoint, or a run's folder for its newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,8 +313,9 @@ def report(command: Report, words: list[str]) -> int:
 
 def verify(command: Verify, words: list[str]) -> int:
     from shardwise.checkpoint import verify as check
+    from shardwise.train.folder import newest_checkpoint
 
-    found = check(command.path)
+    found = check(newest_checkpoint(command.path))
     print(found)
     return 0 if found.ok else 1
 

@@ -83,8 +83,10 @@ def data_parallel(
         mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
         placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
             ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
-        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent.
-            It may grow up to eight times as large where that keeps matrices whole.
+        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It may
+            grow up to eight times as large where that keeps matrices whole and eight buckets are
+            left; where a bucket has no room for one matrix per rank, each lies in equal parts on
+            several, and the optimizer brings them together.
         meshes: other meshes for some parameters, by name pattern (``{"*.experts.*": expert_mesh}``)
             or as a function; a pattern also stands for everything below the module it names. Their
             gradients are summed over that mesh and divided by the ranks of ``mesh``: an expert sees

@@ -116,7 +116,9 @@ def test_a_second_run_does_not_touch_the_first(trained: Path) -> None:
 def test_verify_says_what_is_wrong(trained: Path) -> None:
     good = inside("verify", "run/checkpoints/step-000004", cwd=trained)
     assert good.returncode == 0 and "sound" in good.stdout
-    bad = inside("verify", "run", cwd=trained)
+    newest = inside("verify", "run", cwd=trained)
+    assert newest.returncode == 0 and "step-000004" in newest.stdout
+    bad = inside("verify", "run/checkpoints", cwd=trained)
     assert bad.returncode == 1 and "manifest" in bad.stdout
 
 
