@@ -118,7 +118,10 @@ def test_verify_says_what_is_wrong(trained: Path) -> None:
     assert good.returncode == 0 and "sound" in good.stdout
     newest = inside("verify", "run", cwd=trained)
     assert newest.returncode == 0 and "step-000004" in newest.stdout
-    bad = inside("verify", "run/checkpoints", cwd=trained)
+    several = inside("verify", "run/checkpoints", cwd=trained)
+    assert several.returncode == 1 and "pass " in several.stdout
+    (trained / "nothing").mkdir()
+    bad = inside("verify", "nothing", cwd=trained)
     assert bad.returncode == 1 and "manifest" in bad.stdout
 
 
