@@ -34,6 +34,8 @@ def _check_rows(x: Tensor, in_features: int) -> None:
 
 def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
     """The counts must add up to the rows; on a device that is checked there, without waiting."""
+    if not isinstance(ends, Tensor):
+        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
     if ends.shape != (num_experts,) or ends.dtype != torch.int32:
         raise ValueError(
             f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "

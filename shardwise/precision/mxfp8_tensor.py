@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -80,6 +80,8 @@ class MXFP8Tensor:
         cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding = "rceil"
     ) -> MXFP8Tensor:
         """All planes of ``x`` [rows, columns], rounded to bf16 first."""
+        if not isinstance(x, Tensor):
+            raise MXFP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
         if format not in FORMATS:
             raise MXFP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
         return cls(*encode(x, FORMATS[format], rounding=rounding))
@@ -108,6 +110,8 @@ class MXFP8Tensor:
 
     def plane(self, phase: Phase) -> Plane:
         """What ``phase`` reads."""
+        if phase not in get_args(Phase):
+            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Phase))}")
         block = READS[self.format][phase]
         if block not in self.planes:
             raise MXFP8Error(

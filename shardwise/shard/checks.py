@@ -81,8 +81,8 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
             )
         elif isinstance(parameter, DTensor):
             problems.append(
-                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh}, cut by tensor "
-                f"parallelism already; wrap plain parameters"
+                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh} already, by "
+                f"tensor parallelism or torch's own fully_shard; wrap plain parameters"
             )
         elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
             problems.append(
@@ -162,7 +162,7 @@ def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:
         f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
         for field, patterns in (("include", precision.include), ("exclude", precision.exclude))
         for pattern in patterns
-        if not any(fnmatchcase(name, pattern) for name in names)
+        if names and not any(fnmatchcase(name, pattern) for name in names)
     ]
 
 

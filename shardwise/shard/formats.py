@@ -196,6 +196,11 @@ class PrecisionReport:
 
 def precision_report(model: nn.Module) -> PrecisionReport:
     """Of a model wrapped by ``fully_shard`` or ``data_parallel``; names as the model has them."""
+    if all(getattr(module, "_shardwise_unit", None) is None for module in model.modules()):
+        raise ValueError(
+            f"nothing of this {type(model).__name__} is wrapped yet: call fully_shard or "
+            f"data_parallel, which decide how weights are stored, before precision_report"
+        )
     stored = {
         (id(parameters), name): unit.stored[number, index]
         for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules())

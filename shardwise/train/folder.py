@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import CheckpointError, Manifest, valid_checkpoints
+from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
@@ -59,7 +60,8 @@ def find_resume(
 ) -> tuple[Path, Path]:
     """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path).
 
-    ``again``: these ranks were started anew, so that ``out`` may hold what they did before.
+    ``again``: these ranks were started anew, so that the folder may hold what they did before;
+    they go on from the newest that they have saved themselves, if any.
     """
     if resume != LATEST:
         path = Path(resume)
@@ -81,7 +83,7 @@ def find_resume(
                 f"--out {out} holds another run: go on with that one (--resume --out {out}), or "
                 f"name another folder"
             )
-        return folder, path
+        return folder, newest_checkpoint(folder) if again and _has_saved(folder) else path
     folder = newest_folder(recipe, out)
     if folder is None:
         raise ValueError(
@@ -89,6 +91,13 @@ def find_resume(
             f"FOLDER or --resume PATH"
         )
     return folder, newest_checkpoint(folder)
+
+
+def _has_saved(folder: Path) -> bool:
+    """Whether the launch that is going on has saved anything there."""
+    events = read_events(folder / EVENTS) if (folder / EVENTS).exists() else []
+    begun = max((n for n, event in enumerate(events) if event.get("restarts") == 0), default=None)
+    return begun is not None and any(event["kind"] == "save" for event in events[begun:])
 
 
 def newest_checkpoint(path: Path) -> Path:

@@ -37,7 +37,7 @@ from shardwise.train.expert_load import ExpertLoad
 from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
 from shardwise.train.guard import Guard, Skips
 from shardwise.train.speed import Speed
-from shardwise.train.world import World
+from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +303,7 @@ class Trainer:
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
         return {
             "config": config.to_json(),
+            "restarts": num_restarts(),
             "model": {
                 "parameters": model.num_parameters,
                 "text": f"{model.num_layers} layers x {model.dim}{experts}, context "

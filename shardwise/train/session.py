@@ -10,7 +10,6 @@ explain   what went wrong, in one line; the traceback lies in the run's folder
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from shardwise.train.folder import (
 )
 from shardwise.train.loop import Outcome, Trainer
 from shardwise.train.recipes import load_recipe
-from shardwise.train.world import World, join, leave
+from shardwise.train.world import World, join, leave, num_restarts
 
 _SHAPE = (
     *("dim", "num_layers", "num_heads", "kv_heads", "head_width", "hidden_width", "qk_norm"),
@@ -64,7 +63,7 @@ class Settled:
 
 def settle(request: Request) -> Settled:
     """Read the recipe or the checkpoint; raise what is wrong before anything is started."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = num_restarts() > 0
     if request.resume is None and restarted:
         return _after_a_failure(request)
     if request.resume is None:

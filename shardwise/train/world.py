@@ -62,6 +62,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def num_restarts() -> int:
+    """How often the ranks of this launch have been started again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def speaks() -> bool:
     """Whether this process may talk to the terminal for all ranks."""
     return os.environ.get("RANK", "0") == "0"

@@ -409,3 +409,4 @@ def test_what_cannot_work_is_refused_by_name_on_every_rank() -> None:
         for name, pattern in expected.items():
             with pytest.raises(ValueError, match=pattern):
                 raise ValueError(found[name])
+        assert "Precision(" not in found["twice"], "no pattern is at fault where nothing is left"

@@ -127,6 +127,11 @@ def check_report(rank: int, world_size: int) -> str:
     return str(report)
 
 
+def test_nothing_is_decided_before_something_is_wrapped() -> None:
+    with pytest.raises(ValueError, match="nothing of this Linear is wrapped yet"):
+        sw.precision_report(nn.Linear(32, 32))
+
+
 def test_the_report_says_what_is_stored_and_why_the_rest_is_not() -> None:
     for text in run_ranks(check_report, 2):
         assert "6 of 17 parameters" in text and "layers.1.down.weight" in text

@@ -402,6 +402,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     x, p, _ = data(UNEVEN)
     ends, mlp = ends_of(UNEVEN), make()
     refused(lambda: mlp(x, ends_of([5, 0, 61, 0]), p), "do not add up to the 67 rows")
+    refused(lambda: mlp(x, [5, 5, 66, 66], p), "ends=[5, 5, 66, 66]: give a tensor")
     refused(lambda: mlp(x, torch.tensor([9, 5, 61, 67]).int(), p), "must not fall")
     refused(lambda: mlp(x, ends.long(), p), "torch.int64", "torch.int32")
     refused(lambda: mlp(x, ends[:3], p), "[3]", "4 experts")

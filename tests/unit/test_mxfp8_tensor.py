@@ -121,6 +121,11 @@ def _planes(rows: int) -> tuple[Plane, ...]:
         (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[0]), ["same blocks"]),
         (lambda: MXFP8Tensor.encode(matrix(), "mxfp4"), ["'mxfp4'", "mxfp8_2d"]),  # type: ignore[arg-type]
         (lambda: MXFP8Tensor.encode(matrix(33)), ["33 rows", "blocks of 32"]),
+        (lambda: MXFP8Tensor.encode([[1.0]]), ["a list", "a tensor"]),  # type: ignore[arg-type]
+        (
+            lambda: MXFP8Tensor.encode(matrix()).dequantise("sideways"),  # type: ignore[arg-type]
+            ["'sideways'", "forward, backward"],
+        ),
         (lambda: MXFP8Tensor.from_state_dict({"other": matrix()}, "w."), ["'w.'", "other"]),
         (
             lambda: MXFP8Tensor.from_state_dict(

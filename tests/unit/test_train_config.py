@@ -156,7 +156,16 @@ def test_a_resumed_run_lands_where_it_was_told_with_the_model_that_was_named(
         with pytest.raises(ValueError, match="holds another run"):
             find_resume("default", str(out), named)
         assert find_resume("default", str(out), named, again=True) == (out, checkpoint)
-    request = Request(recipe="smoke", resume=str(run))
+    # Somebody goes back to step 1; what was saved since then, and not before, is gone on from.
+    later = run / "checkpoints" / "step-000009"
+    sw.save(later, nn.Linear(1, 1), config=load_recipe("smoke").to_json())
+    went_back = [{"kind": "run", "restarts": 0}, {"kind": "save"}, {"kind": "run", "restarts": 0}]
+    for since, expected in (([], checkpoint), ([{"kind": "save"}], later)):
+        lines = [*went_back, {"kind": "run", "restarts": 1}, *since]
+        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert find_resume("default", None, str(checkpoint)) == (run, checkpoint)
+        assert find_resume("default", None, str(checkpoint), again=True) == (run, expected)
+    request = Request(recipe="smoke", resume=str(checkpoint))
     assert settle(request).checkpoint == checkpoint
     with pytest.raises(ValueError, match=r"another model.*num_experts 0 there, 8 here"):
         settle(dataclasses.replace(request, recipe="moe_tiny"))
