@@ -124,7 +124,11 @@ class Operations:
             if cut.matches(operand.cut):
                 return operand._local_tensor
             why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
-            _refuse_cut(func, cut, why, "use full_tensor() of one of them")
+            fix = "use full_tensor() of one of them"
+            if cut.turns != operand.cut.turns:  # the gradient of another optimizer's matrix
+                why += ", of which each replica has a part since sw.optimizer was built"
+                fix = "build the next optimizer with sw.optimizer too"
+            _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):
             why = "the other operand is a DTensor with other placements"
             _refuse_cut(func, cut, why)
