@@ -232,7 +232,7 @@ def check_gradients(rank: int, world_size: int) -> dict[str, int]:
     assert scaler.get_scale() == 2.0
     after = everything(model, optimizer)
     assert not [name for name, value in after.items() if not torch.equal(value, before[name])]
-    with pytest.raises(NotImplementedError, match="build the next optimizer with sw.optimizer too"):
+    with pytest.raises(NotImplementedError, match="build the next optimizer with"):
         torch.optim.AdamW(model.parameters()).step()
     return here
 
