@@ -47,6 +47,8 @@ from shardwise.layout import (
 FEWEST_BUCKETS = 8
 # ... and up to that many times its size: its gradients are alive at once.
 LARGEST_BUCKET = 8
+# A row of so few elements takes no time to send: its matrices are whole, however small a bucket.
+SMALL_ROW = 1 << 20
 WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
 
@@ -160,7 +162,8 @@ def _kinds(
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
     found: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
-        if num_shards <= len(members) and (num_shards == 1 or num_shards * numel <= limit):
+        fits = num_shards == 1 or num_shards * numel <= max(limit, SMALL_ROW)
+        if num_shards <= len(members) and fits:
             for index in members:
                 found[index] = _Kind(numel, cost, (), 1)
             continue

@@ -124,6 +124,15 @@ def test_repeated_layers_are_whole_balanced_and_unpadded(num_shards: int) -> Non
     assert len(buckets) >= FEWEST_BUCKETS, "and there is something to overlap"
 
 
+@pytest.mark.parametrize("bucket_size", [1, 64 * 64, 3 * 64 * 64])
+def test_small_matrices_are_whole_however_small_a_bucket(bucket_size: int) -> None:
+    for num_shards in (2, 4, 8):
+        buckets = plan(layers(8, [(64, 64)]), num_shards, bucket_size)
+        assert {item.grain for bucket in buckets for item in bucket.layout.items} == {TENSOR}
+        assert padding(buckets) == 0
+        assert len(buckets) == 8 // num_shards, "a row each"
+
+
 def test_more_ranks_than_matrices_share_them_in_equal_parts() -> None:
     """4 matrices of 64 rows over 16 shards: 4 parts each, and a bucket for each two of them."""
     buckets = plan(layers(4, [(64, 64)]), 16, 1 << 12)
