@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.agreement import raise_together
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.routing import Route, split_of
 from shardwise.optim.sharded import (
+    SAME,
     ShardedOptimizer,
+    axes_of,
     matrix_defaults,
     matrix_group,
     parameter_problems,
-    raise_together,
     summary,
 )
 
@@ -62,7 +64,8 @@ class Muon(ShardedOptimizer):
         problems += parameter_problems(found, whole)
         counted = [group | {"params": len(group["params"])} for group in groups]
         mine = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
-        raise_together("sw.Muon", problems, [parameter for _, parameter in found], mine)
+        axes = axes_of(parameter for _, parameter in found)
+        raise_together("sw.Muon cannot work", problems, mine, axes, same=SAME)
         # torch's schedulers look there for momentum.
         super().__init__(groups, names, matrix_defaults(muon(**{"lr": lr} | settings)))
 

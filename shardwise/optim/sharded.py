@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.agreement import raise_together
 from shardwise.optim import adamw as elementwise_step
 from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
@@ -92,7 +93,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         problems += parameter_problems(found, whole)
         mine = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
-        raise_together("a group to add", problems, [p for _, p in found], mine)
+        raise_together(
+            "a group to add cannot work",
+            problems,
+            mine,
+            axes_of(p for _, p in found),
+            same=SAME,
+        )
         return group | {"params": params}
 
     def _launch(self) -> None:
@@ -250,7 +257,13 @@ def optimizer(
     )
     kinds = [(one.name, one.route.kind) for one in found]
     mine = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
-    raise_together("this optimizer", problems, [one.parameter for one in routed], mine)
+    raise_together(
+        "this optimizer cannot work",
+        problems,
+        mine,
+        axes_of(one.parameter for one in routed),
+        same=SAME,
+    )
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
@@ -271,6 +284,7 @@ def elementwise_group(settings: AdamWSettings, parameters: Sequence[Tensor]) -> 
     return {"params": list(parameters), "kind": "elementwise", **_plain(settings)}
 
 
+SAME = "build the same optimizer"
 _SETTINGS = {"matrix": MuonSettings, "elementwise": AdamWSettings}
 
 
@@ -279,31 +293,15 @@ def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
 
 
-def raise_together(
-    what: str, problems: Sequence[str], parameters: Iterable[Tensor], mine: Sequence[str]
-) -> None:
-    """Raise on every rank what any rank found, or that ``mine`` is not what the others have: they
-    would wait for each other in a collective."""
-    axes: dict[int, comm.Axis] = {}
+def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
+    """Every axis that they are spread over, once, in order."""
+    found: dict[int, comm.Axis] = {}
     for parameter in parameters:
         mesh = home_of(parameter).mesh
         for axis in comm.mesh_axes(mesh) if mesh is not None else ():
             if axis.size > 1:
-                axes.setdefault(id(axis.group), axis)
-    known = list(problems)
-    for axis in axes.values():  # one after another: at the end everybody has heard of everything
-        everyone = comm.agree((known, list(mine)), axis)
-        known = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
-        rank = next((rank for rank, pair in enumerate(everyone) if pair[1] != everyone[0][1]), 0)
-        if rank and not known:
-            pairs = zip(everyone[0][1], everyone[rank][1], strict=True)
-            differs = [f"{first} / {other}" for first, other in pairs if first != other]
-            known.append(
-                f"the ranks do not build the same optimizer: rank 0 / rank {rank} of axis "
-                f"'{axis.name}': {'; '.join(differs)}"
-            )
-    if known:
-        raise ValueError(f"{what} cannot work: " + "; ".join(known))
+                found.setdefault(id(axis.group), axis)
+    return list(found.values())
 
 
 def summary(facts: Sequence[Any]) -> str:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot work is said before anything changes: all problems at once, on every rank alike.
 
-    rank 0   problems: none       --\
-    rank 1   problems: "'w' ..."  --->  exchanged over every axis  -->  every rank raises "'w' ..."
-
-A check returns sentences: the value, the reason, the fix.
+A check returns sentences: the value, the reason, the fix. ``raise_together`` says them everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwise import comm
+from shardwise.agreement import UNSUPPORTED
 from shardwise.buffer import Ranks
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
@@ -28,8 +25,6 @@ from shardwise.shard.find import Found, GrainChoice, grain_of
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
 from shardwise.tensor import ShardedTensor
-
-_UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
 
 
 def check_types(
@@ -81,7 +76,7 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
             )
         elif isinstance(parameter, DTensor):
             problems.append(
-                f"{_UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh} already, by "
+                f"{UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh} already, by "
                 f"tensor parallelism or torch's own fully_shard; wrap plain parameters"
             )
         elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
@@ -175,7 +170,7 @@ def placement_problems(
         wanted = choose(f.parameter)
         if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
             problems.append(
-                f"{_UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
+                f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
                 f"flat and cut along rows, so only Shard(0) or None can hold"
             )
     return problems
@@ -188,30 +183,3 @@ def describe_parameter(found: Found, grain: GrainChoice | None, precision: Preci
         f"{found.name} {list(parameter.shape)} {parameter.dtype} by {grain_of(found, grain)} "
         f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''}"
     )
-
-
-def raise_together(
-    mine: list[str], problems: list[str], ranks: Ranks, verb: str = "fully_shard"
-) -> None:
-    """Raise on every rank what any rank has found, or that they do not wrap the same thing.
-
-    All ranks go through all axes, whatever they find: one that left early would make others wait.
-    """
-    for axis in ranks.axes:
-        news: list[str] = []
-        for rank, (theirs, heard) in enumerate(comm.agree((mine, problems), axis)):
-            known = set(problems) | set(news)
-            news += [problem for problem in heard if problem not in known]
-            if theirs != mine and not heard and not problems:
-                pairs = zip(mine, theirs, strict=False)
-                differs = [f"{ours} / {other}" for ours, other in pairs if ours != other][:4]
-                differs = differs or [f"{len(mine) - 1} / {len(theirs) - 1} parameters"]
-                news.append(
-                    f"the ranks do not wrap the same module: rank {axis.rank} / rank {rank} of "
-                    f"axis '{axis.name}': {'; '.join(differs)}. Build the same model with the same "
-                    f"options on every rank"
-                )
-        problems = problems + news
-    if problems:
-        kind = NotImplementedError if problems[0].startswith(_UNSUPPORTED) else ValueError
-        raise kind(f"{verb}: " + "; ".join(problems))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.agreement import raise_together
 from shardwise.buffer import Ranks
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
 from shardwise.mesh import data_mesh, default_mesh
@@ -44,7 +45,6 @@ from shardwise.shard.checks import (
     option_problems,
     pattern_problems,
     product_problems,
-    raise_together,
 )
 from shardwise.shard.coded import GROUPS
 from shardwise.shard.find import Found, find_parameters
@@ -133,7 +133,7 @@ def data_parallel(
         f"{stored_as(f, precision).format or ''}"
         for f, home in zip(found, homes, strict=True)
     ]
-    raise_together(description, problems, ranks, verb=_VERB)
+    raise_together(_VERB, problems, description, ranks.axes, same="wrap the same module")
 
     device = device_of(mesh)
     places_of: dict[int, tuple[int, int]] = {}

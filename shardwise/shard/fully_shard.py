@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
+from shardwise.agreement import raise_together
 from shardwise.buffer import Ranks
 from shardwise.layout import Layout, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
@@ -32,7 +33,6 @@ from shardwise.shard.checks import (
     option_problems,
     placement_problems,
     product_problems,
-    raise_together,
 )
 from shardwise.shard.coded import GROUPS
 from shardwise.shard.find import Found, GrainChoice, find_parameters, outermost
@@ -114,7 +114,7 @@ def fully_shard(
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "
         f"gather_in_step={gather_in_step}"
     ] + [describe_parameter(f, grain, precision) for f in found]
-    raise_together(description, problems, ranks)
+    raise_together("fully_shard", problems, description, ranks.axes, same="wrap the same module")
     kept_axis, release = _after_forward(reshard_after_forward, ranks)
     device = device_of(mesh)
     values = same_values(found, ranks, device)
