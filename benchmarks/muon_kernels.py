@@ -121,7 +121,7 @@ def run_newton_schulz(tiny: bool) -> list[Table]:
         "Milliseconds from an fp32 batch to the orthogonalised one, norm and cast included, five "
         "quintic steps. cuBLAS: bf16, direct form, batched. Ours: fp16, the form the library "
         "chooses and the other. TFLOP/s: of the chosen form's own count. Nonic: the library's "
-        "default, of degrees 5, 5, 9 and 9, in the form it chooses."
+        "default, of degrees 5, 9, 5 and 9, in the form it chooses."
     )
     columns = {
         "batch": ("batch", ""),

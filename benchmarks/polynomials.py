@@ -4,11 +4,13 @@
 Newton-Schulz composes odd polynomials. The best composition of given degrees takes, step by step,
 the one that lies nearest to 1 on the interval which the steps before have left (Polar Express,
 arXiv 2505.16932, whose coefficients this finds for five of degree 5). A step of degree 9 costs one
-product of Grams more than one of degree 5, so degrees 5, 5, 9, 9 (2025 in all) take 18 m^3 for a
+product of Grams more than one of degree 5, so degrees 5, 9, 5, 9 (2025 in all) take 18 m^3 for a
 square matrix where five of degree 5 (3125) take 20; and divided by the Schatten 4-norm, which lies
 nearer to the largest singular value than the Frobenius norm, they need less.
 
-The table rounds as the kernels do: 16-bit operands, sums in fp32.
+The tables round as the kernels do: 16-bit operands, sums in fp32. The last one is why the degrees
+alternate: the Gram form moves R on with every step but the last before X is formed anew, and one of
+degree 9 magnifies R's rounding.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ Array = NDArray[np.float64]
 # than those below lose (Polar Express does so too).
 CUSHION = 0.02407327424182761
 SIDE = 384
+NONIC_DEGREES = (5, 9, 5, 9)
+LOWEST = 1.5e-3  # the singular value that the steps are made for
 
 
 def value(coefficients: Array, x: Array) -> Array:
@@ -100,31 +104,63 @@ def rounded(x: Tensor) -> Tensor:
     return x.half().float()
 
 
-def orthogonalised(x: Tensor, preset: Preset) -> Tensor:
-    """The direct form with every product's result rounded to fp16."""
+def normalised(x: Tensor, preset: Preset) -> Tensor:
     norm = x.norm() if preset.norm == "frobenius" else (x @ x.mT).norm().sqrt()
-    x = rounded(x / (norm * preset.safety))
-    identity = torch.eye(len(x))
+    return rounded(x / (norm * preset.safety))
+
+
+def mirrored(x: Tensor) -> Tensor:
+    """A symmetric result as the kernels store it: one half computed, the other its image."""
+    lower = rounded(x).tril()
+    return lower + lower.tril(-1).mT
+
+
+def polynomial(gram: Tensor, step: Sequence[float]) -> Tensor:
+    found = gram
+    for shift, linear, square in stages(tuple(step)):
+        found = mirrored(square * (found @ found) + linear * gram + shift * torch.eye(len(gram)))
+    return found
+
+
+def direct(x: Tensor, preset: Preset) -> Tensor:
+    """The direct form with every product's result rounded to fp16."""
+    x = normalised(x, preset)
     for step in preset.coefficients:
-        found = gram = rounded(x @ x.mT)
-        for shift, linear, square in stages(step):
-            found = rounded(square * (found @ found) + linear * gram + shift * identity)
-        x = rounded(found @ x)
+        x = rounded(polynomial(mirrored(x @ x.mT), step) @ x)
     return x
 
 
-def quality() -> report.Table:
-    rows: list[report.Row] = []
+def gram(x: Tensor, preset: Preset) -> Tensor:
+    """The Gram form, likewise; X is formed anew half way."""
+    x = normalised(x, preset)
+    steps, half = preset.coefficients, preset.first_steps
+    for run in (steps[:half], steps[half:]):
+        moved, product = mirrored(x @ x.mT), torch.eye(len(x))
+        for step in run:
+            factor = polynomial(moved, step)
+            product = mirrored(factor @ product)
+            moved = mirrored(mirrored(factor @ moved) @ factor)
+        x = rounded(product @ x)
+    return x
+
+
+def directions() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     u, v = (
         torch.linalg.qr(torch.randn(SIDE, SIDE, generator=generator, dtype=torch.float64))[0]
         for _ in range(2)
     )
+    return u, v
+
+
+def quality() -> report.Table:
+    rows: list[report.Row] = []
+    u, v = directions()
     names = ("keller", "polar_express", "s4", "nonic")
     for kind, values in spectra().items():
         row: report.Row = {"spectrum": kind}
         for name in names:
-            found = orthogonalised(((u * values) @ v.mT).float(), PRESETS[name]).double()
+            found = direct(((u * values) @ v.mT).float(), PRESETS[name]).double()
             row[name] = float((found * (u @ v.mT)).sum() / found.norm() / SIDE**0.5)
             row[f"{name}_high"] = float((u.mT @ found @ v).diagonal().max())
         rows.append(row)
@@ -153,7 +189,7 @@ def coefficients() -> report.Table:
     rows: list[report.Row] = []
     for name, low, degrees in (
         ("polar_express", 1e-3, (5, 5, 5, 5, 5)),
-        ("nonic", 1.5e-3, (5, 5, 9, 9)),
+        ("nonic", LOWEST, NONIC_DEGREES),
     ):
         for index, step in enumerate(composition(low, degrees)):
             row: report.Row = {"preset": name, "step": index + 1}
@@ -164,13 +200,50 @@ def coefficients() -> report.Table:
     return report.Table(title="Coefficients", note=note, columns=columns, rows=rows)
 
 
+def orders() -> report.Table:
+    """What rounding costs in either form, by the order of the degrees."""
+    u, v = directions()
+    rows: list[report.Row] = []
+    for degrees in ((5, 5, 9, 9), (5, 9, 5, 9), (5, 9, 9, 5), (9, 5, 5, 9)):
+        found = tuple(tuple(map(float, step)) for step in composition(LOWEST, degrees))
+        preset = Preset(name="tried", coefficients=found, norm="schatten4", safety=1.01)
+        row: report.Row = {"degrees": ", ".join(map(str, degrees))}
+        low = np.array([LOWEST])
+        for step in found:
+            low = value(np.array(step), low)
+        row["lowest"] = float(low[0])
+        for kind, values in spectra().items():
+            exact = (values / (values**4).sum() ** 0.25 / preset.safety).numpy()
+            for step in found:
+                exact = value(np.array(step), exact)
+            expected = (u * torch.from_numpy(exact)) @ v.mT
+            for form in (direct, gram):
+                error = (form(((u * values) @ v.mT).float(), preset) - expected).norm()
+                row[f"{form.__name__} {kind}"] = float(error / expected.norm())
+        for form in (direct, gram):
+            row[form.__name__] = max(
+                float(row[f"{form.__name__} {kind}"])  # type: ignore[arg-type]
+                for kind in spectra()
+            )
+        rows.append(row)
+    columns = {"degrees": ("degrees", ""), "lowest": (f"{LOWEST} goes to", ".4f")}
+    columns |= {"direct": ("error, direct form", ".4f"), "gram": ("error, Gram form", ".4f")}
+    note = (
+        "The largest relative distance from the exact polynomials over the spectra above, rounded\n"
+        "to fp16, where the Gram form forms X anew after two steps."
+    )
+    return report.Table(title="The order of degrees", note=note, columns=columns, rows=rows)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.polynomials", description=__doc__)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     options = parser.parse_args(arguments)
     facts = report.circumstances(arguments)
     facts["command"] = shlex.join(["python", "-m", "benchmarks.polynomials", *arguments])
-    paths = report.write([coefficients(), quality()], facts, "polynomials", options.results)
+    paths = report.write(
+        [coefficients(), quality(), orders()], facts, "polynomials", options.results
+    )
     print(paths[0].read_text())
 
 

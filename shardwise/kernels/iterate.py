@@ -123,6 +123,16 @@ class Products:
         scales = None if rescale is None else torch.stack([rescale, rescale], dim=1)
         return symmetric_product(a, b, out, self.tile, beta=shift, scales=scales)
 
+    def moved(
+        self, r: Tensor, z: Tensor, shift: float, half: Tensor, rescale: Tensor | None
+    ) -> Tensor:
+        """r = rescale · (z + shift)·r·(z + shift), with ``half`` as its place of work.
+
+        From both sides: r·(z + shift)², equal but for rounding, would lose up to two bits more.
+        """
+        symmetric_product(z, r, half, self.tile, beta=shift, c=r)
+        return self.shifted(half, z, shift, r, rescale)
+
     def apply(
         self, q: Tensor, x: Tensor, out: Tensor, alpha: float, scales: Tensor | None = None
     ) -> Tensor:
@@ -202,8 +212,8 @@ def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
         a = step[0]
         if index + 1 not in (first, polynomial.steps):
             z = products.polynomial(r, free.pop(), step, rescale, inner, constant=False)
-            half = products.shifted(r, z, a, free.pop())
-            products.shifted(half, z, a, r, rescale)
+            half = free.pop()
+            products.moved(r, z, a, half, rescale)
             free.append(half)
             held.append((z, a))
             rescale = None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched products with a symmetric matrix, scaled per matrix: Q·X for wide, X·Q for tall.
+"""Batched products with a symmetric matrix, scaled per matrix: Q·X for wide, X·Qᵀ for tall.
+
+Q is symmetric up to rounding only, and a product of polynomials in the order they act: the tall
+case is the wide one transposed, whose errors X damps. X·Q would meet them the other way round.
 
 cuBLAS is as fast, but picks its kernel by the size of the batch, and so its bits. Here a tile's
 program sums over k in ascending order whatever else is in the batch.
@@ -26,7 +29,7 @@ def reference(
     q: Tensor, x: Tensor, *, alpha: float = 1.0, scales: Tensor | None = None, tall: bool = False
 ) -> Tensor:
     """The definition, in fp32: q is symmetric; ``scales`` [n] multiplies alpha per matrix."""
-    product = x.float() @ q.float() if tall else q.float() @ x.float()
+    product = x.float() @ q.float().mT if tall else q.float() @ x.float()
     return alpha * product if scales is None else alpha * scales[:, None, None] * product
 
 
@@ -85,7 +88,7 @@ def product(
     count, rows, columns = out.shape
     tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
     tiles = count * tile_rows * tile_columns
-    # Tall: both operands run along the summed dimension (q is its own transpose).
+    # Tall: both operands run along the summed dimension.
     b_box = [1, tile.columns, tile.step] if tall else [1, tile.step, tile.columns]
     _product_kernel[(programs(tiles, tile, out.device),)](
         TensorDescriptor.from_tensor(x if tall else q, [1, tile.rows, tile.step]),

@@ -96,8 +96,7 @@ def test_no_tile_is_for_nothing(size: int) -> None:
 @inside
 @pytest.mark.parametrize(("tile", "tall"), [(0, False), (0, True), (1, False)], ids=str)
 def test_product(tile: int, tall: bool) -> None:
-    q = torch.randn(2, 40, 40, dtype=torch.float16)
-    q = q + q.mT
+    q = torch.randn(2, 40, 40, dtype=torch.float16)  # symmetric but for rounding; here not at all
     x = torch.randn(2, 40, 72, dtype=torch.float16)
     x = x.mT.contiguous() if tall else x
     out, scales = poisoned(*x.shape, dtype=torch.float16), torch.tensor([0.5, 2.0])
