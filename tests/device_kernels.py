@@ -152,8 +152,8 @@ def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
         found = orthogonalise(batch.float(), polynomial.coefficients, form=form, **options)  # type: ignore[arg-type]
         assert found.shape == batch.shape and not found[2].any()
         rotation, gains = quality(found[0].double(), u.cuda(), v.cuda())
-        assert rotation < 0.03, f"{kind}: rotation {rotation:.4f}"
-        low, high = band(polynomial, singular_values(kind, rows, columns))
+        assert rotation < 0.02, f"{kind}: rotation {rotation:.4f}"
+        low, high = band(polynomial, singular_values(kind, rows, columns), form)
         outside = torch.maximum(low.cuda() - gains, gains - high.cuda()).max()
         assert outside < 0.015, f"{kind}: singular values leave the band by {float(outside):.4f}"
 

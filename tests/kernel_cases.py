@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.forms import Form, Polynomial
 from shardwise.optim import newton_schulz as optim
 
 PRESETS = {name: preset.polynomial for name, preset in optim.PRESETS.items()}
@@ -33,22 +33,41 @@ def spectrum(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor
     return u @ torch.diag(singular_values(kind, rows, columns)) @ v.mT, u, v
 
 
-def gains_of(polynomial: Polynomial, values: Tensor, factor: float = 1.0) -> Tensor:
-    """Where the polynomial takes singular values: normalised, then off by ``factor``."""
+def gains_of(
+    polynomial: Polynomial,
+    values: Tensor,
+    factor: float = 1.0,
+    form: Form = "direct",
+    off: float = 0.0,
+) -> Tensor:
+    """Where the polynomial takes singular values: normalised, then off by ``factor``.
+
+    ``off`` is what rounding has added to the first Gram of the other forms, whose polynomials see
+    it until X is formed anew, while X does not.
+    """
     order = 2 if polynomial.norm == "frobenius" else 4
     s = factor * values / (values.pow(order).sum().pow(1 / order) * polynomial.safety)
-    for step in polynomial.coefficients:
-        s = sum(value * s ** (2 * power + 1) for power, value in enumerate(step))  # type: ignore[assignment]
-    return s
+    r, q = s * s + off, torch.ones_like(s)
+    for index, step in enumerate(polynomial.coefficients):
+        if form == "direct" or index == polynomial.first_steps(form):
+            s, q = q * s, torch.ones_like(s)
+            r = s * s
+        z = sum(value * r**power for power, value in enumerate(step))
+        q, r = q * z, z * r * z
+    return q * s
 
 
-def band(polynomial: Polynomial, values: Tensor) -> tuple[Tensor, Tensor]:
-    """(lowest, highest) gain of singular values that rounding has moved by up to 2 %.
+def band(polynomial: Polynomial, values: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """(lowest, highest) gain of singular values that rounding has moved by up to 2 %, or in a Gram,
+    whose norm is at most 1, by up to 2e-5.
 
     Steep polynomials such as Keller's magnify the rounding of what they are given.
     """
     factors = torch.linspace(0.98, 1.02, 41).tolist()
-    gains = torch.stack([gains_of(polynomial, values, factor) for factor in factors])
+    offs = [0.0] if form == "direct" else torch.linspace(-2e-5, 2e-5, 9).tolist()
+    gains = torch.stack(
+        [gains_of(polynomial, values, factor, form, off) for factor in factors for off in offs]
+    )
     return gains.amin(0), gains.amax(0)
 
 

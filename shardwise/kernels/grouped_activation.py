@@ -17,19 +17,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.grouped import interpreted
+
 # The most columns of h that a program holds at once (512 to 2048 measured: 4.0 to 3.7 TB/s).
 _CHUNK = 512
 
 
+# ``assembly`` is False in Triton's interpreter alone, which knows none. No product runs during an
+# epilogue, so its instructions count, and those of the special functions most: 16 a cycle, where
+# others have 128. A conversion to bf16 is one of them, unless two values share it, which the
+# compiler lets them do only where nobody reads the result again; a division is one, and ten others.
+
+
 @triton.jit
-def act_forward(gate, up, gated: tl.constexpr, alpha, limit, offset, clamped: tl.constexpr):
+def rounded(value, dtype: tl.constexpr, assembly: tl.constexpr):
+    """``value`` in ``dtype``, two at a time."""
+    if assembly and dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        result = value.to(dtype)
+    return result
+
+
+@triton.jit
+def sigmoid(x, assembly: tl.constexpr):
+    """1 / (1 + exp(-x)), in four instructions; subnormals of exp are lost beside the 1 anyway."""
+    if assembly:
+        result = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+            }
+            """,
+            "=f,f", [x], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        result = 1.0 / (1.0 + tl.exp(-x))
+    return result
+
+
+@triton.jit
+def act_forward(
+    gate, up, gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    assembly: tl.constexpr,
+):  # fmt: skip
     """act(z) in fp32; ``gate`` alone where it is not gated."""
     # One return at the end of each: Triton visits what stands after a return in a constexpr branch.
     if gated:
-        if clamped:
+        if limit is not None:
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
-        act = gate * (1.0 / (1.0 + tl.exp(-alpha * gate))) * (up + offset)
+        if offset != 0:
+            up += offset
+        act = gate * sigmoid(alpha * gate, assembly) * up
     else:
         positive = tl.maximum(gate, 0.0)
         act = positive * positive
@@ -51,9 +97,10 @@ def _places(columns, width, block: tl.constexpr, gated: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    z_ptr, p_ptr, h_ptr, bias_ptr, expert_ptr, num_rows, width, alpha, limit, offset,
-    rows: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr, gated: tl.constexpr,
-    clamped: tl.constexpr, has_bias: tl.constexpr,
+    z_ptr, p_ptr, h_ptr, bias_ptr, expert_ptr, num_rows, width,
+    gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    block: tl.constexpr, rows: tl.constexpr, chunk: tl.constexpr, has_bias: tl.constexpr,
+    assembly: tl.constexpr,
 ):  # fmt: skip
     # From the rows that the product wrote last, which may still be in the L2, to those that the
     # next product reads first.
@@ -80,17 +127,17 @@ def _forward_kernel(
             bias = tl.load(b_row + up_at[None, :], mask=inside, other=0.0)
             up = (up.to(tl.float32) + bias.to(tl.float32)).to(z_ptr.dtype.element_ty)
             tl.store(z_row + up_at[None, :], up, mask=inside)
-    h = act_forward(
-        gate.to(tl.float32), up.to(tl.float32), gated, alpha, limit, offset, clamped
-    )  # fmt: skip
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    h = act_forward(gate, up, gated, alpha, limit, offset, assembly)
     h = (h * p[:, None]).to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + row.to(tl.int64)[:, None] * width + columns[None, :], h, mask=inside)
 
 
 @triton.jit
 def _backward_kernel(
-    dh_ptr, z_ptr, p_ptr, dz_ptr, h_ptr, dp_ptr, num_rows, width, alpha, limit, offset,
-    chunk: tl.constexpr, block: tl.constexpr, gated: tl.constexpr, clamped: tl.constexpr,
+    dh_ptr, z_ptr, p_ptr, dz_ptr, h_ptr, dp_ptr, num_rows, width,
+    gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    block: tl.constexpr, chunk: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_width = width * 2 if gated else width
@@ -105,18 +152,18 @@ def _backward_kernel(
         scaled = dh * p
         if gated:
             up = tl.load(z_ptr + row * z_width + up_at, mask=inside, other=0.0).to(tl.float32)
-            if clamped:
+            if limit is not None:
                 passes_gate = gate <= limit
                 passes_up = tl.abs(up) <= limit
                 gate = tl.minimum(gate, limit)
                 up = tl.minimum(tl.maximum(up, -limit), limit)
-            sigma = 1.0 / (1.0 + tl.exp(-alpha * gate))
+            sigma = sigmoid(alpha * gate, assembly)
             swish = gate * sigma
             shifted = up + offset
             act = swish * shifted
             d_gate = scaled * shifted * (sigma + alpha * swish * (1.0 - sigma))
             d_up = scaled * swish
-            if clamped:
+            if limit is not None:
                 d_gate = tl.where(passes_gate, d_gate, 0.0)
                 d_up = tl.where(passes_up, d_up, 0.0)
             d_up = d_up.to(dz_ptr.dtype.element_ty)
@@ -161,9 +208,8 @@ def forward(
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(width, chunk)
     _forward_kernel[(programs,)](
         z, p, h, z if bias is None else bias, p if expert is None else expert,
-        num_rows, width, alpha, limit or 0.0, offset,
-        rows=rows, chunk=chunk, block=block, gated=gated, clamped=limit is not None,
-        has_bias=bias is not None, num_warps=4,
+        num_rows, width, gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+        rows=rows, chunk=chunk, has_bias=bias is not None, assembly=not interpreted(), num_warps=4,
     )  # fmt: skip
     return h
 
@@ -186,8 +232,8 @@ def backward(
     if num_rows:
         chunk = _chunk_for(width)
         _backward_kernel[(num_rows,)](
-            dh, z, p, dz, dh, dp, num_rows, width, alpha, limit or 0.0, offset,
-            chunk=chunk, block=block, gated=gated, clamped=limit is not None,
-            num_warps=4,
+            dh, z, p, dz, dh, dp, num_rows, width,
+            gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+            chunk=chunk, assembly=not interpreted(), num_warps=4,
         )  # fmt: skip
     return dz, dh, dp

@@ -24,8 +24,8 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shardwise.kernels.grouped import FC1_TILE, GroupedTile, max_blocks
-from shardwise.kernels.grouped_activation import act_forward
+from shardwise.kernels.grouped import FC1_TILE, GroupedTile, interpreted, max_blocks
+from shardwise.kernels.grouped_activation import act_forward, rounded
 from shardwise.kernels.symmetric import multiprocessors
 
 
@@ -106,10 +106,11 @@ def _gate_up(value, rows: tl.constexpr, columns: tl.constexpr, block: tl.constex
 @triton.jit
 def _fc1_kernel(
     x_desc, w_desc, z_desc, h_desc, bias_ptr, p_ptr, ends_ptr, schedule_ptr, blocks_ptr,
-    depth, width, tile_columns, band, alpha, limit, offset,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr,
-    block: tl.constexpr, gated: tl.constexpr, clamped: tl.constexpr, has_bias: tl.constexpr,
-    flatten: tl.constexpr,
+    depth, width, tile_columns, band,
+    gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    block: tl.constexpr, has_bias: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, flatten: tl.constexpr,
+    assembly: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = columns // 2
     num_blocks = tl.load(blocks_ptr)
@@ -141,12 +142,13 @@ def _fc1_kernel(
         else:
             first = column * columns
             second = column * columns + half
-        z = acc.to(z_desc.dtype)
+        z = rounded(acc, z_desc.dtype, assembly)
         if has_bias:
             at = tl.arange(0, columns)
             at = tl.where(at < half, first + at, second + at - half)
             bias = tl.load(bias_ptr + expert * z_width + at, mask=at < z_width, other=0.0)
-            z = (z.to(tl.float32) + bias.to(tl.float32)[None, :]).to(z_desc.dtype)
+            z = z.to(tl.float32) + bias.to(tl.float32)[None, :]
+            z = rounded(z, z_desc.dtype, assembly)
         in_tile = row_block * rows + tl.arange(0, rows)
         p = tl.load(p_ptr + start + in_tile, mask=in_tile < size, other=0.0)
         left, right = _halves(z, rows, columns)
@@ -154,16 +156,16 @@ def _fc1_kernel(
         store_ragged(z_desc, start, size, row_block * rows, second, right, rows, half)
         if gated:
             gate, up = _gate_up(z.to(tl.float32), rows, columns, block)
-            h = act_forward(gate, up, gated, alpha, limit, offset, clamped) * p[:, None]
+            h = act_forward(gate, up, gated, alpha, limit, offset, assembly) * p[:, None]
             h = h.to(h_desc.dtype)
             store_ragged(h_desc, start, size, row_block * rows, column * half, h, rows, half)
         else:
             h = left.to(tl.float32)
-            h = act_forward(h, h, gated, alpha, limit, offset, clamped) * p[:, None]
+            h = act_forward(h, h, gated, alpha, limit, offset, assembly) * p[:, None]
             h = h.to(h_desc.dtype)
             store_ragged(h_desc, start, size, row_block * rows, first, h, rows, half)
             h = right.to(tl.float32)
-            h = act_forward(h, h, gated, alpha, limit, offset, clamped) * p[:, None]
+            h = act_forward(h, h, gated, alpha, limit, offset, assembly) * p[:, None]
             h = h.to(h_desc.dtype)
             store_ragged(h_desc, start, size, row_block * rows, second, h, rows, half)
 
@@ -209,9 +211,9 @@ def fc1(
         create_ragged_descriptor(h, [tile.rows, half]),
         z if bias is None else bias,
         p, ends, blocks, num_blocks, depth, width, tile_columns, tile.band,
-        alpha, limit or 0.0, offset,
-        rows=tile.rows, columns=tile.columns, step=tile.step, block=block,
-        gated=gated, clamped=limit is not None, has_bias=bias is not None, flatten=tile.flatten,
+        gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
+        has_bias=bias is not None, rows=tile.rows, columns=tile.columns, step=tile.step,
+        flatten=tile.flatten, assembly=not interpreted(),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return z, h

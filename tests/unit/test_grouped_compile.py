@@ -48,7 +48,6 @@ def test_fc1(block: int) -> None:
         "bias_ptr": "*bf16",
         "p_ptr": "*fp32",
         **dict.fromkeys(("ends_ptr", "schedule_ptr", "blocks_ptr"), "*i32"),
-        **dict.fromkeys(("alpha", "limit", "offset"), "fp32"),
     }
     constants = {
         "rows": tile.rows,
@@ -56,9 +55,12 @@ def test_fc1(block: int) -> None:
         "step": tile.step,
         "block": block,
         "gated": True,
-        "clamped": bool(block),
+        "alpha": 1.0,
+        "limit": 7.0 if block else None,
+        "offset": 0.0,
         "has_bias": bool(block),
         "flatten": tile.flatten,
+        "assembly": True,
     }
     compiled(grouped_fc1._fc1_kernel, tile, constants, types)
 
