@@ -127,7 +127,7 @@ def check(case: tuple[Activation, int, bool, str], spread: str, fuse: bool, grad
         nn.init.normal_(parameter, std=1.0 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
         if grads == "main":
             parameter.main_grad = torch.ones(parameter.shape, device="cuda")
-    mlp._chosen = "fused", FusedProducts(lambda *_: FC1_TILE if fuse else None)
+    mlp._chosen = "fused", FusedProducts(FC1_TILE if fuse else None)
     rows = sum(counts)
     x = torch.randn(rows, HIDDEN, device="cuda").bfloat16().requires_grad_()
     p = torch.rand(rows, device="cuda").requires_grad_()

@@ -4,8 +4,8 @@
     loop         one matmul per expert, in plain torch. The definition; the host waits for counts
     grouped_mm   torch's grouped GEMM and a plain activation: no waiting, any device that torch has
     fused        torch's grouped GEMM where it is the faster one, our kernels around it: the
-                 activation in one pass (or in the first product's epilogue), h and dp from the
-                 same pass over z, weight gradients added in fp32 where they are kept
+                 activation in the first product's epilogue (or in one pass, where no tile fits), h
+                 and dp from one pass over z, weight gradients added in fp32 where they are kept
 
 Rows are sorted by expert; ``ends`` [experts] int32 says where each expert's rows end. Numbers are
 rounded at the same places on every path: see ``moe/activation.py``.
@@ -13,7 +13,6 @@ rounded at the same places on every path: see ``moe/activation.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,8 +135,7 @@ class FusedProducts(GroupedProducts):
 
     def __init__(
         self,
-        # By columns of x and rows of an expert: the first product's tile; None: torch's product.
-        fc1_tile: Callable[[int, float], GroupedTile | None] = grouped.measured_fc1_tile,
+        fc1_tile: GroupedTile | None = grouped.FC1_TILE,  # None: torch's product, then a pass
         weight_tile: GroupedTile | None = None,  # None: by the dtype of the gradient
     ) -> None:
         self.fc1_tile, self.weight_tile = fc1_tile, weight_tile
@@ -154,7 +152,7 @@ class FusedProducts(GroupedProducts):
     def activated(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
-        tile = self.fc1_tile(weight.shape[2], len(x) / len(weight))
+        tile = self.fc1_tile
         if tile is not None and _takes_fc1(weight, form, tile):
             from shardwise.kernels import grouped_fc1
 
@@ -235,5 +233,5 @@ def make_products(path: PathName) -> LoopProducts:
         "fused": FusedProducts,
     }
     if path == "fused" and grouped.interpreted():
-        return FusedProducts(lambda *_: grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE)
+        return FusedProducts(grouped.SMALL_FC1_TILE, grouped.SMALL_WEIGHT_TILE)
     return kinds[path]()

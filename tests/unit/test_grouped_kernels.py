@@ -67,12 +67,8 @@ def test_the_fused_path_equals_the_loop(
         for parameter in mlp.parameters():
             parameter.main_grad = torch.ones(parameter.shape)
         if path == "fused":
-            mlp._chosen = (
-                "fused",
-                FusedProducts(
-                    lambda *_: grouped.SMALL_FC1_TILE if fuse else None, grouped.SMALL_WEIGHT_TILE
-                ),
-            )
+            tile = grouped.SMALL_FC1_TILE if fuse else None
+            mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
         x, p, dy = data(COUNTS)
         y = mlp(x, ends_of(COUNTS), p)
         y.backward(dy)
