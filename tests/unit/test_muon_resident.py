@@ -116,11 +116,22 @@ def trained(
     return found, optimizer
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Batches are fp16 on the way to the kernels: 11 bits."""
+def assert_close(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, cautious: bool = False
+) -> None:
+    """Batches are fp16 on the way to the kernels: 11 bits.
+
+    ``cautious`` decay goes by the sign of an update: of 1,400 elements one or two are so near 0
+    that the last bits decide it, and with it a step's decay (lr · weight decay · weight).
+    """
     assert found.keys() == expected.keys() and len(found) == 8 + 7 + 3
+    flipped = 0
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3, msg=name)
+        off = (value - expected[name]).abs()
+        decay = 0.1 * 0.2 * 1.01 * expected[name].abs() if cautious else 0.0
+        assert bool((off <= 2e-3 + decay).all()), name
+        flipped += int((off > 2e-3).sum())
+    assert flipped <= 2
 
 
 @pytest.mark.parametrize(
@@ -142,7 +153,7 @@ def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) 
     names = {fleet.matrices[position].name for position in fleet.resident}
     assert fleet.fused and names == RESIDENT, "interleaved blocks are taken apart by the exchange"
     assert len(fleet.exchange.skipped) == 4 + 3 + 2
-    assert_close(found, expected)
+    assert_close(found, expected, cautious=options.get("decay") == "cautious")
 
 
 def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
