@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.inputs import anchor, check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.inputs import check_inputs, check_path, choose_path, compute_dtype
 from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import (
     ExpertTensor,
@@ -189,7 +189,7 @@ class GroupedLinear(nn.Module):
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [anchor(x, inputs)]
+            inputs = [delayed.anchor(x, inputs)]
         return _Linear.apply(  # type: ignore[no-any-return]
             x, ends, bundles, self.products_for(x), delayed, *inputs
         )

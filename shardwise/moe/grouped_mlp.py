@@ -32,7 +32,7 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import anchor, check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.inputs import check_inputs, check_path, choose_path, compute_dtype
 from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import ExpertTensor
 
@@ -130,7 +130,7 @@ class GroupedMLP(nn.Module):
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [anchor(x, inputs)]
+            inputs = [delayed.anchor(x, inputs)]
         form = Form(self.activation, self.gate_up_block)
         spec = _Spec(bundles, self._chosen[1], form, delayed)
         return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]

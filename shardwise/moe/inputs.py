@@ -71,12 +71,6 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
         )
 
 
-def anchor(x: Tensor, parameters: list[Tensor]) -> Tensor:
-    """Brings backward to a node whose parameters are no inputs of it."""
-    wanted = any(parameter.requires_grad for parameter in parameters)
-    return torch.empty(0, device=x.device, requires_grad=wanted)
-
-
 def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 

@@ -39,7 +39,8 @@ class WholeParameter(nn.Parameter):
 
     A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
     first contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite
-    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient or none.
+    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient or none,
+    for a parameter that is an input of its node: autograd tells when the last use is done.
     """
 
     _gradients: weakref.ref[Gradients] | None
@@ -146,6 +147,10 @@ class Gradients:
         undefined."""
         target = self._open_target()
         return self._views_of(target)[index], self._open_fresh and index not in self._written
+
+    def holds(self, index: int) -> bool:
+        """Whether a kernel has written this parameter's gradient in this microbatch."""
+        return index in self._written
 
     def _open_target(self) -> Buffer:
         if self._open is None:

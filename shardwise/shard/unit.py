@@ -171,8 +171,13 @@ class Unit:
             self._maybe_complete()
 
     def written(self, number: int, index: int) -> None:
-        """A kernel wrote the gradient of one parameter itself, and may still read the weight."""
-        self.arrived(number, index, settle=False)
+        """A kernel added to the gradient of one parameter itself. Whether it is whole, autograd
+        tells: its hook comes after all uses of the parameter. Of one that was owed nobody else
+        will tell."""
+        if self.phase is not Phase.BACKWARD:
+            self._enter_backward()
+        if (number, index) in self._owed:
+            self.arrived(number, index, settle=False)
 
     def owed(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
@@ -415,7 +420,7 @@ class Unit:
             group.items[index].name
             for group, flags in zip(self.groups, self._arrived, strict=True)
             for index, here in enumerate(flags)
-            if not here
+            if not here and not group.gradients.holds(index)
         ]
         self._running.clear()
         self._open_calls.clear()
