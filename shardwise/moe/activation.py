@@ -77,6 +77,8 @@ def squared_relu() -> Activation:
 
 def check_block(block: int | None, width: int) -> None:
     """Whether gate and up, ``width`` columns each, can be interleaved by ``block``."""
+    if block is not None and (not isinstance(block, int) or isinstance(block, bool)):
+        raise ValueError(f"gate_up_block={block!r}: a whole number of rows, or 0 (stacked)")
     if block is None or block == 0:
         return
     if block < 0 or width % block:

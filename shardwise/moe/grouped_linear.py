@@ -91,6 +91,7 @@ class GroupedLinear(nn.Module):
         self.delayed = DelayedGradients()
         self._asked_path = path
         self._products: LoopProducts | None = None
+        self._products_for: torch.dtype | None = None
         check_path(path, in_features, out_features, self.experts("weight").parameters[0])
         self.reset_parameters()
 
@@ -143,17 +144,29 @@ class GroupedLinear(nn.Module):
 
     def spread(self, first: int, count: int) -> None:
         """Keep ``count`` of all experts, from number ``first`` on."""
+        if self.num_experts != self.total_experts:
+            raise ValueError(
+                f"{self.num_experts} of {self.total_experts} experts are here, from number "
+                f"{self.first_expert} on: they are spread already (axis=, spread or keep_share). "
+                f"Spread once, a module that has all of them"
+            )
+        if first < 0 or count < 1 or first + count > self.total_experts:
+            raise ValueError(
+                f"spread(first={first}, count={count}): not among {self.total_experts} experts"
+            )
         kept = {}
         for name in self.layouts:
             bundle = self.experts(name)
             whole = bundle.parameters[0].detach() if bundle.grouped else as_one(bundle.parameters)
-            kept[name] = whole[first : first + count].clone(), bundle.trains
+            trained = [parameter.requires_grad for parameter in bundle.parameters]
+            trained = trained if bundle.grouped else trained[first : first + count]
+            kept[name] = whole[first : first + count].clone(), trained
         for name in list(self._parameters):
             delattr(self, name)
         self.num_experts, self.first_expert = count, first
-        for name, (values, trains) in kept.items():
+        for name, (values, trained) in kept.items():
             self._register(name, values)
-            for parameter in self.experts(name).parameters:
+            for parameter, trains in zip(self.experts(name).parameters, trained, strict=True):
                 parameter.requires_grad_(trains)
         self._declare()
 
@@ -176,10 +189,10 @@ class GroupedLinear(nn.Module):
     # ------------------------------------------------------------------ forward and backward
 
     def products_for(self, x: Tensor) -> LoopProducts:
-        if self._products is None:
-            self._products = make_products(
-                choose_path(self._asked_path, self.in_features, self.out_features, x)
-            )
+        dtype = compute_dtype(x)  # autocast may give the next forward another one
+        if self._products is None or self._products_for != dtype:
+            path = choose_path(self._asked_path, self.in_features, self.out_features, x)
+            self._products, self._products_for = make_products(path), dtype
         return self._products
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
@@ -191,7 +204,7 @@ class GroupedLinear(nn.Module):
         if delayed is not None:
             inputs = [delayed.anchor(x, inputs)]
         return _Linear.apply(  # type: ignore[no-any-return]
-            x, ends, bundles, self.products_for(x), delayed, *inputs
+            x, ends.contiguous(), bundles, self.products_for(x), delayed, *inputs
         )
 
     def backward_dw(self) -> None:
@@ -202,6 +215,10 @@ class GroupedLinear(nn.Module):
         layouts = ", ".join(f"{name} {layout}" for name, layout in self.layouts.items())
         return f"{self.num_experts} x {self.in_features} -> {self.out_features}, {layouts}"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._declare()  # a copied parameter has lost it
+
     # ------------------------------------------------------------------ state dicts
 
     def _load_from_state_dict(
@@ -209,6 +226,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         self._normalise(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._declare()  # ``assign=True`` brings other parameters
 
     def _normalise(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Bring the keys to this layout; of the experts of all ranks, take those that are here."""

@@ -101,6 +101,7 @@ class GroupedMLP(nn.Module):
         self._asked_path = path
         # Chosen at the first forward: parameters may be swapped, moved or cast until then.
         self._chosen: tuple[PathName, LoopProducts] | None = None
+        self._chosen_for: torch.dtype | None = None
         check_path(path, hidden, width, self.fc1.experts("weight").parameters[0])
 
     @property
@@ -113,9 +114,18 @@ class GroupedMLP(nn.Module):
         self._chosen = None
         return super()._apply(fn, recurse)
 
-    def forward(self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision) -> Tensor:
-        """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x."""
+    def forward(
+        self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision, *, delay: bool | None = None
+    ) -> Tensor:
+        """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x.
+
+        ``delay``: of this call's weight gradients, instead of ``delay_weight_gradient``.
+        """
         p = p.value if isinstance(p, FullPrecision) else p
+        if not isinstance(p, Tensor):
+            raise ValueError(
+                f"router weights p={p!r}: give a tensor [{len(x)}] of torch.float32, one per row"
+            )
         self._run_inner_hooks()
         bundles = self._bundles()
         check_inputs(x, ends, bundles, self.num_experts, self.hidden)
@@ -124,16 +134,18 @@ class GroupedMLP(nn.Module):
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
-        if self._chosen is None:
+        dtype = compute_dtype(x)  # autocast may give the next forward another one
+        if self._chosen is None or self._chosen_for not in (None, dtype):
             path = choose_path(self._asked_path, self.hidden, self.width, x)
-            self._chosen = path, make_products(path)
-        delayed = self.delayed if self.delay_weight_gradient else None
+            self._chosen, self._chosen_for = (path, make_products(path)), dtype
+        delays = self.delay_weight_gradient if delay is None else delay
+        delayed = self.delayed if delays else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
             inputs = [delayed.anchor(x, inputs)]
         form = Form(self.activation, self.gate_up_block)
         spec = _Spec(bundles, self._chosen[1], form, delayed)
-        return _MLP.apply(x, p, ends, spec, *inputs)  # type: ignore[no-any-return]
+        return _MLP.apply(x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
 
     @property
     def ep(self) -> int:

@@ -40,7 +40,8 @@ def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
     value = state.get(f"{prefix}{name}")
     if value is not None:
         return bool(value.dim()) and value.shape[0] == num_experts
-    return all(key in state for key in indexed_keys(prefix, name, num_experts))
+    members = indexed_keys(prefix, name, num_experts)
+    return all(key in state for key in members) and f"{prefix}{name}{num_experts}" not in state
 
 
 def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
@@ -50,6 +51,13 @@ def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bo
         return False
     if f"{prefix}{name}{num_experts}" in state:
         return False  # made for more experts: stacking the first few would hide that
+    shapes = {tuple(state[key].shape) for key in members}
+    if len(shapes) > 1:
+        odd = next(key for key in members if state[key].shape != state[members[0]].shape)
+        raise ValueError(
+            f"'{odd}' of shape {list(state[odd].shape)} cannot be stacked into '{target}': "
+            f"'{members[0]}' has shape {list(state[members[0]].shape)}. Experts are alike"
+        )
     state[target] = torch.stack([state.pop(key) for key in members])
     return True
 

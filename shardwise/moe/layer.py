@@ -105,8 +105,11 @@ class MixtureOfExperts(nn.Module):
         arrival = self._dispatcher.send(tokens, routes, plan)
         beside = None if self.shared is None else self.shared(tokens)
         delayed = self.axis is not None and self.experts.delay_weight_gradient
+        # The rows' way back is what delayed gradients are computed in: without it they are not.
+        delayed = delayed and tokens.requires_grad and torch.is_grad_enabled()
         rows, weights = arrival.wait(self.experts.backward_dw if delayed else None)
-        rows = self.experts(rows, plan.ends, FullPrecision(weights))
+        delay = delayed if self.axis is not None else None
+        rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delay)
         mixed = self._dispatcher.collect(rows, plan)
         if beside is not None:
             mixed = mixed + beside

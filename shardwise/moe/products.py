@@ -153,6 +153,8 @@ class FusedProducts(GroupedProducts):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         tile = self.fc1_tile
+        if bias is not None:
+            bias = bias.contiguous()  # members of a packed buffer may lie apart
         if tile is not None and _takes_fc1(weight, form, tile):
             from shardwise.kernels import grouped_fc1
 

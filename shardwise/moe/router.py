@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +97,9 @@ def statistics_of(counts: Tensor, dropped: Tensor, total: Tensor) -> dict[str, T
     }
 
 
+_TINY = torch.finfo(torch.float32).tiny  # keeps 0 / 0 away, and any score that is not 0
+
+
 class Router(nn.Module):
     """Scores tokens against experts and chooses. The weight may be bf16; logits are fp32."""
 
@@ -137,6 +140,18 @@ class Router(nn.Module):
             self.expert_bias.zero_()
         self.forget_load()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in self._buffers.items():
+            # Counts and biases are fp32 whatever the model is cast to: bf16 counts to 256.
+            if buffer is not None and buffer.dtype != torch.float32:
+                kept = before[name]
+                assert kept is not None
+                exact = torch.empty_like(buffer, dtype=torch.float32)
+                self._buffers[name] = exact if kept.is_meta else exact.copy_(kept)
+        return self
+
     def forward(self, tokens: Tensor) -> Routes:
         """tokens [tokens, hidden]."""
         routing = self.routing
@@ -152,7 +167,7 @@ class Router(nn.Module):
         chosen = ranked.topk(routing.experts_per_token, -1).indices  # [tokens, choices]
         weights = scores.gather(-1, chosen)
         if routing.normalise:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)
         if routing.scale != 1:
             weights = weights * routing.scale
 
@@ -180,12 +195,12 @@ class Router(nn.Module):
     def _loss(self, logits: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
         routing = self.routing
         loss = logits.new_zeros(())
+        total = wanted.float()
+        if routing.balance_loss and self.axis is not None:
+            comm.all_reduce(total, self.axis).wait()  # by ranks without tokens too
         if len(logits) == 0:
             return loss + 0 * logits.sum()
         if routing.balance_loss:
-            total = wanted.float()
-            if self.axis is not None:
-                comm.all_reduce(total, self.axis).wait()
             shares = total / total.sum().clamp_min(1)
             loss = loss + routing.balance_loss * unevenness(scores, shares)
         if routing.z_loss:
@@ -220,7 +235,7 @@ def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
 
     ``scores`` [tokens, experts] may be sigmoids: a token's are made to sum to 1 first.
     """
-    chances = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+    chances = scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
     return scores.shape[-1] * (shares * chances.mean(0)).sum() - 1
 
 

@@ -2,8 +2,9 @@
 """State dicts of wrapped models: sharded as they are, or whole and plain for exchange.
 
 ``model.state_dict()`` holds DTensors over the main weights and costs nothing;
-``torch.distributed.checkpoint``
-saves and loads it under any layout. The functions here are for one file that anybody can read.
+``torch.distributed.checkpoint`` saves and loads it under any layout, unless experts are spread over
+ranks: it would take those of one rank for all (``sw.save`` stores them one by one). The functions
+here are for one file that anybody can read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import comm
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.moe.layer import mixtures_of
 from shardwise.tensor import ShardedTensor
 
 
@@ -25,16 +29,59 @@ def full_state_dict(
     With ``only_first_rank`` the other ranks take part and return an empty dictionary.
     """
     keep = not only_first_rank or torch.distributed.get_rank() == 0
+    spread = _spread_linears(model)
     result: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, ShardedTensor):
             value = value.full_tensor()
-        if keep:
-            if isinstance(value, Tensor):
+        values = {name: value}
+        path, _, last = name.rpartition(".")
+        if path in spread and isinstance(value, Tensor):
+            values = _of_all_ranks(name, last, value, *spread[path])
+        for key, each in values.items() if keep else ():
+            if isinstance(each, Tensor):
                 # Never a view of what training goes on to change.
-                value = value.detach().to(device or value.device, copy=True)
-            result[name] = value
+                each = each.detach().to(device or each.device, copy=True)
+            result[key] = each
     return result
+
+
+def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axis]]:
+    """By name: linears of whose experts this rank has a share, and over whom they are spread."""
+    axes = {
+        linear: mixture.axis
+        for mixture in mixtures_of(model)
+        for linear in (mixture.experts.fc1, mixture.experts.fc2)
+    }
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear) and module.num_experts < module.total_experts:
+            axis = axes.get(module)
+            if axis is None:
+                raise ValueError(
+                    f"'{name}' has {module.num_experts} of {module.total_experts} experts, and "
+                    f"nothing says which ranks have the others: spread them with "
+                    f"MixtureOfExperts.spread(axis), or save with sw.save"
+                )
+            found[name] = module, axis
+    return found
+
+
+def _of_all_ranks(
+    name: str, last: str, value: Tensor, linear: GroupedLinear, axis: comm.Axis
+) -> dict[str, Tensor]:
+    """One state of a linear as a model with all experts has it: stacked, or numbered anew."""
+    value = value.detach().contiguous()
+    together = value.new_empty(axis.size, *value.shape)
+    comm.all_gather(together.view(-1), value.view(-1), axis).wait()
+    if last in linear.layouts:
+        return {name: together.flatten(0, 1)}
+    kind = last.rstrip("0123456789")
+    index, stem = int(last[len(kind) :]), name[: len(name) - len(last)]
+    return {
+        f"{stem}{kind}{rank * linear.num_experts + index}": part
+        for rank, part in enumerate(together)
+    }
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
