@@ -101,7 +101,11 @@ _TINY = torch.finfo(torch.float32).tiny  # keeps 0 / 0 away, and any score that 
 
 
 class Router(nn.Module):
-    """Scores tokens against experts and chooses. The weight may be bf16; logits are fp32."""
+    """Scores tokens against experts and chooses. The weight may be bf16; logits are fp32.
+
+    Choices are counted in training, once: not in a recomputation, and not without gradients, which
+    is how a reentrant checkpoint runs at first (``use_reentrant=False`` is counted).
+    """
 
     expert_bias: Tensor
     load: Tensor

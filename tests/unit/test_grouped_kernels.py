@@ -107,6 +107,22 @@ def test_a_fused_path_is_taken_where_it_is_possible() -> None:
 
 
 @inside
+def test_views_are_read_as_they_are() -> None:
+    """Router weights and ends that are columns of something; biases that lie apart."""
+    mlp = wide(ACTIVATIONS["swiglu"], bias=True, weight_layout="indexed")
+    x, p, _ = data(COUNTS)
+    expected = mlp(x, ends_of(COUNTS), p)
+    for index, bias in enumerate(mlp.fc1.experts("bias").parameters):
+        if index == 0:
+            apart = torch.full((len(COUNTS), 2, bias.numel()), float("nan"))
+        bias.data = apart[index, 0].copy_(bias.data)
+    strided = [torch.stack([t, -t], 1)[:, 0] for t in (ends_of(COUNTS), p.detach())]
+    found = mlp(x, *strided)
+    assert mlp.path == "fused" and not strided[0].is_contiguous()
+    assert torch.equal(found, expected)
+
+
+@inside
 @pytest.mark.parametrize("band", [1, 3])
 @pytest.mark.parametrize("flatten", [True, False])
 def test_the_walk_over_tiles_does_not_change_the_result(band: int, flatten: bool) -> None:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts as users treat modules: copied, assigned to, cast, frozen in part, spread twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
+
+ENDS = torch.tensor([5, 10, 15, 20], dtype=torch.int32)
+
+
+def experts(**options: Any) -> GroupedMLP:
+    torch.manual_seed(0)
+    mlp = GroupedMLP(4, 8, 8, activation=swiglu(), bias=True, **options)
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    return mlp
+
+
+def mixture(**routing: Any) -> MixtureOfExperts:
+    torch.manual_seed(0)
+    plan = Routing(num_experts=4, experts_per_token=2, **routing)
+    return MixtureOfExperts(plan, 8, 8, activation=swiglu(), weight_layout="indexed")
+
+
+def after_a_step(mlp: GroupedMLP) -> dict[str, torch.Tensor]:
+    optimizer = sw.optimizer(mlp, matrix=sw.muon(lr=0.1), elementwise=sw.adamw(lr=0.1))
+    generator = torch.Generator().manual_seed(1)
+    x, p = torch.randn(20, 8, generator=generator), torch.rand(20, generator=generator)
+    mlp(x, ENDS, p).square().sum().backward()
+    optimizer.step()
+    return {name: value.detach() for name, value in mlp.named_parameters()}
+
+
+def test_copies_and_assigned_weights_are_the_same_matrices() -> None:
+    """Grouped biases are no matrices, gate and up are two, also of parameters made anew."""
+    expected = after_a_step(experts())
+    with torch.device("meta"):
+        assigned = GroupedMLP(4, 8, 8, activation=swiglu(), bias=True)
+    assigned.load_state_dict(experts().state_dict(), assign=True)
+    for mlp in (copy.deepcopy(experts()), assigned):
+        for name, value in after_a_step(mlp).items():
+            torch.testing.assert_close(value, expected[name])
+
+
+def test_a_share_keeps_what_is_frozen_and_is_no_share_of_a_share() -> None:
+    layer = mixture()
+    for index in (0, 3):
+        layer.experts.fc1.get_parameter(f"weight{index}").requires_grad_(False)
+    layer.keep_share(2, 1)  # experts 2 and 3
+    linear = layer.experts.fc1
+    assert [linear.get_parameter(f"weight{i}").requires_grad for i in (0, 1)] == [True, False]
+    with pytest.raises(ValueError, match="2 of 4 experts are here, from number 2 on: they are spr"):
+        layer.keep_share(2, 1)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+def test_a_share_refuses_the_experts_of_a_larger_model(layout: Any) -> None:
+    larger = GroupedMLP(8, 8, 8, activation=swiglu(), weight_layout="indexed")
+    share = GroupedMLP(4, 8, 8, activation=swiglu(), weight_layout=layout)
+    share.spread(2, 2)
+    with pytest.raises(RuntimeError, match="weight7"):
+        share.load_state_dict(larger.state_dict())
+
+
+def test_members_that_differ_are_named() -> None:
+    state = GroupedMLP(4, 8, 8, activation=swiglu(), weight_layout="indexed").state_dict()
+    state["fc2.weight2"] = torch.zeros(8, 5)
+    with pytest.raises(ValueError, match=r"'fc2.weight2' of shape \[8, 5\] cannot be stacked"):
+        GroupedMLP(4, 8, 8, activation=swiglu()).load_state_dict(state)
+
+
+def test_counts_and_biases_stay_exact_in_a_bf16_model() -> None:
+    router = mixture(bias_rate=0.001).router
+    router.expert_bias += 0.3
+    router.load += 501.0
+    router.bfloat16()
+    assert router.weight.dtype == torch.bfloat16
+    assert router.load.tolist() == [501.0] * 4 and router.expert_bias.dtype == torch.float32
+    torch.testing.assert_close(router.expert_bias, torch.full((4,), 0.3))
+
+
+def test_tiny_scores_are_normalised_too() -> None:
+    router = mixture(score="sigmoid", normalise=True, scale=2.0).router
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([-60.0, -60.5, -61.0, -62.0])[:, None].expand(4, 8) / 8)
+        weights = router(torch.ones(3, 8)).weights
+    torch.testing.assert_close(weights.sum(-1), torch.full((3,), 2.0))
+
+
+def test_every_dtype_has_its_own_path() -> None:
+    """Rows of 12 fp32 values are whole 16-byte words, 12 of bf16 are not."""
+    mlp = GroupedMLP(4, 12, 12, activation=swiglu())
+    x, p = torch.randn(20, 12), torch.rand(20)
+    mlp(x, ENDS, p)
+    assert mlp.path == "grouped_mm"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mlp(x, ENDS, p).dtype == torch.bfloat16
+    assert mlp.path == "loop"
+
+
+def test_what_is_no_tensor_or_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="router weights p=None: give a tensor"):
+        experts()(torch.randn(20, 8), ENDS, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gate_up_block=2\.0: a whole number"):
+        experts(gate_up_block=2.0)
