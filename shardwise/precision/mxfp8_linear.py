@@ -56,7 +56,10 @@ class Workspace:
         if held is None or held.numel() < shape.numel():
             self._memory.pop(key, None)
             del held  # the smaller one goes before the larger one comes
-            fresh = torch.empty(shape.numel(), dtype=dtype, device=device)
+            # Not an inference tensor, even where an evaluation comes first: training decodes into
+            # it later, and such a tensor can't be written then.
+            with torch.inference_mode(False):
+                fresh = torch.empty(shape.numel(), dtype=dtype, device=device)
             self._memory[key] = held = counted(fresh, "workspace")
         return held[: shape.numel()].view(shape)
 

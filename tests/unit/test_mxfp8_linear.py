@@ -265,6 +265,16 @@ def test_a_workspace_is_reused_grown_counted_and_released() -> None:
     assert workspace.nbytes == 0 and ledger.current["workspace"] == before
 
 
+def test_a_workspace_made_while_inferring_serves_training() -> None:
+    weight, how = MXFP8Tensor.encode(spread()), Emulated(workspace=Workspace())
+    x = made(TOKENS, COLUMNS).requires_grad_()
+    with torch.inference_mode():
+        inferred = mxfp8_linear(x, weight, matmul=how)
+    trained = mxfp8_linear(x, weight, matmul=how)
+    trained.sum().backward()
+    assert torch.equal(trained, inferred) and x.grad is not None
+
+
 def test_a_result_outlives_the_workspace_it_was_made_in() -> None:
     products = Emulated(workspace=Workspace())
     first, second = (
