@@ -254,9 +254,13 @@ class CodedGroup(Group):
             raise MXFP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: its {phase} reads none"
             )
-        if not plane.memory.live or plane.filled is None:
-            runtime = self._runtime
-            if runtime is None or not runtime.in_backward:
+        runtime = self._runtime
+        recomputes = runtime is not None and runtime.in_backward
+        # What forward left may be older than main, of which backward's hook gathered its own plane:
+        # one backward computes with one version.
+        stale = recomputes and plane.filled != self.main.state
+        if not plane.memory.live or plane.filled is None or stale:
+            if runtime is None or not recomputes:
                 raise RuntimeError(
                     f"the {NAMES[plane.block]} plane of '{self.items[index].name}' is not here: "
                     f"an MXFP8 weight can be read inside its module's forward and backward, or "
