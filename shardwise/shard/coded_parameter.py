@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
@@ -131,6 +131,8 @@ class CodedParameter(WholeParameter):
         if _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(isinstance(each, CodedParameter) for each in _written(func, args, kwargs)):
+            raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -191,6 +193,31 @@ _FACTS = (
     "__hash__",
     "__len__",
 )
+
+
+# Beside all that ends in one "_", to which torch turns most augmented assignments.
+_WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__itruediv__")
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What ``func`` writes to: ``out``, and by torch's rules for names its first argument."""
+    name = getattr(func, "__name__", "")
+    inplace = name.endswith("_") and not name.endswith("__") and name not in _FACTS
+    written = [kwargs.get("out")]
+    if inplace or name in _WRITES or kwargs.get("inplace"):
+        written += [*args, *kwargs.values()][:1]  # a list of tensors for torch._foreach_mul_
+    return tree_leaves(written)
+
+
+def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
+    written = _written(func, args, kwargs)
+    coded = next(each.coded for each in written if isinstance(each, CodedParameter))
+    return RuntimeError(
+        f"{func.__name__} writes to '{coded.name}', which is stored in {coded.format}: its codes "
+        f"are made from the main weight by every gather, so what is written here would be lost. "
+        f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
+        f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
+    )
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,3 +60,53 @@ def recompute_after_a_change(rank: int, world_size: int, format: str) -> float:
 @pytest.mark.parametrize("format", ["bf16", "mxfp8", "mxfp8_2d"])
 def test_a_recomputation_reads_the_version_that_backward_reads(format: str) -> None:
     assert run_ranks(recompute_after_a_change, 2, format) == [4.0, 4.0]
+
+
+# ------------------------------------------------------------------------------- writes
+
+
+class Written(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return super().forward(input)
+
+
+def write(rank: int, world_size: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world_size)
+    model.unshard()
+    weight, one = model[0].weight, torch.ones(WIDTH, WIDTH)
+
+    def augmented() -> None:
+        nonlocal weight
+        weight += 1
+
+    calls: dict[str, Callable[[], Any]] = {
+        "zero_": lambda: weight.zero_(),
+        "fill_": lambda: nn.init.ones_(weight),
+        "kaiming_uniform_": lambda: nn.init.kaiming_uniform_(weight),
+        "__setitem__": lambda: weight.__setitem__(0, 1.0),
+        "add_": augmented,
+        "mul": lambda: torch.mul(one, 2, out=weight),
+        "_foreach_mul_": lambda: torch._foreach_mul_([weight], 2.0),
+    }
+    before = weight.detach()
+    with torch.no_grad():
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=rf"^{name} writes to '0\.weight'.*reshard\(\)"):
+                call()
+        # Reading a weight to write something else is as good as ever.
+        assert torch.equal(one.bfloat16().mul_(weight), before)
+        assert torch.equal(torch.mul(weight, 2, out=one.bfloat16()), 2 * before)
+        weight.requires_grad_(True)
+        model.reshard()
+        model[0].weight.mul_(2.0)  # as the message says
+        model.unshard()
+        assert torch.equal(model[0].weight.detach(), 2 * before)
+    inside = shard(nn.Sequential(Written(WIDTH, WIDTH)), world_size)
+    with pytest.raises(RuntimeError, match=r"mul_ writes to '0\.weight'"):
+        inside(torch.ones(2, WIDTH))
+
+
+def test_writes_that_would_be_lost_are_refused() -> None:
+    run_ranks(write, 2)
