@@ -151,17 +151,18 @@ class MXFP8Tensor:
         )
 
     def __repr__(self) -> str:
-        names = "+".join(NAMES[block] for block in self.planes)
-        rows, columns = self.shape
-        each = self.nbytes / max(1, rows * columns)
+        names = "+".join(NAMES[block] for block in self.planes) or "no plane here"
+        each = self.nbytes / max(1, self.shape.numel())
         head = (
-            f"MXFP8Tensor({rows}x{columns}, {self.format}, {names}, {each:.3f} bytes an element, "
-            f"device='{self.device}'"
+            f"MXFP8Tensor({'x'.join(map(str, self.shape))}, {self.format}, {names}, "
+            f"{each:.3f} bytes an element, device='{self.device}'"
         )
+        if not self.planes:  # a gathered weight after its release
+            return f"{head})"
         plane = self._any
         if plane.codes.is_meta or plane.codes.untyped_storage().nbytes() < plane.codes.nbytes:
             return f"{head}, no values in memory)"
-        return f"{head},\n{decode(plane)})"
+        return f"{head},\n{decode(plane).view(self.shape)})"  # experts one by one
 
     # ------------------------------------------------------------------ saved and loaded
 
@@ -213,5 +214,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing there"
 
 
+def restored(tensors: Mapping[str, Tensor]) -> MXFP8Tensor:
+    """How a subclass that can't be loaded comes back; pickle finds functions by name only."""
+    return MXFP8Tensor.from_state_dict(tensors)
+
+
 # torch.load(weights_only=True) then takes it; what is loaded is checked like anything else.
-torch.serialization.add_safe_globals([MXFP8Tensor])
+torch.serialization.add_safe_globals([MXFP8Tensor, restored])

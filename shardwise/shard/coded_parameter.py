@@ -11,6 +11,7 @@ backward, however often the weight was used. The leaf itself has no memory for v
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from shardwise.layout import Item
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
 from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase
+from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase, restored
 from shardwise.shard.gradient import WholeParameter
 
 
@@ -90,6 +91,18 @@ class CodedWeight(MXFP8Tensor):
     ) -> Tensor:
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and saved as a plain ``MXFP8Tensor`` of the planes that are here, which belongs to
+        no group; a stack as one high matrix."""
+        # Clones: a view would take the planes of the whole group along.
+        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        if not state:
+            raise RuntimeError(
+                f"no plane of '{self.name}' is here to copy or save: do it inside its module's "
+                f"forward or after unshard(), or take the main weights from sw.full_state_dict"
+            )
+        return restored, (state,)
+
     def members(self) -> list[MXFP8Tensor]:
         """Of a stack [experts, rows, columns] each for itself: views of what is here."""
         count = self.shape[0]
@@ -135,6 +148,15 @@ class CodedParameter(WholeParameter):
             raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter of the decoded values: a copy has no group that would gather it."""
+        copied = nn.Parameter(self.coded.dequantise(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"CodedParameter({'x'.join(map(str, self.coded.shape))}, {self.coded.format})"

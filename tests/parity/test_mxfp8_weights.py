@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.moe import MixtureOfExperts, Routing, swiglu
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from tests.models import mesh_for
 from tests.ranks import run_ranks
 
@@ -110,3 +115,52 @@ def write(rank: int, world_size: int) -> None:
 
 def test_writes_that_would_be_lost_are_refused() -> None:
     run_ranks(write, 2)
+
+
+# ------------------------------------------------------------------------------- copies, text
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def copy_and_print(rank: int, world_size: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), world_size)
+    model.unshard()
+    weight = model[0].weight
+    values, coded = weight.detach(), weight.coded
+    copies = [copy.deepcopy(coded), pickle.loads(pickle.dumps(coded)), saved(coded)]
+    parameters = [copy.deepcopy(weight), saved(weight)]
+    assert len(pickle.dumps(coded)) < 1.5 * WIDTH * WIDTH, "without the other weights of the group"
+    with pytest.raises(RuntimeError, match=r"column plane of '0\.weight' .*, but its row"):
+        coded.dequantise("backward")
+    model.reshard()
+    assert "64x64, mxfp8, no plane here" in repr(coded)
+    for each in copies:
+        assert type(each) is MXFP8Tensor and torch.equal(each.dequantise(), values)
+    for each in parameters:
+        assert type(each) is nn.Parameter and torch.equal(each.detach(), values)
+        assert each.requires_grad
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"no plane of '0\.weight' is here.*unshard\(\)"):
+            call(coded)
+    with pytest.raises(RuntimeError, match=r"row plane of '0\.weight' is not here.*unshard\(\)"):
+        copy.deepcopy(weight)
+
+
+def test_a_weight_is_copied_as_a_plain_one_and_always_prints() -> None:
+    run_ranks(copy_and_print, 2)
+
+
+def print_stack(rank: int, world_size: int) -> str:
+    experts = Routing(num_experts=4, experts_per_token=2)
+    model = MixtureOfExperts(experts, WIDTH, 32, activation=swiglu(), weight_layout="grouped")
+    shard(model, world_size).unshard()
+    return repr(next(p.coded for p in model.parameters() if hasattr(p, "coded")))
+
+
+def test_a_stack_of_experts_prints() -> None:
+    assert all(text.startswith("MXFP8Tensor(4x") for text in run_ranks(print_stack, 2))
