@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -27,8 +27,9 @@ class Stored:
 
 def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     """Shell patterns of whole parameter names; a lone string would be read letter by letter."""
-    patterns = tuple(value)
-    if isinstance(value, str) or not all(isinstance(each, str) and each for each in patterns):
+    many = isinstance(value, Iterable) and not isinstance(value, str)
+    patterns = tuple(value) if many else ()
+    if not many or not all(isinstance(each, str) and each for each in patterns):
         raise MXFP8Error(
             f"{field}={value!r}: give a sequence of patterns, such as ('*.mlp.*', '*.wo.weight')"
         )

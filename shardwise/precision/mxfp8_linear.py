@@ -56,7 +56,10 @@ class Workspace:
         if held is None or held.numel() < shape.numel():
             self._memory.pop(key, None)
             del held  # the smaller one goes before the larger one comes
-            fresh = torch.empty(shape.numel(), dtype=dtype, device=device)
+            # Not an inference tensor, even where an evaluation comes first: training decodes into
+            # it later, and such a tensor can't be written then.
+            with torch.inference_mode(False):
+                fresh = torch.empty(shape.numel(), dtype=dtype, device=device)
             self._memory[key] = held = counted(fresh, "workspace")
         return held[: shape.numel()].view(shape)
 
@@ -124,7 +127,7 @@ def mxfp8_linear(
     main_grad: MainGrad | None = None,
     matmul: Matmul | None = None,
 ) -> Tensor:  # [..., rows], in the dtype of x
-    """``F.linear`` over a weight in MXFP8.
+    """``F.linear`` over a weight in MXFP8; ``torch.autocast`` casts x and bias as it does there.
 
     Args:
         parameter: whose gradient the weight's is; None for a frozen weight.
@@ -133,11 +136,15 @@ def mxfp8_linear(
         matmul: the products; by default ``Emulated()``.
     """
     rows, columns = weight.shape
+    x, bias = _autocast(x), None if bias is None else _autocast(bias)
     problems = []
     if x.dim() == 0 or x.shape[-1] != columns:
         problems.append(f"x of shape {tuple(x.shape)}: its last dimension must be {columns}")
     if x.dtype not in COMPUTE:
-        problems.append(f"x of {x.dtype}: MXFP8 weights decode exactly to bf16 and fp32; cast x")
+        problems.append(
+            f"x of {x.dtype}: MXFP8 weights decode exactly to bf16 and fp32; cast x, or autocast "
+            f"to torch.bfloat16"
+        )
     if x.device != weight.device:
         problems.append(f"x on {x.device}, the weight on {weight.device}")
     if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != x.dtype):
@@ -154,6 +161,16 @@ def mxfp8_linear(
         raise MXFP8Error("; ".join(problems))
     how = matmul or Emulated()
     return _Linear.apply(x, parameter, bias, weight, main_grad, how)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _autocast(value: Tensor) -> Tensor:
+    """As torch casts operands of ``F.linear``. Here, because what is checked, decoded to and saved
+    for backward is all of the dtype that is computed in."""
+    kind = value.device.type
+    known = torch.amp.is_autocast_available(kind)  # not for a dry run's tensors, of no device
+    if not known or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
+        return value
+    return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
 
 
 class _Linear(torch.autograd.Function):

@@ -82,7 +82,7 @@ class MXFP8Tensor:
         """All planes of ``x`` [rows, columns], rounded to bf16 first."""
         if not isinstance(x, Tensor):
             raise MXFP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
-        if format not in FORMATS:
+        if format not in tuple(FORMATS):  # a list has no hash to look it up by
             raise MXFP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
         return cls(*encode(x, FORMATS[format], rounding=rounding))
 
@@ -102,7 +102,8 @@ class MXFP8Tensor:
 
     @property
     def format(self) -> Format:
-        return _format_of(self._any.block)
+        """A row plane alone is what ``mxfp8_rows`` keeps, whoever made it."""
+        return "mxfp8_rows" if set(self.planes) == {ROW} else _format_of(self._any.block)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +113,8 @@ class MXFP8Tensor:
         """What ``phase`` reads."""
         if phase not in get_args(Phase):
             raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Phase))}")
-        block = READS[self.format][phase]
+        # Of a row plane alone backward reads none, or its column plane has not been gathered.
+        block = READS[_format_of(self._any.block)][phase]
         if block not in self.planes:
             raise MXFP8Error(
                 f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
@@ -131,6 +133,11 @@ class MXFP8Tensor:
 
     def equal(self, other: MXFP8Tensor) -> bool:
         """Whether both hold the same planes with the same bytes."""
+        if not isinstance(other, MXFP8Tensor):
+            raise MXFP8Error(
+                f"equal() to a {type(other).__name__}: it compares codes, so give an MXFP8Tensor, "
+                f"or compare values by torch.equal(this.dequantise(), other)"
+            )
         return self.planes.keys() == other.planes.keys() and all(
             torch.equal(mine, theirs)
             for block, plane in self.planes.items()
@@ -151,17 +158,18 @@ class MXFP8Tensor:
         )
 
     def __repr__(self) -> str:
-        names = "+".join(NAMES[block] for block in self.planes)
-        rows, columns = self.shape
-        each = self.nbytes / max(1, rows * columns)
+        names = "+".join(NAMES[block] for block in self.planes) or "no plane here"
+        each = self.nbytes / max(1, self.shape.numel())
         head = (
-            f"MXFP8Tensor({rows}x{columns}, {self.format}, {names}, {each:.3f} bytes an element, "
-            f"device='{self.device}'"
+            f"MXFP8Tensor({'x'.join(map(str, self.shape))}, {self.format}, {names}, "
+            f"{each:.3f} bytes an element, device='{self.device}'"
         )
+        if not self.planes:  # a gathered weight after its release
+            return f"{head})"
         plane = self._any
         if plane.codes.is_meta or plane.codes.untyped_storage().nbytes() < plane.codes.nbytes:
             return f"{head}, no values in memory)"
-        return f"{head},\n{decode(plane)})"
+        return f"{head},\n{decode(plane).view(self.shape)})"  # experts one by one
 
     # ------------------------------------------------------------------ saved and loaded
 
@@ -176,18 +184,26 @@ class MXFP8Tensor:
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> MXFP8Tensor:
         """Of what ``state_dict`` gave; names that don't start with ``prefix`` are left alone."""
+        if not isinstance(tensors, Mapping):
+            raise MXFP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
         mine = {
             name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
             if name.startswith(prefix)
         }
         known = {f"{name}.{part}" for name in NAMES.values() for part in ("codes", "scales")}
-        planes, problems = (
-            [],
-            [f"{prefix}{name}: no part of a plane" for name in mine.keys() - known],
-        )
+        planes: list[Plane] = []
+        problems = [f"{prefix}{name}: no part of a plane" for name in mine.keys() - known]
+        strange = {name for name in mine.keys() & known if not isinstance(mine[name], Tensor)}
+        problems += [
+            f"{prefix}{name} is a {type(mine[name]).__name__}: give the uint8 tensor that "
+            f"state_dict() gave"
+            for name in strange
+        ]
         for block, name in NAMES.items():
             codes, scales = mine.get(f"{name}.codes"), mine.get(f"{name}.scales")
+            if strange & {f"{name}.codes", f"{name}.scales"}:
+                continue
             if codes is not None and scales is not None:
                 planes.append(Plane(codes=codes, scales=scales, block=block))
             elif codes is not None or scales is not None:
@@ -213,5 +229,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing there"
 
 
+def restored(tensors: Mapping[str, Tensor]) -> MXFP8Tensor:
+    """How a subclass that can't be loaded comes back; pickle finds functions by name only."""
+    return MXFP8Tensor.from_state_dict(tensors)
+
+
 # torch.load(weights_only=True) then takes it; what is loaded is checked like anything else.
-torch.serialization.add_safe_globals([MXFP8Tensor])
+torch.serialization.add_safe_globals([MXFP8Tensor, restored])

@@ -24,8 +24,11 @@ Products = Literal["emulated", "native"]
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
     """``None``, a torch floating dtype, or one of the short names."""
+    if value is None:
+        return None
     dtype = _NAMES.get(value) if isinstance(value, str) else value
-    if value is not None and (dtype is None or not dtype.is_floating_point or dtype.itemsize < 2):
+    known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    if not known:
         raise ValueError(
             f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
             f"16, 32 or 64 bits, or None to keep what the parameter has"

@@ -254,18 +254,32 @@ class CodedGroup(Group):
             raise MXFP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: its {phase} reads none"
             )
-        if not plane.memory.live or plane.filled is None:
-            runtime = self._runtime
-            if runtime is None or not runtime.in_backward:
-                raise RuntimeError(
-                    f"the {NAMES[plane.block]} plane of '{self.items[index].name}' is not here: "
-                    f"an MXFP8 weight can be read inside its module's forward and backward, or "
-                    f"after unshard()"
-                )
+        runtime = self._runtime
+        recomputes = runtime is not None and runtime.in_backward
+        # What forward left may be older than main, of which backward's hook gathered its own plane:
+        # one backward computes with one version.
+        stale = recomputes and plane.filled != self.main.state
+        if not plane.memory.live or plane.filled is None or stale:
+            if runtime is None or not recomputes:
+                raise RuntimeError(self._not_here(index, plane))
             self.gather(runtime, phase=phase)
         if self.pending and self._runtime is not None:
             self.wait(self._runtime)
         return plane.whole(index)
+
+    def _not_here(self, index: int, plane: GroupPlane) -> str:
+        name, here = self.items[index].name, [NAMES[block] for block in self.planes_here(index)]
+        problem = f"the {NAMES[plane.block]} plane of '{name}' is not here"
+        if not here:
+            return (
+                f"{problem}: an MXFP8 weight can be read inside its module's forward and backward, "
+                f"or after unshard()"
+            )
+        return (
+            f"{problem}, but its {' and '.join(here)} plane: forward and unshard() bring what "
+            f"forward reads, and only backward the other; encode the main weight for both: "
+            f"MXFP8Tensor.encode(value, {self.format!r})"
+        )
 
     def planes_here(self, index: int) -> dict[Block, Plane]:
         """What is gathered now."""

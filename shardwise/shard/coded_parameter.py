@@ -11,6 +11,7 @@ backward, however often the weight was used. The leaf itself has no memory for v
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -18,13 +19,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
 from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase
+from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase, restored
 from shardwise.shard.gradient import WholeParameter
 
 
@@ -90,6 +91,18 @@ class CodedWeight(MXFP8Tensor):
     ) -> Tensor:
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and saved as a plain ``MXFP8Tensor`` of the planes that are here, which belongs to
+        no group; a stack as one high matrix."""
+        # Clones: a view would take the planes of the whole group along.
+        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        if not state:
+            raise RuntimeError(
+                f"no plane of '{self.name}' is here to copy or save: do it inside its module's "
+                f"forward or after unshard(), or take the main weights from sw.full_state_dict"
+            )
+        return restored, (state,)
+
     def members(self) -> list[MXFP8Tensor]:
         """Of a stack [experts, rows, columns] each for itself: views of what is here."""
         count = self.shape[0]
@@ -131,8 +144,19 @@ class CodedParameter(WholeParameter):
         if _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(isinstance(each, CodedParameter) for each in _written(func, args, kwargs)):
+            raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter of the decoded values: a copy has no group that would gather it."""
+        copied = nn.Parameter(self.coded.dequantise(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"CodedParameter({'x'.join(map(str, self.coded.shape))}, {self.coded.format})"
@@ -191,6 +215,31 @@ _FACTS = (
     "__hash__",
     "__len__",
 )
+
+
+# Beside all that ends in one "_", to which torch turns most augmented assignments.
+_WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__itruediv__")
+
+
+def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What ``func`` writes to: ``out``, and by torch's rules for names its first argument."""
+    name = getattr(func, "__name__", "")
+    inplace = name.endswith("_") and not name.endswith("__") and name not in _FACTS
+    written = [kwargs.get("out")]
+    if inplace or name in _WRITES or kwargs.get("inplace"):
+        written += [*args, *kwargs.values()][:1]  # a list of tensors for torch._foreach_mul_
+    return tree_leaves(written)
+
+
+def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
+    written = _written(func, args, kwargs)
+    coded = next(each.coded for each in written if isinstance(each, CodedParameter))
+    return RuntimeError(
+        f"{func.__name__} writes to '{coded.name}', which is stored in {coded.format}: its codes "
+        f"are made from the main weight by every gather, so what is written here would be lost. "
+        f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
+        f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
+    )
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:

@@ -158,6 +158,23 @@ def test_a_frozen_weight_passes_gradients_on_and_keeps_no_input() -> None:
     assert not mxfp8_linear(made(TOKENS, COLUMNS), stored).requires_grad
 
 
+def test_autocast_casts_what_is_multiplied_before_it_is_checked() -> None:
+    weight, x = MXFP8Tensor.encode(spread()), made(TOKENS, COLUMNS).requires_grad_()
+    parameter = nn.Parameter(weight.dequantise())
+    bias = nn.Parameter(made(ROWS, dtype=torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = mxfp8_linear(x, weight, bias, parameter=parameter)
+        assert torch.equal(found, F.linear(x, weight.dequantise(), bias))
+        assert mxfp8_linear(x, weight, made(ROWS)).dtype == torch.bfloat16
+    found.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    ones = torch.ones(TOKENS, ROWS, dtype=torch.bfloat16)
+    expected = torch.mm(ones.t(), x.detach().bfloat16())
+    assert parameter.grad is not None and torch.equal(parameter.grad, expected)
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(MXFP8Error, match="float16"):
+        mxfp8_linear(x, weight)
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = made(TOKENS, COLUMNS).requires_grad_()
     y = mxfp8_linear(x, MXFP8Tensor.encode(made(ROWS, COLUMNS)))
@@ -263,6 +280,16 @@ def test_a_workspace_is_reused_grown_counted_and_released() -> None:
     del held
     workspace.release()
     assert workspace.nbytes == 0 and ledger.current["workspace"] == before
+
+
+def test_a_workspace_made_while_inferring_serves_training() -> None:
+    weight, how = MXFP8Tensor.encode(spread()), Emulated(workspace=Workspace())
+    x = made(TOKENS, COLUMNS).requires_grad_()
+    with torch.inference_mode():
+        inferred = mxfp8_linear(x, weight, matmul=how)
+    trained = mxfp8_linear(x, weight, matmul=how)
+    trained.sum().backward()
+    assert torch.equal(trained, inferred) and x.grad is not None
 
 
 def test_a_result_outlives_the_workspace_it_was_made_in() -> None:

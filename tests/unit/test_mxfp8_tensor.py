@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, MXFP8Error, Plane, decode, encode
 from shardwise.precision.mxfp8_choice import format_of, ineligible
 from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Matrices, MXFP8Tensor
+from shardwise.precision.policy import Precision
 
 formats = pytest.mark.parametrize("format", get_args(Matrices))
 
@@ -91,6 +92,12 @@ def test_a_phase_without_its_plane_says_which_is_missing() -> None:
         forward_only.dequantise("backward")
 
 
+def test_rows_to_look_up_say_so_even_loaded() -> None:
+    stored = MXFP8Tensor.encode(matrix(), "mxfp8_rows")
+    assert stored.format == "mxfp8_rows" and "mxfp8_rows, row," in repr(stored)
+    assert MXFP8Tensor.from_state_dict(stored.state_dict()).format == "mxfp8_rows"
+
+
 def test_planes_are_seen_not_copied() -> None:
     stored = MXFP8Tensor.encode(matrix())
     before = stored.dequantise()
@@ -120,6 +127,13 @@ def _planes(rows: int) -> tuple[Plane, ...]:
         (lambda: MXFP8Tensor(_planes(64)[0], _planes(32)[1]), ["(32, 96)", "(64, 96)"]),
         (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[0]), ["same blocks"]),
         (lambda: MXFP8Tensor.encode(matrix(), "mxfp4"), ["'mxfp4'", "mxfp8_2d"]),  # type: ignore[arg-type]
+        (lambda: MXFP8Tensor.encode(matrix(), ["mxfp8"]), ["['mxfp8']", "mxfp8_2d"]),  # type: ignore[arg-type]
+        (lambda: MXFP8Tensor.encode(matrix()).equal(matrix()), ["a Tensor", "torch.equal"]),  # type: ignore[arg-type]
+        (lambda: MXFP8Tensor.from_state_dict([matrix()]), ["a list", "a dict"]),  # type: ignore[arg-type]
+        (
+            lambda: MXFP8Tensor.from_state_dict({"row.codes": [1], "row.scales": None}),  # type: ignore[dict-item]
+            ["row.codes is a list", "row.scales is a NoneType", "uint8 tensor"],
+        ),
         (lambda: MXFP8Tensor.encode(matrix(33)), ["33 rows", "blocks of 32"]),
         (lambda: MXFP8Tensor.encode([[1.0]]), ["a list", "a tensor"]),  # type: ignore[arg-type]
         (
@@ -214,6 +228,8 @@ def test_one_weight_alone() -> None:
     [
         ({"include": "*.mlp.*"}, ["include='*.mlp.*'", "sequence"]),
         ({"exclude": ("",)}, ["exclude=('',)", "sequence"]),
+        ({"include": None}, ["include=None", "sequence"]),
+        ({"include": 5}, ["include=5", "sequence"]),
     ],
 )
 def test_patterns_are_a_sequence_of_them(
@@ -222,6 +238,15 @@ def test_patterns_are_a_sequence_of_them(
     with pytest.raises(MXFP8Error) as caught:
         reasons(**options)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("weights", 8), ("weights", ["mxfp8"]), ("reduce", 3), ("main", "mxfp8")]
+)
+def test_what_is_no_dtype_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r": use one of fp32, .*or a torch dtype") as caught:
+        Precision(**{field: value})
+    assert f"{field}={value!r}" in str(caught.value)
 
 
 def test_nothing_here_imports_triton() -> None:

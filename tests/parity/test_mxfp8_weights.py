@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP8 weights as a program meets them: read late, written, printed, copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.moe import MixtureOfExperts, Routing, swiglu
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from tests.models import mesh_for
+from tests.ranks import run_ranks
+
+WIDTH = 64
+
+
+def shard(model: nn.Module, world_size: int, format: str = "mxfp8") -> nn.Module:
+    placements = sw.zero(3)
+    return sw.fully_shard(
+        model,
+        placements=placements,
+        mesh=mesh_for(placements, world_size),
+        precision=sw.Precision(weights=format, reduce="fp32"),
+    )
+
+
+# ------------------------------------------------------------------------------- versions
+
+
+class Recomputed(nn.Module):
+    """Notes what each pass computes with; the second one is inside backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.seen.append(self.linear.weight.detach().float())
+        return self.linear(x).tanh()
+
+
+def recompute_after_a_change(rank: int, world_size: int, format: str) -> float:
+    model = shard(Recomputed(), world_size, format)
+    larger = {name: 4 * value for name, value in sw.full_state_dict(model).items()}
+    loss = model(torch.ones(2, WIDTH)).float().sum()
+    sw.load_full_state_dict(model, larger)
+    loss.backward()
+    before, after = model.seen
+    return float(after.norm() / before.norm())
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp8", "mxfp8_2d"])
+def test_a_recomputation_reads_the_version_that_backward_reads(format: str) -> None:
+    assert run_ranks(recompute_after_a_change, 2, format) == [4.0, 4.0]
+
+
+# ------------------------------------------------------------------------------- writes
+
+
+class Written(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2.0)
+        return super().forward(input)
+
+
+def write(rank: int, world_size: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world_size)
+    model.unshard()
+    weight, one = model[0].weight, torch.ones(WIDTH, WIDTH)
+
+    def augmented() -> None:
+        nonlocal weight
+        weight += 1
+
+    calls: dict[str, Callable[[], Any]] = {
+        "zero_": lambda: weight.zero_(),
+        "fill_": lambda: nn.init.ones_(weight),
+        "kaiming_uniform_": lambda: nn.init.kaiming_uniform_(weight),
+        "__setitem__": lambda: weight.__setitem__(0, 1.0),
+        "add_": augmented,
+        "mul": lambda: torch.mul(one, 2, out=weight),
+        "_foreach_mul_": lambda: torch._foreach_mul_([weight], 2.0),
+    }
+    before = weight.detach()
+    with torch.no_grad():
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match=rf"^{name} writes to '0\.weight'.*reshard\(\)"):
+                call()
+        # Reading a weight to write something else is as good as ever.
+        assert torch.equal(one.bfloat16().mul_(weight), before)
+        assert torch.equal(torch.mul(weight, 2, out=one.bfloat16()), 2 * before)
+        weight.requires_grad_(True)
+        model.reshard()
+        model[0].weight.mul_(2.0)  # as the message says
+        model.unshard()
+        assert torch.equal(model[0].weight.detach(), 2 * before)
+    inside = shard(nn.Sequential(Written(WIDTH, WIDTH)), world_size)
+    with pytest.raises(RuntimeError, match=r"mul_ writes to '0\.weight'"):
+        inside(torch.ones(2, WIDTH))
+
+
+def test_writes_that_would_be_lost_are_refused() -> None:
+    run_ranks(write, 2)
+
+
+# ------------------------------------------------------------------------------- copies, text
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def copy_and_print(rank: int, world_size: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), world_size)
+    model.unshard()
+    weight = model[0].weight
+    values, coded = weight.detach(), weight.coded
+    copies = [copy.deepcopy(coded), pickle.loads(pickle.dumps(coded)), saved(coded)]
+    parameters = [copy.deepcopy(weight), saved(weight)]
+    assert len(pickle.dumps(coded)) < 1.5 * WIDTH * WIDTH, "without the other weights of the group"
+    with pytest.raises(RuntimeError, match=r"column plane of '0\.weight' .*, but its row"):
+        coded.dequantise("backward")
+    model.reshard()
+    assert "64x64, mxfp8, no plane here" in repr(coded)
+    for each in copies:
+        assert type(each) is MXFP8Tensor and torch.equal(each.dequantise(), values)
+    for each in parameters:
+        assert type(each) is nn.Parameter and torch.equal(each.detach(), values)
+        assert each.requires_grad
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"no plane of '0\.weight' is here.*unshard\(\)"):
+            call(coded)
+    with pytest.raises(RuntimeError, match=r"row plane of '0\.weight' is not here.*unshard\(\)"):
+        copy.deepcopy(weight)
+
+
+def test_a_weight_is_copied_as_a_plain_one_and_always_prints() -> None:
+    run_ranks(copy_and_print, 2)
+
+
+def print_stack(rank: int, world_size: int) -> str:
+    experts = Routing(num_experts=4, experts_per_token=2)
+    model = MixtureOfExperts(experts, WIDTH, 32, activation=swiglu(), weight_layout="grouped")
+    shard(model, world_size).unshard()
+    return repr(next(p.coded for p in model.parameters() if hasattr(p, "coded")))
+
+
+def test_a_stack_of_experts_prints() -> None:
+    assert all(text.startswith("MXFP8Tensor(4x") for text in run_ranks(print_stack, 2))
