@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.kernels.grouped import interpreted
 from shardwise.moe.products import PathName, path_problems
-from shardwise.moe.weights import ExpertTensor
+from shardwise.moe.weights import ExpertTensor, InCodes
 
 
 def check_inputs(
@@ -56,7 +56,7 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
     """Kernels address weights by the distance between experts: they must lie as torch made them."""
     for bundle in bundles:
         for parameter in bundle.parameters:
-            if not hasattr(parameter, "coded") and not parameter.is_contiguous():
+            if not isinstance(parameter, InCodes) and not parameter.is_contiguous():
                 raise ValueError(
                     f"an expert parameter of shape {list(parameter.shape)} has strides "
                     f"{parameter.stride()}: register it as .contiguous()"

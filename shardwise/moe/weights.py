@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -170,11 +170,18 @@ class ExpertTensor:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
+class InCodes:
+    """What a parameter is, besides, whose values are kept as ``coded`` and have no memory."""
+
+    coded: Any
+
+
 def _read(parameter: Tensor, phase: Phase) -> Tensor:
     """The values; of a parameter that is kept in codes, those that this phase has codes for."""
-    coded = getattr(parameter, "coded", None)
-    decoded: Tensor = parameter.detach() if coded is None else coded.dequantise(phase)
-    return decoded
+    if isinstance(parameter, InCodes):
+        decoded: Tensor = parameter.coded.dequantise(phase)
+        return decoded
+    return parameter.detach()
 
 
 def _offers_main_grad(parameter: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
+from shardwise.moe.weights import InCodes
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
 from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
@@ -117,7 +118,7 @@ class CodedWeight(MXFP8Tensor):
         return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
 
 
-class CodedParameter(WholeParameter):
+class CodedParameter(WholeParameter, InCodes):
     """A parameter as forward sees it, whose values are planes.
 
     ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values

@@ -105,6 +105,12 @@ def test_every_dtype_has_its_own_path() -> None:
     assert mlp.path == "loop"
 
 
+def test_an_attribute_of_a_user_is_nobody_elses() -> None:
+    mlp = experts()
+    mlp.fc1.weight.coded = True  # type: ignore[union-attr]
+    mlp(torch.randn(20, 8), ENDS, torch.rand(20))
+
+
 def test_what_is_no_tensor_or_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="router weights p=None: give a tensor"):
         experts()(torch.randn(20, 8), ENDS, None)  # type: ignore[arg-type]
