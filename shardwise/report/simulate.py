@@ -352,7 +352,9 @@ class SimulatedUnit:
         return []
 
     def release_unused(self) -> None:
-        """Nothing is gathered that does not come."""
+        """After backward: what forward left for one that never came, through frozen layers."""
+        for group in self.groups:
+            group.release()
 
 
 def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
@@ -377,6 +379,8 @@ def simulate(root: SimulatedUnit, microbatches: int) -> Simulated:
         step.order.begin_backward()
         root.backward(last=number == played - 1)
         step.drain()
+        for unit in units:
+            unit.release_unused()
     loaded = step.ledger.snapshot()
     if step.gathers:
         step.phase, step.weight, step.doing = "step", 1, "step"

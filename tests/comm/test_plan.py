@@ -248,6 +248,8 @@ def test_plan_is_exact_for_other_models(strategy: str, model_name: str) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_plan_is_exact_for_weights_kept_or_not(reshard: bool) -> None:
     assert_planned(2, "uneven", "zero3", FEW, reshard_after_forward=reshard)
+    # Weights that forward leaves for a backward which frozen layers keep away.
+    assert_planned(2, "half frozen", "zero3", FEW, reshard_after_forward=reshard)
 
 
 def test_plan_is_exact_for_parts_kept() -> None:
