@@ -41,7 +41,8 @@ class DelayedGradients:
         if not any(parameter.requires_grad for parameter in parameters):
             return torch.empty(0, device=x.device)
         if self._anchor is None or self._anchor.device != x.device:
-            self._anchor = torch.empty(0, device=x.device, requires_grad=True)
+            with torch.inference_mode(False):  # an evaluation may come first; training needs it too
+                self._anchor = torch.empty(0, device=x.device, requires_grad=True)
             me = weakref.ref(self)
             self._anchor.register_post_accumulate_grad_hook(lambda _: _all_through(me))
         return self._anchor

@@ -105,6 +105,16 @@ def test_every_dtype_has_its_own_path() -> None:
     assert mlp.path == "loop"
 
 
+def test_delayed_gradients_after_a_first_evaluation() -> None:
+    mlp = experts(delay_weight_gradient=True)
+    x, p = torch.randn(20, 8), torch.rand(20)
+    with torch.inference_mode():
+        mlp(x.clone(), ENDS.clone(), p.clone())
+    mlp(x, ENDS, p).sum().backward()
+    mlp.backward_dw()
+    assert all(parameter.grad is not None for parameter in mlp.parameters())
+
+
 def test_an_attribute_of_a_user_is_nobody_elses() -> None:
     mlp = experts()
     mlp.fc1.weight.coded = True  # type: ignore[union-attr]
