@@ -44,7 +44,9 @@ class PeerExperts(nn.Module):
         self.w1, self.w2 = mlp.fc1.weight, mlp.fc2.weight
         self.activate = activate
 
-    def forward(self, x: Tensor, ends: Tensor, p: FullPrecision) -> Tensor:
+    def forward(
+        self, x: Tensor, ends: Tensor, p: FullPrecision, *, delay: bool | None = None
+    ) -> Tensor:
         z = F.grouped_mm(x, self.w1.transpose(-2, -1), offs=ends)
         h = self.activate(z, p.value, self.w2.shape[-1])
         return F.grouped_mm(h, self.w2.transpose(-2, -1), offs=ends)
