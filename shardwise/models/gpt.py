@@ -171,9 +171,9 @@ class GPT(nn.Module):
             )
 
     @property
-    def recomputes(self) -> bool:
-        """Whether blocks run forward once more in backward."""
-        return self.config.recompute == "block"
+    def recomputed(self) -> tuple[nn.Module, ...]:
+        """The modules that run forward once more in backward; ``sw.plan`` asks for them."""
+        return tuple(self.blocks) if self.config.recompute == "block" else ()
 
     @property
     def num_parameters(self) -> int:
@@ -192,7 +192,7 @@ class GPT(nn.Module):
             )
         hidden = self.embedding(tokens)  # [B, T, C]
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
-        recompute = self.recomputes and torch.is_grad_enabled()
+        recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
         for block in self.blocks:
             if recompute:  # no dropout here, so no random state to keep

@@ -77,7 +77,7 @@ def lay_out_buckets(
         facts = [facts_of(everyone[member], precision, matrices) for member in members]
         format = stored_as(everyone[members[0]], precision).format
         for member, fact in zip(members, facts, strict=True):
-            arrivals[member] = Arrival(bucket=(home, len(groups[home])), by_kernel=fact[-1])
+            arrivals[member] = Arrival(bucket=(home, len(groups[home])), by_kernel=fact.by_kernel)
         groups[home].append(
             planned_group(
                 facts,

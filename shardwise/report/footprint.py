@@ -115,6 +115,7 @@ class Footprint:
     # for each: what is packed for it, on any backend; nothing where no replicas take turns
     packing: dict[bool, tuple[int, ...]] = field(hash=False)
     opens_early: bool = False  # a kernel writes gradients where they are summed, inside backward
+    reads_again: bool = False  # backward runs forward once more: it reads what that read, too
 
     @property
     def grad(self) -> int:

@@ -119,7 +119,8 @@ def plan(
     """Plan one training step of ``model`` on one rank of a mesh.
 
     Args:
-        model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read.
+        model: best built under ``torch.device("meta")``; only names, shapes and dtypes are read,
+            and ``model.recomputed``, where it has that: the modules that it checkpoints.
             One that ``fully_shard`` has wrapped is planned in the units that it has.
             Where experts are spread over ranks, one rank's share of them
             (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold

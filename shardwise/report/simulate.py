@@ -138,14 +138,17 @@ class SimulatedGroup:
     # ------------------------------------------------------------------ weights
 
     def gather(self, phase: Phase) -> None:
-        missing = [number for number in self.size.reads[phase] if not self.filled[number]]
-        if not missing:
-            return
+        again = self.size.reads_again and self.step.phase == "backward"
+        reads = range(len(self.planes)) if again else self.size.reads[phase]
+        missing = [number for number in reads if not self.filled[number]]
         for number in missing:
             self.planes[number].acquire()
             self.filled[number] = True
-        if self.kept.live and missing == list(self.size.reads["backward"]):
+        kept = self.size.reads["backward"] if self.kept.live else ()
+        if kept and set(kept) <= set(missing):
             self.step.send(self.size.regather)
+            missing = [number for number in missing if number not in kept]
+        if not missing:
             return
         if self.size.staging:
             self.staging.acquire()
@@ -342,13 +345,13 @@ class SimulatedUnit:
             if group.size.trainable:
                 group.reduce(self._last)
 
-    def pass_by(self) -> None:
+    def pass_by(self, ended: bool = False) -> None:
         """Only where parameters may go unused; here all are used."""
 
     def end_forward(self) -> None:
         """Every module of a unit runs."""
 
-    def end_backward(self, awaited: bool) -> list[str]:
+    def end_backward(self) -> list[str]:
         return []
 
     def release_unused(self) -> None:

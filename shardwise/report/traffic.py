@@ -20,6 +20,7 @@ from shardwise.comm import Call
 from shardwise.moe import MixtureOfExperts, mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.footprint import Mesh
+from shardwise.report.units import recomputed_modules
 
 COUNT, WEIGHT = 8, 4  # bytes of a count of rows, and of a router's weight
 
@@ -38,8 +39,9 @@ def traffic_of(
     """``tokens``: of one microbatch on one rank. Routers count over all ranks of the mesh, as
     ``MixtureOfExperts.spread(axis, tokens)`` has them do in the trainer."""
     found = Traffic()
-    forwards = microbatches * (2 if getattr(model, "recomputes", False) else 1)
+    again = recomputed_modules(model)
     for layer in mixtures_of(model):
+        forwards = microbatches * (2 if id(layer) in again else 1)
         routing, ep = layer.router.routing, layer.experts.ep
         balances = forwards * bool(routing.balance_loss) + bool(routing.bias_rate)
         if mesh.num_ranks > 1 and balances:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.layout import Layout
+from shardwise.layout import Grain, Layout
 from shardwise.moe import mixtures_of
 from shardwise.placements import Placements
 from shardwise.precision import Precision
@@ -81,6 +81,7 @@ class Owner:
     inner: list[Owner] = field(default_factory=list)
     trains_first: int = 0  # how many parameters it trains that come before the units inside
     ep: int = 1  # over how many ranks its experts are spread
+    recomputed: frozenset[int] = frozenset()  # of a root: modules that backward runs once more
 
     def tree(self) -> Iterator[Owner]:
         yield self
@@ -90,6 +91,13 @@ class Owner:
     @property
     def trainable(self) -> bool:
         return any(found.parameter.requires_grad for found in self.found)
+
+
+def recomputed_modules(model: nn.Module) -> frozenset[int]:
+    """The ids of all modules that run forward once more in backward. A model that checkpoints tells
+    by an attribute ``recomputed``: the modules that it does so with."""
+    again = getattr(model, "recomputed", ())
+    return frozenset(id(part) for module in again for part in module.modules())
 
 
 def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.Parameter]) -> Owner:
@@ -115,7 +123,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
     strangers = wrapped - {id(module) for module in model.modules()}
     if strangers:
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
-    root = Owner(type(model).__name__, [])
+    root = Owner(type(model).__name__, [], recomputed=recomputed_modules(model))
     keepers: dict[int, Owner] = {}
     entries: dict[int, Found] = {}
     skipped = {id(parameter) for parameter in ignored}
@@ -183,7 +191,7 @@ def lay_out(
     for owner in root.tree():
         ranks = mesh.without(owner.ep)
         kept = None if kept_ranks == ranks.sizes[-1] else kept_ranks
-        facts = tuple(facts_of(f, precision, matrices, grain) for f in owner.found)
+        facts = tuple(facts_of(f, precision, matrices, grain, root.recomputed) for f in owner.found)
         if (owner.ep, facts) not in known:
             known[owner.ep, facts] = tuple(
                 planned_group(
@@ -204,21 +212,43 @@ def lay_out(
     return result
 
 
-def facts_of(
-    found: Found, precision: Precision, matrices: set[int], grain: GrainChoice | None = None
-) -> tuple[Any, ...]:
+class Facts(NamedTuple):
     """All that a plan reads of a parameter: parameters with the same are alike."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    grain: Grain
+    matrix: bool  # a matrix optimizer takes it
+    format: Format | None
+    by_kernel: bool  # a kernel writes its gradient
+    recomputed: bool  # backward runs its module's forward once more
+
+
+def facts_of(
+    found: Found,
+    precision: Precision,
+    matrices: set[int],
+    grain: GrainChoice | None = None,
+    recomputed: frozenset[int] = frozenset(),
+) -> Facts:
     parameter = found.parameter
-    return (
-        *(found.name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad),
-        *(grain_of(found, grain), id(parameter) in matrices),
-        stored_as(found, precision).format,
-        any(getattr(owner, "writes_main_grad", False) for owner in found.owners),
+    return Facts(
+        name=found.name,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        trainable=parameter.requires_grad,
+        grain=grain_of(found, grain),
+        matrix=id(parameter) in matrices,
+        format=stored_as(found, precision).format,
+        by_kernel=any(getattr(owner, "writes_main_grad", False) for owner in found.owners),
+        recomputed=any(id(module) in recomputed for module in found.modules),
     )
 
 
 def planned_group(
-    chosen: Sequence[tuple[Any, ...]],
+    chosen: Sequence[Facts],
     layout: Layout,
     format: Format | None,
     mesh: Mesh,
@@ -229,7 +259,7 @@ def planned_group(
     divided: bool,
 ) -> PlannedGroup:
     """``chosen``: the facts of its parameters."""
-    dtype = chosen[0][2]
+    dtype = chosen[0].dtype
     size = footprint(
         layout,
         mesh,
@@ -237,16 +267,20 @@ def planned_group(
         precision,
         dtype,
         format=format,
-        trainable=any(fact[3] for fact in chosen),
+        trainable=any(fact.trainable for fact in chosen),
         kept_ranks=kept_ranks,
         divided=divided,
     )
     return PlannedGroup(
         layout=layout,
-        footprint=replace(size, opens_early=size.trainable and any(fact[7] for fact in chosen)),
+        footprint=replace(
+            size,
+            opens_early=size.trainable and any(fact.by_kernel for fact in chosen),
+            reads_again=any(fact.recomputed for fact in chosen),
+        ),
         dtype=precision.main_dtype(dtype),
         stored=_stored(size, format, precision.compute_dtype(dtype)),
-        matrices=tuple(fact[5] for fact in chosen),
+        matrices=tuple(fact.matrix for fact in chosen),
     )
 
 

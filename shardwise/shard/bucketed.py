@@ -14,11 +14,11 @@ forward used: collectives match on every rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.unit import Phase, Unit
@@ -87,8 +87,8 @@ class BucketedUnit(Unit):
 
     # ------------------------------------------------------------------ gradients
 
-    def _expect_gradients(self) -> None:
-        super()._expect_gradients()
+    def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
+        super()._expect_gradients(comes)
         self._next = 0
         self._missing = [flags.count(False) for flags in self._arrived]
 
@@ -101,6 +101,11 @@ class BucketedUnit(Unit):
         if settle:
             self._reduce_complete()
             self._maybe_complete()
+
+    def owed(self, number: int, index: int) -> None:
+        before = self._waiting
+        super().owed(number, index)
+        self._missing[number] += self._waiting - before
 
     def _reduce_complete(self) -> None:
         """Reduce the buckets that have all their gradients, in order."""

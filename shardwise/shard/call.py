@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -88,6 +89,36 @@ class _InputGate(torch.autograd.Function):
         if unit is not None:
             unit.inputs_done(ctx.call)
         return (None, *grads)
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now will run once more in backward: torch's checkpoint is around it, the
+    one that is not reentrant. It packs what autograd saves; others who do so recompute nothing."""
+    return _packed_by(torch.utils.checkpoint._checkpoint_hook)
+
+
+def in_recomputation() -> bool:
+    """Whether such a checkpoint runs forward once more, for what autograd saved: no gradient will
+    come to the outputs."""
+    return _packed_by(torch.utils.checkpoint._recomputation_hook)
+
+
+def _packed_by(hooks: type) -> bool:
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if found is None:
+        return False
+    pack = found[0]  # defined in the constructor of the hooks
+    return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)
+
+
+def will_come(leaf: Tensor) -> bool:
+    """Whether the backward that runs now computes the gradient of a parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:  # torch.autograd.grad, for this very parameter
+        return True
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:

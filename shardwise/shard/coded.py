@@ -8,6 +8,7 @@
 
     zero(3)   forward   main |##| --encode--> |#| --all-gather--> row plane     1.03 bytes
               backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
+              a backward that runs forward again (activation checkpointing) brings both
     zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole given back
     embeddings have a row plane alone: their backward gathers nothing
 
@@ -20,7 +21,7 @@ a phase), and cost codes at rest (up to 2.06) that every other writer of main le
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_sh
 from shardwise.precision.mxfp8_linear import Matmul
 from shardwise.precision.mxfp8_native import Native
 from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
+from shardwise.shard.call import in_checkpoint
 from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
 from shardwise.shard.gradient import WholeParameter
@@ -138,19 +140,28 @@ class CodedGroup(Group):
 
     def _missing(self, phase: Phase) -> list[GroupPlane]:
         """What ``phase`` reads and is not there, or no longer what main says."""
-        wanted = [self.planes[block] for block in planes_of(self.format, phase, self.persistent)]
+        backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
+        everything = self.persistent or (self.reads_again and backward)
+        return self._stale(
+            self.planes[block] for block in planes_of(self.format, phase, everything)
+        )
+
+    def _stale(self, planes: Iterable[GroupPlane]) -> list[GroupPlane]:
         state = self.main.state
-        return [plane for plane in wanted if not plane.memory.live or plane.filled != state]
+        return [plane for plane in planes if not plane.memory.live or plane.filled != state]
 
     def _plane_of(self, phase: Phase) -> GroupPlane | None:
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
     def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
-        missing = self._missing(phase)
         self._runtime = runtime
-        room = all(runtime.source.ready_for(plane.memory) for plane in missing)
-        if not missing or (ahead and not room):
+        missing = self._missing(phase)
+        if not ahead or all(runtime.source.ready_for(plane.memory) for plane in missing):
+            self._bring(missing, runtime)
+
+    def _bring(self, missing: Sequence[GroupPlane], runtime: Runtime) -> None:
+        if not missing:
             return
         lanes = runtime.lanes
         with lanes.on("gather"):
@@ -158,16 +169,18 @@ class CodedGroup(Group):
                 pending.wait()
             for plane in missing:
                 plane.memory.acquire(runtime.source)
-            if self._keeps and missing == [self._plane_of("backward")]:
+            self._coming = []
+            kept = self._plane_of("backward") if self._keeps else None
+            rest = [plane for plane in missing if plane is not kept]
+            if kept is not None and len(rest) < len(missing):
                 assert self._kept is not None and self._kept_axis is not None
-                whole = missing[0].memory.tensor
-                self._coming = [comm.all_gather(whole, self._kept.tensor, self._kept_axis)]
+                part = self._kept.tensor
+                self._coming = [comm.all_gather(kept.memory.tensor, part, self._kept_axis)]
                 self._spent = True
-            elif self.direct:
-                self._coming = self._gather_codes(missing, self._source())
-            else:
-                self._coming = []
-                self._gather_staged(missing, runtime)
+            if rest and self.direct:
+                self._coming += self._gather_codes(rest, self._source())
+            elif rest:
+                self._gather_staged(rest, runtime)
             self._ready = lanes.mark("gather")
         for plane in missing:
             plane.filled = self.main.state
@@ -231,7 +244,8 @@ class CodedGroup(Group):
         plane = self._plane_of("backward")
         if self.persistent or plane is None:
             return
-        self.gather(runtime, phase="backward")
+        self._runtime = runtime
+        self._bring(self._stale([plane]), runtime)
         whole = plane.memory.tensor
         length = whole.numel() // axis.size
         runtime.lanes.join("gather", "compute")
@@ -247,20 +261,23 @@ class CodedGroup(Group):
         self._kept_axis, self._kept_filled = axis, plane.filled
 
     def plane(self, index: int, phase: Phase) -> Plane:
-        """What ``phase`` reads of one weight. A recomputation that no hook saw coming (torch's
-        checkpoint inside a unit) gathers here; every rank recomputes alike."""
+        """What ``phase`` reads of one weight. A recomputation that nobody saw coming (a reentrant
+        checkpoint inside a unit), or whoever else reads in backward what forward read, gathers
+        here: every rank does so, or none."""
         plane = self._plane_of(phase)
         if plane is None:
             raise MXFP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: its {phase} reads none"
             )
         runtime = self._runtime
-        recomputes = runtime is not None and runtime.in_backward
+        in_backward = runtime is not None and runtime.in_backward
+        if phase == "forward" and not in_backward and in_checkpoint():
+            self.reads_again = True
         # What forward left may be older than main, of which backward's hook gathered its own plane:
         # one backward computes with one version.
-        stale = recomputes and plane.filled != self.main.state
+        stale = in_backward and plane.filled != self.main.state
         if not plane.memory.live or plane.filled is None or stale:
-            if runtime is None or not recomputes:
+            if runtime is None or not in_backward:
                 raise RuntimeError(self._not_here(index, plane))
             self.gather(runtime, phase=phase)
         if self.pending and self._runtime is not None:

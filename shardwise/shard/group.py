@@ -40,6 +40,8 @@ class Group:
 
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
+    # Whether backward will run forward once more; ranks that backward takes past it know it too.
+    reads_again = False
 
     def __init__(
         self,

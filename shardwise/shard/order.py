@@ -7,7 +7,8 @@
 
 Collectives are matched by their order, so every rank must issue them in the same one. Gradients may
 be complete in another order on one rank, where a parameter was not used; so units reduce in turn:
-one that is ready waits until those before it have reduced.
+one that is ready waits until those before it have reduced. A rank whose backward goes past units
+gathers and reduces for them then, as the others do that enter them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Member(Protocol):
 
     def tidy(self) -> None: ...
 
-    def pass_by(self) -> None: ...
+    def pass_by(self, ended: bool = False) -> None: ...
 
     def reduce(self) -> None: ...
 
     def end_forward(self) -> None: ...
 
-    def end_backward(self, awaited: bool) -> list[str]: ...
+    def end_backward(self) -> list[str]: ...
 
     def release_unused(self) -> None: ...
 
@@ -119,6 +120,12 @@ class Order:
     def waiting(self) -> list[Member]:
         """Units whose turn has not come, in turn."""
         return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
+
+    def unreached(self) -> list[Member]:
+        """The same, as backward would have entered them."""
+        waiting = self.waiting()
+        arrivals = map(_alive, self._arrivals)
+        return [unit for unit in arrivals if unit is not None and unit in waiting]
 
     def _advance(self) -> None:
         # Not past the last that is ready: who has not entered backward by then may still do so.

@@ -39,6 +39,14 @@ class _Reduction:
     held: list[Tensor] = field(default_factory=list)
 
 
+class SharedLanes:
+    """The lanes that several roots use together (``share_comm_ctx``), once one of them made
+    them."""
+
+    def __init__(self) -> None:
+        self.lanes: Lanes | None = None
+
+
 class Runtime:
     """One per root module, made at its first forward."""
 
@@ -164,10 +172,10 @@ class Runtime:
         self._backward_task = None
         units = [unit for reference in reversed(self._units) if (unit := reference()) is not None]
         missing: list[str] = []
-        for unit in self.order.waiting():
-            missing += unit.end_backward(awaited=True)
-        for unit in units:
-            missing += unit.end_backward(awaited=False)
+        for unit in self.order.unreached():
+            unit.pass_by(ended=True)
+        for unit in [*self.order.waiting(), *units]:
+            missing += unit.end_backward()
         self.drain()
         for unit in units:
             unit.release_unused()

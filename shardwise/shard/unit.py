@@ -17,7 +17,6 @@ weights, the second alone where inputs need no gradient.
 from __future__ import annotations
 
 import enum
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,10 +29,11 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.call import Call, cast_floats
+from shardwise.shard.call import Call, cast_floats, in_checkpoint, in_recomputation, will_come
 from shardwise.shard.group import Group
-from shardwise.shard.runtime import Runtime
-from shardwise.streams import Lanes, annotate
+from shardwise.shard.old_optimizers import refuse_old_optimizers
+from shardwise.shard.runtime import Runtime, SharedLanes
+from shardwise.streams import annotate
 
 
 class Phase(enum.Enum):
@@ -51,14 +51,6 @@ _ALLOWED = {
     (Phase.BACKWARD, Phase.BACKWARD),
     (Phase.FORWARD, Phase.BACKWARD),  # one module of a list ran, and its gradient came already
 }
-
-
-class SharedLanes:
-    """The lanes that several roots use together (``share_comm_ctx``), once one of them made
-    them."""
-
-    def __init__(self) -> None:
-        self.lanes: Lanes | None = None
 
 
 class Unit:
@@ -119,6 +111,7 @@ class Unit:
         self._expected = 0  # forwards whose backward is still to come
         self._tidy = False  # whether the root's forward has looked after this unit already
         self._reached = False  # whether this backward has gathered for this unit
+        self._passed = False  # whether it went past it
         self._listeners: dict[tuple[int, int], Any] = {}
         self.rebind()
 
@@ -182,6 +175,11 @@ class Unit:
     def owed(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
         self._owed.add((number, index))
+        if self.phase is Phase.BACKWARD and self._arrived[number][index]:
+            # Nobody saw it coming: it is not in autograd's graph.
+            self._arrived[number][index] = False
+            self._waiting += 1
+            self._to_come += self._sizes[number][index]
 
     @property
     def _owes(self) -> bool:
@@ -255,8 +253,12 @@ class Unit:
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         self._to_run = (self._to_run or len(self.modules)) - 1
-        call = Call(self) if torch.is_grad_enabled() else None
+        awaited = torch.is_grad_enabled() and not (recomputing and in_recomputation())
+        call = Call(self) if awaited else None
         self._running.append(call)
+        if awaited and not recomputing and in_checkpoint():
+            for group in self.groups:
+                group.reads_again = True
         args, kwargs = cast_floats((args, kwargs), self.precision.input_dtype)
         return (
             call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
@@ -273,6 +275,7 @@ class Unit:
         for group in self.groups:
             group.follow_trainability()
             group.gradients.tidy()
+            group.reads_again = group.reads_again and self.expects_backward
         self._listen()
         self._tidy = True
 
@@ -312,48 +315,70 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
+        if self.phase is not Phase.BACKWARD:
+            # The gate keeps the unit open for what comes unforeseen.
+            self._enter_backward(foresees=self.unused == "zeros" and call.gated)
         if not call.opened:
             call.opened = True
             self._expected -= 1
             if call.gated and not call.finished:
                 self._open_calls.append(call)
-        if self.phase is not Phase.BACKWARD:
-            self._enter_backward()
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, foresees: bool = False) -> None:
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
         self._go(Phase.BACKWARD)
-        self._expect_gradients()
+        self._expect_gradients(will_come if foresees else _surely)
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
                 self._reached = True
-                after = runtime.order.after(self)
-                if after is not None and not after.gathers_in_backward:
-                    after = None
-                self._prefetch(after, self.backward_prefetch)
+                self._prefetch_backward()
 
-    def _expect_gradients(self) -> None:
+    def _prefetch_backward(self) -> None:
+        after = self.runtime.order.after(self)
+        if after is not None and not after.gathers_in_backward:
+            after = None
+        self._prefetch(after, self.backward_prefetch, "backward")
+
+    def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
+        """``comes``: which gradients to wait for, of parameters that are trained."""
         self._waiting = self._to_come = 0
         for number, group in enumerate(self.groups):
             group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
-            flags = [not parameter.requires_grad for parameter in group.unsharded]
+            flags = [not (leaf.requires_grad and comes(leaf)) for leaf in group.unsharded]
             self._arrived[number] = flags
             self._waiting += flags.count(False)
             self._to_come += sum(
                 size for size, here in zip(self._sizes[number], flags, strict=True) if not here
             )
 
-    def pass_by(self) -> None:
-        """Backward went past this unit here; other ranks may have entered it. Gather as they do."""
-        if not self._reached and self.gathers_in_backward and self.phase is Phase.RESTING:
-            self.prefetch("backward")
+    def pass_by(self, ended: bool = False) -> None:
+        """Backward went past this unit here, or has ended. Other ranks may have entered it: gather
+        and reduce when they do, since collectives are matched by their order."""
+        if self.unused != "zeros" or not self.expects_backward:
+            return
+        if ended and self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
+            self._rest()
+        if self.phase is not Phase.RESTING:
+            return
+        if self.gather_in_backward and not self._passed:
+            if not self._reached:
+                for group in self.groups:
+                    group.gather(self.runtime, phase="backward")
+                self._reached = True
+            self._prefetch_backward()
             self._release()
-            self._reached = True
+        self._passed = True
+        leaves = [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+        if leaves and (ended or not any(map(will_come, leaves))):
+            self._expected -= 1
+            self._go(Phase.BACKWARD)
+            self._expect_gradients(_never)
+            self._complete()
 
     @property
     def expects_backward(self) -> bool:
@@ -401,19 +426,10 @@ class Unit:
         awaited = self.unused == "zeros" and self.expects_backward
         return awaited and any(group.trainable for group in self.groups)
 
-    def end_backward(self, awaited: bool) -> list[str]:
-        """Backward is over: complete what waited for nothing any more; name what is missing.
-
-        ``awaited``: it is this unit's turn to reduce, or would be if backward had come to it.
-        """
+    def end_backward(self) -> list[str]:
+        """Backward is over: complete what waited for nothing any more; name what is missing."""
         if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self.rest()
-        if awaited and self.phase is Phase.RESTING and self.holds_turn:
-            # Used by other ranks perhaps: its gradients are zeros here.
-            self.pass_by()
-            self._expected -= 1
-            self._go(Phase.BACKWARD)
-            self._expect_gradients()
         if self.phase is not Phase.BACKWARD:
             return []
         missing = [
@@ -456,13 +472,15 @@ class Unit:
         if not self._exposed:
             self._release()
 
-    def _prefetch(self, guess: Any, wanted: list[weakref.ref[Unit]] | None) -> None:
+    def _prefetch(
+        self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
+    ) -> None:
         """What the user listed, or else the one unit that the recorded order expects."""
         units = [reference() for reference in wanted] if wanted is not None else [guess]
         for unit in units:
             if unit is not None and unit is not self:
-                unit.prefetch("backward" if self.phase is Phase.BACKWARD else "forward")
-                unit._reached = self.phase is Phase.BACKWARD
+                unit.prefetch(reads)
+                unit._reached = reads == "backward"
 
     def expose(self, reads: Reads) -> None:
         """Gather what forward or backward reads, wait, and put the whole weights in the modules'
@@ -492,12 +510,16 @@ class Unit:
 
     def release_unused(self) -> None:
         """After backward: what was gathered ahead and never came."""
-        self._reached = False
+        self._reached = self._passed = False
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()
 
     def rest(self) -> None:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
+        self._rest()
+        self._expected = 0
+
+    def _rest(self) -> None:
         self.hide()
         if self._runtime is not None:
             for group in self.groups:  # messages under way cannot be called back
@@ -507,7 +529,7 @@ class Unit:
         self._running.clear()
         self._open_calls.clear()
         self._owed.clear()
-        self._to_run = self._expected = 0
+        self._to_run = 0
 
 
 def start_runtime(unit: Unit, root: nn.Module) -> None:
@@ -529,7 +551,9 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
             f"parameters {unborn} are on the meta device and have no values yet: call "
             f"model.to_empty(device=...) and initialise or load them before the first forward"
         )
-    _refuse_old_optimizers(units)
+    refuse_old_optimizers(entry for inner in units for entry in inner.forsaken)
+    for inner in units:
+        inner.forsaken = []
     devices = {group.device for inner in units for group in inner.groups}
     if len(devices) > 1:
         raise RuntimeError(
@@ -545,25 +569,12 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
             group.settle_initial_values()
 
 
-def _refuse_old_optimizers(units: Sequence[Unit]) -> None:
-    """An optimizer built before wrapping holds tensors that no longer belong to the model."""
-    alive = {
-        id(parameter): name
-        for unit in units
-        for name, reference in unit.forsaken
-        if (parameter := reference()) is not None
-    }
-    for thing in gc.get_objects() if alive else ():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
-            if held:
-                raise RuntimeError(
-                    f"{type(thing).__name__} was built before fully_shard and holds the old "
-                    f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
-                    f"would update nothing. Build the optimizer after wrapping"
-                )
-    for unit in units:
-        unit.forsaken = []
+def _surely(leaf: Tensor) -> bool:
+    return True
+
+
+def _never(leaf: Tensor) -> bool:
+    return False
 
 
 def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor) -> None:

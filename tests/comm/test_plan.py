@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import comm
+from shardwise.layout import ELEMENT
 from shardwise.optim.routing import routes_of
 from shardwise.placements import REPLICATE, SHARD, STRATEGIES
 from shardwise.report.exchange import exchange_calls, owners_of
@@ -80,6 +82,27 @@ def tied_words() -> Model:
     return model
 
 
+class Recomputing(Model):
+    """Runs its first and last layer once more in backward, each a unit, and its head: a part of
+    one."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 3)
+        self.embedding = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
+
+    @property
+    def recomputed(self) -> tuple[nn.Module, ...]:
+        return self.layers[0], self.layers[2], self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for part in (*self.layers, self.head):
+            again = part in self.recomputed
+            hidden = checkpoint(part, hidden, use_reentrant=False) if again else part(hidden)
+        return hidden
+
+
 MODELS: dict[str, Any] = {
     "plain": lambda: Model(10, 3),
     "backbone": Backbone,
@@ -89,10 +112,11 @@ MODELS: dict[str, Any] = {
     "wide": lambda: Model(256, 2),
     "words": with_words,
     "tied words": tied_words,
+    "recomputing": Recomputing,
 }
 # Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
 # and the memory for decoded matrices grows in it.
-SETTLES = ("half frozen", "blocks of 32", "words", "tied words")
+SETTLES = ("half frozen", "blocks of 32", "words", "tied words", "recomputing")
 
 
 def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
@@ -273,6 +297,17 @@ def test_plan_is_exact_for_embeddings_in_mxfp8(strategy: str) -> None:
     world_size = 4 if strategy == "hfsdp" else 3
     for model_name in ("words", "tied words"):
         assert_planned(world_size, model_name, strategy, [("mxfp8 rows", 2)])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
+    world_size = 4 if strategy == "hfsdp" else 3
+    cases: list[Case] = [("mxfp8", 2), ("mxfp8_2d", 1), ("mxfp8 rows", 1), ("bf16", 1)]
+    assert_planned(world_size, "recomputing", strategy, cases)
+    if strategy == "zero3":
+        assert_planned(4, "recomputing", strategy, cases, reshard_after_forward=2)
+        grain = {"grain": ELEMENT}  # blocks are cut, so bf16 travels: once for both planes
+        assert_planned(world_size, "recomputing", strategy, cases, **grain)
 
 
 def test_backward_gathers_no_embedding() -> None:

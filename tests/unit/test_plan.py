@@ -524,6 +524,29 @@ def test_a_dry_run_agrees_on_mxfp8_planes(strategy: str) -> None:
         assert ("staging" in planned.peak) != by_codes, (weights, options)
 
 
+def test_a_dry_run_agrees_on_planes_that_are_read_again() -> None:
+    """Blocks that are recomputed read both planes in backward: three gathers where two were."""
+    precision = sw.Precision(weights="mxfp8", reduce="fp32")
+    gathered = {}
+    for recompute in ("none", "block"):
+        config = GPTConfig(
+            dim=64, num_layers=3, num_heads=2, num_kv_heads=2, hidden_dim=128, vocab_size=64,
+            context=16, recompute=recompute, tied=True,
+        )  # fmt: skip
+
+        def build(config: GPTConfig = config) -> GPT:
+            with torch.device("meta"):
+                return GPT(config)
+
+        planned = plan(build(), {"dp": 8}, "zero3", precision=precision)
+        measured = dry_run(build(), {"dp": 8}, "zero3", rank=3, precision=precision)
+        assert facts(measured) == facts(planned), recompute
+        gathered[recompute] = {phase: sent for phase, (_, sent, _) in planned.gathered.items()}
+    assert gathered["block"]["forward"] == gathered["none"]["forward"]
+    row, column = planned.formats["mxfp8"][2]  # of blocks alone: the rest is bf16
+    assert gathered["block"]["backward"] - gathered["none"]["backward"] == row == column > 0
+
+
 def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
     """The weights of 8 ranks' zero(3) against bf16's: 1.03 bytes against 2 in both directions."""
     sent = {}
