@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -110,6 +111,15 @@ class Precision:
     def format(self) -> Matrices | None:
         """How the weights of linear layers are stored, where that is no dtype."""
         return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
+
+    def unmatched(self, names: Sequence[str]) -> list[str]:
+        """Problems, of all names in a model: a pattern that matches none was meant for some."""
+        return [
+            f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
+            for field, patterns in (("include", self.include), ("exclude", self.exclude))
+            for pattern in patterns
+            if names and not any(fnmatchcase(name, pattern) for name in names)
+        ]
 
     @property
     def weights_dtype(self) -> torch.dtype | None:

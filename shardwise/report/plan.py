@@ -156,10 +156,14 @@ def plan(
             "plan: wrap and grain are fully_shard's, and bucket_mb is data_parallel's, which takes "
             "the whole model and keeps matrices whole: give one or the other"
         )
+    precision = precision or Precision()
+    problems = precision.unmatched([one.name for owner in root.tree() for one in owner.found])
+    if problems:
+        raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")
     options = Options(
         mesh=Mesh.of(mesh_shape),
         placements=as_placements(placements),
-        precision=precision or Precision(),
+        precision=precision,
         optimizer=optimizer,
         microbatches=microbatches,
         reshard_after_forward=reshard_after_forward,

@@ -7,7 +7,6 @@ A check returns sentences: the value, the reason, the fix. ``raise_together`` sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -149,16 +148,6 @@ def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
 def product_problems(precision: Precision, device: torch.device) -> list[str]:
     problem = native_problem(device) if precision.products == "native" else None
     return [] if problem is None else [f"Precision(products='native'): {problem}"]
-
-
-def pattern_problems(precision: Precision, names: Sequence[str]) -> list[str]:
-    """Of the whole model: a pattern that matches nothing was meant to do something."""
-    return [
-        f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
-        for field, patterns in (("include", precision.include), ("exclude", precision.exclude))
-        for pattern in patterns
-        if names and not any(fnmatchcase(name, pattern) for name in names)
-    ]
 
 
 def placement_problems(

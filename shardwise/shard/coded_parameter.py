@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
@@ -95,14 +96,21 @@ class CodedWeight(MXFP8Tensor):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and saved as a plain ``MXFP8Tensor`` of the planes that are here, which belongs to
         no group; a stack as one high matrix."""
+        self._require_a_plane()
         # Clones: a view would take the planes of the whole group along.
-        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        if not state:
+        return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
+
+    def to(self, device: torch.device | str) -> MXFP8Tensor:
+        """As a plain one; see ``__reduce__``."""
+        self._require_a_plane()
+        return super().to(device)
+
+    def _require_a_plane(self) -> None:
+        if not self.planes:
             raise RuntimeError(
                 f"no plane of '{self.name}' is here to copy or save: do it inside its module's "
                 f"forward or after unshard(), or take the main weights from sw.full_state_dict"
             )
-        return restored, (state,)
 
     def members(self) -> list[MXFP8Tensor]:
         """Of a stack [experts, rows, columns] each for itself: views of what is here."""
@@ -123,7 +131,8 @@ class CodedParameter(WholeParameter, InCodes):
 
     ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values
     gets them decoded to bf16, as forward computes with them, and its gradient is this parameter's.
-    ``coded`` are the planes.
+    What is decoded (``.data``, ``.detach()``, a slice) is a copy: writing to the parameter itself
+    is refused, and writing to a copy changes nothing else. ``coded`` are the planes.
     """
 
     coded: CodedWeight
@@ -136,6 +145,7 @@ class CodedParameter(WholeParameter, InCodes):
         return parameter
 
     @classmethod
+    @_disable_dynamo  # a trace ends before this: planes come and go, and it has no such tensors
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -213,8 +223,11 @@ _FACTS = (
     "register_post_accumulate_grad_hook",
     "requires_grad_",
     "size",
+    "storage_offset",
+    "stride",
     "__hash__",
     "__len__",
+    "_is_view",
 )
 
 

@@ -43,7 +43,6 @@ from shardwise.shard.checks import (
     mesh_problems,
     module_problems,
     option_problems,
-    pattern_problems,
     product_problems,
 )
 from shardwise.shard.coded import GROUPS
@@ -117,7 +116,7 @@ def data_parallel(
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
     problems += module_problems([model], found) + mesh_problems(mesh, placements)
     problems += option_problems(unused_parameters, memory, None)
-    problems += pattern_problems(precision, [f.name for f in found])
+    problems += precision.unmatched([f.name for f in found])
     problems += product_problems(precision, device_of(mesh))
     for other in dict.fromkeys(home for home in homes if home != mesh):
         problems += mesh_problems(other, placements)

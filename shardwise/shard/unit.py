@@ -31,8 +31,8 @@ from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.call import Call, cast_floats, in_checkpoint, in_recomputation, will_come
 from shardwise.shard.group import Group
-from shardwise.shard.old_optimizers import refuse_old_optimizers
 from shardwise.shard.runtime import Runtime, SharedLanes
+from shardwise.shard.starting import refuse_problems
 from shardwise.streams import annotate
 
 
@@ -533,36 +533,26 @@ class Unit:
 
 
 def start_runtime(unit: Unit, root: nn.Module) -> None:
-    """The first forward of a root: name its units, give them lanes and memory, look for
-    problems."""
-    units: list[Unit] = []
-    unborn: list[str] = []
+    """The first forward of a root: look for problems, name its units, give them lanes and
+    memory."""
+    units: dict[Unit, str] = {}
     for name, module in root.named_modules():
         inner = getattr(module, "_shardwise_unit", None)
-        if inner is not None and inner not in units:
-            units.append(inner)
-            inner.name = name or type(root).__name__.removeprefix("FSDP")
-            for group in inner.groups:
-                if group.main.flat.is_meta:
-                    prefix = f"{name}." if name else ""
-                    unborn += [prefix + item.name for item in group.items]
-    if unborn:
-        raise RuntimeError(
-            f"parameters {unborn} are on the meta device and have no values yet: call "
-            f"model.to_empty(device=...) and initialise or load them before the first forward"
-        )
-    refuse_old_optimizers(entry for inner in units for entry in inner.forsaken)
-    for inner in units:
-        inner.forsaken = []
-    devices = {group.device for inner in units for group in inner.groups}
-    if len(devices) > 1:
-        raise RuntimeError(
-            f"the units of one model are on several devices: {sorted(map(str, devices))}"
-        )
-    device = devices.pop() if devices else torch.device("cpu")
-    runtime = Runtime(device, units, lanes=unit.shared.lanes, **unit.options)  # type: ignore[arg-type]
+        if inner is not None:
+            units.setdefault(inner, name)
+    members = list(units)
+    refuse_problems(members, list(units.values()))
+    devices = [group.device for inner in members for group in inner.groups]
+    runtime = Runtime(
+        devices[0] if devices else torch.device("cpu"),
+        members,  # type: ignore[arg-type]
+        lanes=unit.shared.lanes,
+        **unit.options,
+    )
     unit.shared.lanes = runtime.lanes
-    for inner in units:
+    for inner, name in units.items():
+        inner.name = name or type(root).__name__.removeprefix("FSDP")
+        inner.forsaken = []
         inner.is_root = inner is unit
         inner.adopt_runtime(runtime)
         for group in inner.groups:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.moe import MixtureOfExperts, Routing, swiglu
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from tests.contract.helpers import options_for
 from tests.models import mesh_for
 from tests.ranks import run_ranks
 
@@ -144,7 +146,7 @@ def copy_and_print(rank: int, world_size: int) -> None:
     for each in parameters:
         assert type(each) is nn.Parameter and torch.equal(each.detach(), values)
         assert each.requires_grad
-    for call in (copy.copy, copy.deepcopy, pickle.dumps):
+    for call in (copy.copy, copy.deepcopy, pickle.dumps, lambda weight: weight.to("cpu")):
         with pytest.raises(RuntimeError, match=r"no plane of '0\.weight' is here.*unshard\(\)"):
             call(coded)
     with pytest.raises(RuntimeError, match=r"row plane of '0\.weight' is not here.*unshard\(\)"):
@@ -164,3 +166,71 @@ def print_stack(rank: int, world_size: int) -> str:
 
 def test_a_stack_of_experts_prints() -> None:
     assert all(text.startswith("MXFP8Tensor(4x") for text in run_ranks(print_stack, 2))
+
+
+# ------------------------------------------------------------------------------- compiled
+
+
+class Tagged(nn.Module):
+    """Rows that are looked up, products, and a weight that something else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        x = x + self.down(torch.tanh(self.up(x)))
+        return F.linear(x, self.words.weight) * self.up.weight.abs().mean()
+
+
+def compiled(rank: int, world_size: int, strategy: str) -> list[list[float]]:
+    losses = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = Tagged()
+        options = options_for(strategy.removesuffix(" buckets"), world_size)
+        precision = sw.Precision(weights="mxfp8", reduce="fp32", include=("*", "words.*"))
+        wrap = sw.data_parallel if strategy.endswith("buckets") else sw.fully_shard
+        wrap(net, **options, precision=precision)
+        model = torch.compile(net, backend="eager") if compile else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        words = torch.arange(8).view(2, 4) + rank
+        found = []
+        for _ in range(3):
+            loss = F.cross_entropy(model(words).flatten(0, 1).float(), words.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
+def test_a_compiled_model_computes_with_its_codes(strategy: str) -> None:
+    for plain, traced in run_ranks(compiled, 2, strategy):
+        assert plain == traced and plain[-1] < plain[0]
+
+
+# ------------------------------------------------------------------------------- patterns
+
+
+def mistyped(rank: int, world_size: int) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    options = options_for("zero3", world_size)
+    precision = sw.Precision(weights="mxfp8", include=("net.0.weight", "weight"))
+    for layer in net:
+        sw.fully_shard(layer, **options, precision=precision)
+    sw.fully_shard(net, **options, precision=precision)
+    with pytest.raises(ValueError, match=r"'net\.0\.weight' matches none of the 4 .*without that"):
+        net(torch.ones(2, WIDTH))
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs() -> None:
+    run_ranks(mistyped, 2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    precision = sw.Precision(weights="mxfp8", exclude=("up.*",))
+    with pytest.raises(ValueError, match=r"plan: .*'up\.\*' matches none of the 4 parameters"):
+        sw.plan(model, {"dp": 2}, precision=precision)

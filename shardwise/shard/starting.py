@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the units of a model are asked together, when its first forward begins."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwise.precision import Precision
+from shardwise.precision.mxfp8_choice import Stored
+
+
+class Starting(Protocol):
+    """A unit, as far as this is concerned."""
+
+    precision: Precision
+    stored: dict[tuple[int, int], Stored]
+    forsaken: list[tuple[str, ref[Tensor]]]
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
+
+
+def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
+    """Raise for what no unit could see alone; ``names``: the units' in the model."""
+    unborn = [
+        f"{name}.{item.name}" if name else item.name
+        for name, unit in zip(names, units, strict=True)
+        for group in unit.groups
+        if group.main.flat.is_meta
+        for item in group.items
+    ]
+    if unborn:
+        raise RuntimeError(
+            f"parameters {unborn} are on the meta device and have no values yet: call "
+            f"model.to_empty(device=...) and initialise or load them before the first forward"
+        )
+    for precision in dict.fromkeys(unit.precision for unit in units):
+        alike = (unit for unit in units if unit.precision == precision)
+        problems = precision.unmatched([one.name for unit in alike for one in unit.stored.values()])
+        if problems:
+            raise ValueError(
+                f"{'; '.join(problems)} of the model. fully_shard knows parameters by their names "
+                f"in the module that it is given, so without that module's own"
+            )
+    _refuse_old_optimizers(entry for unit in units for entry in unit.forsaken)
+    devices = {group.device for unit in units for group in unit.groups}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"the units of one model are on several devices: {sorted(map(str, devices))}"
+        )
+
+
+def _refuse_old_optimizers(forsaken: Iterable[tuple[str, ref[Tensor]]]) -> None:
+    """An optimizer built before wrapping holds tensors that no longer belong to the model."""
+    alive = {
+        id(parameter): name
+        for name, reference in forsaken
+        if (parameter := reference()) is not None
+    }
+    for thing in gc.get_objects() if alive else ():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
+            if held:
+                raise RuntimeError(
+                    f"{type(thing).__name__} was built before fully_shard and holds the old "
+                    f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
+                    f"would update nothing. Build the optimizer after wrapping"
+                )
