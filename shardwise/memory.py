@@ -195,6 +195,7 @@ class TracePool:
         self._caching = Caching()
         self._clock = 0
         self._events: list[tuple[int, str, weakref.ref[Block]]] = []
+        self._graph_kept = False  # by the last backward
         self._homes: weakref.WeakKeyDictionary[Block, _Home] = weakref.WeakKeyDictionary()
         self._arenas: dict[str, torch.UntypedStorage] = {}
         # What the arena holds beyond the blocks that live in it, which count themselves.
@@ -245,9 +246,12 @@ class TracePool:
         home = self._homes.get(block)
         return home is None or home.holder is None or not block.viewed()
 
-    def step_done(self) -> None:
-        """The end of a backward: plan, if there is a trace and no graph holds views of old
-        memory."""
+    def step_done(self, graph_kept: bool = False) -> None:
+        """The end of a backward: plan, if there is a trace and no graph holds views of old memory.
+        One that was kept (``retain_graph``) does, and what comes after it may be no whole step."""
+        kept, self._graph_kept = graph_kept or self._graph_kept, graph_kept
+        if kept and not self.planned:
+            self._events = []
         if self.planned or not self._events:
             return
         lives = self._lives()

@@ -100,6 +100,7 @@ class CodedGroup(Group):
 
     format: Format
     scratch = "staging"
+    saved_by_autograd = False  # planes are looked up when they are read
 
     def _build_compute(self) -> None:
         super()._build_compute()

@@ -40,6 +40,7 @@ class Group:
 
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
+    saved_by_autograd = True  # whether graphs hold views of the whole weights' memory
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
 
@@ -188,7 +189,7 @@ class Group:
         locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
         views = [self.main.view(index) for index in range(len(self.items))]
         same = all(
-            new.data_ptr() == old.data_ptr() and new.dtype == old.dtype and new.device == old.device
+            _storage(new) == _storage(old) and new.dtype == old.dtype
             for new, old in zip(locals_, views, strict=True)
         )
         if same and not self.main.flat.is_meta:
@@ -328,6 +329,11 @@ class Group:
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.unsharded)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Which memory a tensor lies in, also where it has no elements: ranks must decide alike."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _weakly(group: Group) -> Callable[[], None]:

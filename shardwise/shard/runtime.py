@@ -182,7 +182,8 @@ class Runtime:
         if self.settle_after_backward:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
-            self.source.step_done()
+            autograd = torch._C._autograd
+            self.source.step_done(autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
         if missing:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "

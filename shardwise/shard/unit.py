@@ -123,7 +123,8 @@ class Unit:
             if self._early:
                 group.main.version.settled = _weakly(self.settled, number)
             for block in group.blocks:
-                block.viewed = _weakly(self.viewed)
+                if group.saved_by_autograd:
+                    block.viewed = _weakly(self.viewed)
                 block.evict = _weakly(self.evict)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import shardwise as sw
 from tests.contract.helpers import (
     STRATEGIES,
     Net,
@@ -16,6 +17,7 @@ from tests.contract.helpers import (
     assert_parameters_equal,
     average_gradients,
     full,
+    options_for,
     raised,
     ranks_for,
     word_loss,
@@ -143,3 +145,20 @@ def half(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_wrapped_model_can_change_its_dtype(strategy: str) -> None:
     run_ranks(half, ranks_for(strategy), strategy)
+
+
+def moved(rank: int, world_size: int, stage: int) -> Tensor:
+    """One row, so that a rank has no elements; then every tensor is made anew."""
+    net = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(net.weight)
+    options = options_for(f"zero{stage}", world_size)
+    sw.fully_shard(net, **options, precision=sw.Precision(weights="bf16"))
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        net._apply(lambda tensor: 2 * tensor)
+    return net(torch.ones(1, 4)).detach().float()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_without_elements_take_over_new_tensors_too(stage: int) -> None:
+    assert [float(each) for each in run_ranks(moved, 2, stage, timeout=30)] == [16.0, 16.0]

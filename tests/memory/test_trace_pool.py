@@ -45,6 +45,9 @@ def run_schedule(
         if schedule == "two forwards at once" and step:
             other = loss_of(model, tokens(step, 1, rank, world_size))
             (other * 0.0).backward()  # its backward comes first
+        if schedule == "a graph that is kept" and step == 0:  # where others plan
+            loss.backward(retain_graph=True)
+            optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
         if schedule == "reset" and step == 1:
@@ -98,7 +101,13 @@ def check_schedule(rank: int, world_size: int, strategy: str, schedule: str) -> 
 
 @pytest.mark.parametrize(
     "schedule",
-    ["between steps", "between forward and backward", "two forwards at once", "reset"],
+    [
+        "between steps",
+        "between forward and backward",
+        "two forwards at once",
+        "a graph that is kept",
+        "reset",
+    ],
 )
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_what_happens_between_steps_changes_no_bit(strategy: str, schedule: str) -> None:
