@@ -242,7 +242,7 @@ def plan(command: Plan, words: list[str]) -> int:
         microbatches=command.microbatches,
     )
     options: dict[str, Any] = {
-        "precision": named_precision(weights),
+        "precision": named_precision(weights, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
         "microbatches": command.microbatches,
         "bucket_mb": command.bucket_mb,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
+
+
+logger = logging.getLogger(__name__)
 
 
 class Starting(Protocol):
@@ -41,19 +45,29 @@ def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
             f"model.to_empty(device=...) and initialise or load them before the first forward"
         )
     for precision in dict.fromkeys(unit.precision for unit in units):
-        alike = (unit for unit in units if unit.precision == precision)
-        problems = precision.unmatched([one.name for unit in alike for one in unit.stored.values()])
-        if problems:
-            raise ValueError(
-                f"{'; '.join(problems)} of the model. fully_shard knows parameters by their names "
-                f"in the module that it is given, so without that module's own"
-            )
+        _check_patterns(precision, [unit for unit in units if unit.precision == precision])
     _refuse_old_optimizers(entry for unit in units for entry in unit.forsaken)
     devices = {group.device for unit in units for group in unit.groups}
     if len(devices) > 1:
         raise RuntimeError(
             f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )
+
+
+def _check_patterns(precision: Precision, units: Sequence[Starting]) -> None:
+    """Patterns that match nothing: refused where that leaves nothing in MXFP8. Else they may be
+    meant for units that run elsewhere."""
+    stored = [one for unit in units for one in unit.stored.values()]
+    problems = precision.unmatched([one.name for one in stored])
+    if not problems:
+        return
+    text = (
+        f"{'; '.join(problems)} of this model. fully_shard knows parameters by their names in the "
+        f"module that it is given, so without that module's own"
+    )
+    if not any(one.format for one in stored):
+        raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
+    logger.warning("%s", text)
 
 
 def _refuse_old_optimizers(forsaken: Iterable[tuple[str, ref[Tensor]]]) -> None:

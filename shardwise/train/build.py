@@ -162,14 +162,16 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    return named_precision(weights)
+    return named_precision(weights, experts=config.model.num_experts > 0)
 
 
-def named_precision(weights: str) -> Precision:
+def named_precision(weights: str, *, experts: bool) -> Precision:
     """What a run by this name computes with; gradients travel and main weights rest in fp32."""
     precision = Precision(weights=weights, reduce="fp32")
+    if precision.format is None or not experts:
+        return precision
     # A router compares experts: what MXFP8 rounds away there sends tokens elsewhere.
-    return dataclasses.replace(precision, exclude=("*router*",)) if precision.format else precision
+    return dataclasses.replace(precision, exclude=("*router*",))
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:

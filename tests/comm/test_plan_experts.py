@@ -62,7 +62,7 @@ def build_in_buckets(config: TrainConfig, world_size: int, bucket_mb: float) -> 
         placements=config.placements,
         meshes={"*.experts.*": grid["dp"]},
         bucket_mb=bucket_mb,
-        precision=named_precision(config.precision),
+        precision=named_precision(config.precision, experts=True),
     )
 
 
@@ -76,7 +76,7 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
         model,
         config.mesh_shape(world_size),
         config.strategy,
-        precision=named_precision(config.precision),
+        precision=named_precision(config.precision, experts=True),
         optimizer=config.optimizer,
         microbatches=config.microbatches,
         device="cpu",
