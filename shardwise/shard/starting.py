@@ -15,7 +15,6 @@ from torch import Tensor
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 
-
 logger = logging.getLogger(__name__)
 
 
