@@ -166,7 +166,7 @@ def same_results(systems: dict[str, Any], case: tuple[Tensor, Tensor, Tensor, Te
         if expected is None:
             expected = got
         for mine, theirs in zip(got, expected, strict=True):
-            error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+            error = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
             assert error < 1e-2, f"{name} differs from {PEER} by {error:.1e}"
 
 
