@@ -63,6 +63,17 @@ def sigmoid(x, assembly: tl.constexpr):
 
 
 @triton.jit
+def at_most(value, limit):
+    """A clamp that lets NaN through, as torch's does: a broken weight shows in the output."""
+    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def at_least(value, limit):
+    return tl.maximum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def act_forward(
     gate, up, gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
     assembly: tl.constexpr,
@@ -71,13 +82,13 @@ def act_forward(
     # One return at the end of each: Triton visits what stands after a return in a constexpr branch.
     if gated:
         if limit is not None:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit)
+            gate = at_most(gate, limit)
+            up = at_most(at_least(up, -limit), limit)
         if offset != 0:
             up += offset
         act = gate * sigmoid(alpha * gate, assembly) * up
     else:
-        positive = tl.maximum(gate, 0.0)
+        positive = at_least(gate, 0.0)
         act = positive * positive
     return act
 
@@ -153,10 +164,10 @@ def _backward_kernel(
         if gated:
             up = tl.load(z_ptr + row * z_width + up_at, mask=inside, other=0.0).to(tl.float32)
             if limit is not None:
-                passes_gate = gate <= limit
-                passes_up = tl.abs(up) <= limit
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit)
+                beyond_gate = gate > limit
+                beyond_up = tl.abs(up) > limit
+                gate = at_most(gate, limit)
+                up = at_most(at_least(up, -limit), limit)
             sigma = sigmoid(alpha * gate, assembly)
             swish = gate * sigma
             shifted = up + offset
@@ -164,12 +175,12 @@ def _backward_kernel(
             d_gate = scaled * shifted * (sigma + alpha * swish * (1.0 - sigma))
             d_up = scaled * swish
             if limit is not None:
-                d_gate = tl.where(passes_gate, d_gate, 0.0)
-                d_up = tl.where(passes_up, d_up, 0.0)
+                d_gate = tl.where(beyond_gate, 0.0, d_gate)
+                d_up = tl.where(beyond_up, 0.0, d_up)
             d_up = d_up.to(dz_ptr.dtype.element_ty)
             tl.store(dz_ptr + row * z_width + up_at, d_up, mask=inside)
         else:
-            positive = tl.maximum(gate, 0.0)
+            positive = at_least(gate, 0.0)
             act = positive * positive
             d_gate = scaled * 2.0 * positive
         d_gate = d_gate.to(dz_ptr.dtype.element_ty)

@@ -78,6 +78,28 @@ def test_the_fused_path_equals_the_loop(
         assert relative(fused, loop.double()) < 2e-6, number
 
 
+@inside
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", ["clamped", "squared relu"])
+def test_a_clamp_does_not_hide_what_is_not_a_number(name: str, fuse: bool) -> None:
+    """A broken weight is seen in the output and in every gradient, as on the other paths."""
+    results = []
+    for path in ("loop", "fused"):
+        mlp = wide(ACTIVATIONS[name], path=path)
+        with torch.no_grad():  # a gate of one expert, an up of another
+            mlp.fc1.weight[2, 3] = mlp.fc1.weight[3, -1] = torch.nan
+        if path == "fused":
+            tile = grouped.SMALL_FC1_TILE if fuse else None
+            mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
+        x, p, dy = data(COUNTS)
+        y = mlp(x, ends_of(COUNTS), p)
+        y.backward(dy)
+        gradients = [together(mlp, each, "grad") for each in names_of(mlp)]
+        results.append([value.isnan() for value in (y.detach(), x.grad, p.grad, *gradients)])
+    for number, (loop, fused) in enumerate(zip(*results, strict=True)):
+        assert loop.any() and torch.equal(fused, loop), number
+
+
 def wide(activation: Any, **options: Any) -> GroupedMLP:
     mlp = GroupedMLP(len(COUNTS), HIDDEN, WIDTH, activation=activation, **options)
     generator = torch.Generator().manual_seed(5)
