@@ -154,6 +154,8 @@ class Router(nn.Module):
                 assert kept is not None
                 exact = torch.empty_like(buffer, dtype=torch.float32)
                 self._buffers[name] = exact if kept.is_meta else exact.copy_(kept)
+        if before["load"] is not None and before["load"].is_meta and not self.load.is_meta:
+            self.forget_load()  # born now, and no state dict brings counts
         return self
 
     def forward(self, tokens: Tensor) -> Routes:

@@ -86,6 +86,19 @@ def test_counts_and_biases_stay_exact_in_a_bf16_model() -> None:
     torch.testing.assert_close(router.expert_bias, torch.full((4,), 0.3))
 
 
+def test_counts_start_anew_where_a_model_without_values_gets_them() -> None:
+    """They are no part of a state dict, so loading one does not bring them."""
+    with torch.device("meta"):
+        made = mixture(bias_rate=0.001)
+    torch.use_deterministic_algorithms(True)  # what to_empty leaves is nan then, not luck
+    try:
+        made.to_empty(device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    made.load_state_dict(mixture(bias_rate=0.001).state_dict())
+    assert made.router.tally().tolist() == [0.0] * 5
+
+
 def test_tiny_scores_are_normalised_too() -> None:
     router = mixture(score="sigmoid", normalise=True, scale=2.0).router
     with torch.no_grad():
