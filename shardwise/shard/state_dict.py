@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.moe.keys import indexed_keys
 from shardwise.moe.layer import mixtures_of
 from shardwise.tensor import ShardedTensor
 
@@ -90,7 +91,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     They become those that the optimizer updates: it has no others. All keys may bear one prefix
     more than the model's (``module.``, ``model.``), and experts may be in the other layout.
     """
-    prefix = _prefix_of(state, set(model.state_dict()))
+    names = set(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedLinear):  # experts in either layout, here or elsewhere
+            stem = f"{path}." if path else ""
+            for name in module.layouts:
+                names |= {f"{stem}{name}", *indexed_keys(stem, name, module.total_experts)}
+    prefix = _prefix_of(state, names)
     if prefix:
         state = {key.removeprefix(prefix): value for key, value in state.items()}
     return model.load_state_dict(state, strict=strict)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.moe import keys
-from shardwise.moe.activation import swiglu
+from shardwise.moe.activation import squared_relu, swiglu
 from shardwise.moe.grouped_mlp import GroupedMLP
 
 
@@ -90,6 +90,19 @@ def test_whole_main_weights_may_bear_a_prefix_and_the_other_layout(prefix: str) 
         mine, theirs = (getattr(model.mlp, name).experts("weight") for model in (target, source))
         assert torch.equal(mine.value(torch.float32), theirs.value(torch.float32))
     assert torch.equal(target.head.weight, source.head.weight)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+def test_a_prefix_is_found_where_every_name_is_in_the_other_layout(layout: Any) -> None:
+    other: Any = "indexed" if layout == "grouped" else "grouped"
+    source, target = (
+        GroupedMLP(3, 4, 2, activation=squared_relu(), weight_layout=each)
+        for each in (other, layout)
+    )
+    state = {f"module.{key}": value for key, value in source.state_dict().items()}
+    sw.load_full_state_dict(target, state)
+    mine, theirs = (mlp.fc1.experts("weight").value(torch.float32) for mlp in (target, source))
+    assert torch.equal(mine, theirs)
 
 
 def test_prefixes_that_leave_a_doubt_are_left_alone() -> None:
