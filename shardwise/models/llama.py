@@ -281,12 +281,14 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         raise ValueError(
             f"model_type {kind!r} can't be a GPT here: {', '.join(_ARCHITECTURES)} and mistral can"
         )
-    num_experts = values.get("num_experts", values.get("num_local_experts", 0))
+    num_experts = values.get("num_experts", values.get("num_local_experts"))
     width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
     needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
     needed += ["max_position_embeddings"]
     needed += ["num_experts_per_tok"] if kind in _EXPERTS else []
     problems = [f"{key} is missing" for key in needed if values.get(key) is None]
+    if kind in _EXPERTS and not num_experts:
+        problems.append("num_experts (num_local_experts) is missing")
     problems += _unlike(values, kind)
     # transformers lets the older key win: what people add to a config.json by hand is that one.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}

@@ -208,6 +208,8 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
     experts = hf_config(MODELS["qwen3 experts"])
     with pytest.raises(ValueError, match=r"mlp_only_layers=\[1\].*the first layers have no"):
         config_from_hf(experts | {"mlp_only_layers": [1]})
+    with pytest.raises(ValueError, match=r"num_experts .*is missing"):
+        config_from_hf({key: value for key, value in experts.items() if key != "num_experts"})
     for name, value in (("shared_hidden_dim", 8), ("bias_rate", 0.1), ("expert_score", "sigmoid")):
         with pytest.raises(ValueError, match=f"Qwen3MoeFor.* has nothing for .*{name}"):
             hf_config(replace(MODELS["qwen3 experts"], **{name: value}))  # type: ignore[arg-type]
