@@ -67,14 +67,21 @@ class Stack:
             (name, offsets[1:], sizes[1:], part) for name, part in zip(names, data, strict=True)
         ]
 
+    def reorders(self, extra_states: Mapping[str, Any]) -> bool:
+        """Whether gate and up stand in another order in a checkpoint."""
+        return self.order is not None and self._stored_block(extra_states) != self.block
+
     def stored_rows(self, num_rows: int, extra_states: Mapping[str, Any]) -> Tensor | None:
         """For each row here, which row it is in the checkpoint; None where they are the same."""
-        if self.order is None:
+        if not self.reorders(extra_states):
             return None
-        stored = extra_states[self.order]["gate_up_block"]
-        if stored == self.block:
-            return None
+        stored = self._stored_block(extra_states)
         return convert_gate_up(torch.arange(num_rows), stored, self.block, 0)
+
+    def _stored_block(self, extra_states: Mapping[str, Any]) -> int:
+        assert self.order is not None
+        block: int = extra_states[self.order]["gate_up_block"]
+        return block
 
 
 def stacks_of(model: nn.Module, clean: Rename) -> dict[str, Stack]:

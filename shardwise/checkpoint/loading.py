@@ -171,6 +171,14 @@ class _Job:
         wanted = {*tensors, *scalars}
         here: dict[str, Any] = optimizer.state.get(parameter, {})
         members = stack.here if stack else (name,)
+        for one in members:
+            found_there = {*saved["tensors"].get(one, []), *saved["scalars"].get(one, {})}
+            if found_there != wanted:
+                return [
+                    f"optimizer state of '{one}': {sorted(found_there) or 'none'} in the "
+                    f"checkpoint, and {sorted(wanted) or 'none'} of '{stored}'; '{name}' here has "
+                    f"one state for all of its experts"
+                ]
         entries = {
             key: [self.checkpoint.index.get(state_key(one, key)) for one in members]
             for key in tensors
@@ -191,6 +199,7 @@ class _Job:
                 f"in the checkpoint, {sorted(here) or 'none'} in this {kind}"
             ]
         problems = []
+        orders, whole = self.checkpoint.values["extra_states"], tuple(parameter.shape)
         for key, found in entries.items():
             value = here[key]
             if not isinstance(value, Tensor):
@@ -199,6 +208,12 @@ class _Job:
                 continue
             self.state.add(name, partial(state_key, key=key), value)
             shape = stack.stored_shape(value.shape) if stack else tuple(value.shape)
+            if stack and stack.reorders(orders) and shape not in ((), stack.stored_shape(whole)):
+                problems.append(
+                    f"'{state_key(name, key)}' has shape {list(value.shape)}, not its parameter's: "
+                    f"gate and up stand in another order in the checkpoint, and which of its rows "
+                    f"are whose cannot be told; load into a module with that order"
+                )
             for one, entry in zip(members, found, strict=True):
                 assert entry is not None
                 problems += _differences(state_key(one, key), entry, shape, value.dtype)

@@ -225,6 +225,7 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
                     full = state.add(name, partial(state_key, key=key), value)
                     state.problems += tensor_problems(full, value)
                     state.problems += _whole_problem(full, parameter, value)
+                    state.problems += _expert_problem(full, state.stacks.get(name), value)
                 else:
                     for one in stored:
                         scalars.setdefault(one, {})[key] = value
@@ -247,6 +248,16 @@ def _whole_problem(name: str, parameter: Tensor, value: Tensor) -> list[str]:
             f"nobody can tell whether it is whole; make it like the parameter (zeros_like)"
         ]
     return []
+
+
+def _expert_problem(name: str, stack: Stack | None, value: Tensor) -> list[str]:
+    """Experts are stored one by one: of a state of all of them each must have a part."""
+    if stack is None or not stack.grouped or value.dim() == 0 or len(value) == len(stack.here):
+        return []
+    return [
+        f"'{name}' of shape {list(value.shape)} has no part for each of {len(stack.here)} experts, "
+        f"which are stored one by one: give every expert a parameter of its own (layout 'indexed')"
+    ]
 
 
 def _options(group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

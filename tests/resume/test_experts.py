@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.checkpoint import MismatchError, verify
+from shardwise.checkpoint import CheckpointError, MismatchError, verify
 from shardwise.moe import GroupedMLP, swiglu
 from tests.moe_models import EXPERTS, Way, batch, build, by_expert, optimizer_of
 from tests.ranks import run_ranks
@@ -98,6 +98,32 @@ def test_what_says_nothing_of_gate_and_up_or_has_other_experts_is_refused(tmp_pa
     sw.save(tmp_path / "silent", silent)
     with pytest.raises(MismatchError, match=r"missing from it: 'fc1\._extra_state'"):
         sw.load(tmp_path / "silent", mlp(block=2))
+
+
+def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: Path) -> None:
+    def made(block: int = 0, layout: Any = "grouped", bias: bool = False) -> tuple[Any, Any]:
+        mlp = GroupedMLP(
+            2, 8, 4, activation=swiglu(), gate_up_block=block, weight_layout=layout, bias=bias
+        )
+        return mlp, torch.optim.Adafactor(mlp.parameters())
+
+    factored = made()
+    sw.save(tmp_path / "factored", *factored)
+    sw.load(tmp_path / "factored", *made(layout="indexed"))
+    with pytest.raises(MismatchError, match=r"fc1.weight.col_var' has shape \[2, 1, 8\], not its"):
+        sw.load(tmp_path / "factored", *made(block=2))
+    with pytest.raises(
+        CheckpointError, match=r"fc1.bias.col_var' of shape \[1, 8\] has no part for eac"
+    ):
+        sw.save(tmp_path / "biases", *made(bias=True))
+    mlp, _ = made(layout="indexed")
+    some = torch.optim.AdamW([p for n, p in mlp.named_parameters() if n != "fc2.weight1"])
+    sw.save(tmp_path / "some", mlp, some)
+    whole, _ = made()
+    with pytest.raises(
+        MismatchError, match=r"'fc2.weight1': none in the checkpoint, and \['exp_avg"
+    ):
+        sw.load(tmp_path / "some", whole, torch.optim.AdamW(whole.parameters()))
 
 
 def load_whole(rank: int, world_size: int, way: Way, state: dict[str, Any]) -> Values:
