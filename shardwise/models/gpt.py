@@ -124,9 +124,11 @@ class GPT(nn.Module):
     after sharding, give the same values for the same seed.
     """
 
+    auxiliary: Tensor | None  # what mixtures of experts added to the last loss
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.auxiliary = config, None
         self.rotary = Rotary(config)
         device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values would be drawn for nothing
@@ -209,8 +211,11 @@ class GPT(nn.Module):
         if targets is None:
             return logits
         loss = cross_entropy(logits, targets)
+        self.auxiliary = None
         if terms and self.training:
-            loss = loss + torch.stack(terms).mean()
+            auxiliary = torch.stack(terms).mean()
+            self.auxiliary = auxiliary.detach()
+            loss = loss + auxiliary
         return loss
 
 

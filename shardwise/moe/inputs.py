@@ -22,10 +22,12 @@ def check_inputs(
     """Rows, where each expert's end, and the parameters, as a forward finds them."""
     _check_rows(x, in_features)
     _check_ends(ends, num_experts, len(x))
-    _check_parameters(x, bundles)
+    _check_parameters(x, bundles, num_experts)
 
 
 def _check_rows(x: Tensor, in_features: int) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"rows are a {type(x).__name__}: give a tensor [rows, {in_features}]")
     if x.dim() != 2 or x.shape[1] != in_features:
         raise ValueError(
             f"rows of shape {list(x.shape)}: expected [rows, {in_features}], sorted by expert"
@@ -52,9 +54,16 @@ def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
         torch._assert_async(ends[-1] == num_rows)
 
 
-def _check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
+def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) -> None:
     """Kernels address weights by the distance between experts: they must lie as torch made them."""
     for bundle in bundles:
+        shapes = {tuple(parameter.shape) for parameter in bundle.parameters}
+        if len(shapes) > 1 or (bundle.grouped and bundle.parameters[0].shape[0] != num_experts):
+            raise ValueError(
+                f"parameters of shape {' and '.join(map(str, sorted(map(list, shapes))))} for "
+                f"{num_experts} experts: {f'[{num_experts}, ...]' if bundle.grouped else 'one'} is "
+                f"needed"
+            )
         for parameter in bundle.parameters:
             if not isinstance(parameter, InCodes) and not parameter.is_contiguous():
                 raise ValueError(
@@ -63,7 +72,7 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor]) -> None:
                 )
     if autocasts(x):
         return
-    others = {bundle.dtype for bundle in bundles} - {x.dtype}
+    others = {one.dtype for bundle in bundles for one in bundle.parameters} - {x.dtype}
     if others:
         raise ValueError(
             f"rows are {x.dtype} and parameters {sorted(map(str, others))}: cast one of them, or "

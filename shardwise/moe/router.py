@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 
@@ -42,8 +43,12 @@ class Routing:
     capacity_factor: float | None = None  # of the even share of choices; None: nothing is dropped
 
     def __post_init__(self) -> None:
-        problems = []
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be an int"
+            for name in ("num_experts", "experts_per_token")
+            if type(getattr(self, name)) is not int
+        ]
+        if not problems and not 1 <= self.experts_per_token <= self.num_experts:
             problems.append(
                 f"experts_per_token={self.experts_per_token} must lie between 1 and "
                 f"num_experts={self.num_experts}"
@@ -225,6 +230,13 @@ class Router(nn.Module):
         Without a ``bias_rate`` it only starts the counts anew.
         """
         if self.routing.bias_rate:
+            weight = self.weight
+            if self.axis is None and isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
+                raise RuntimeError(
+                    f"this router is wrapped over {weight.device_mesh.size()} ranks, and each "
+                    f"would move its bias by its own tokens: call MixtureOfExperts.spread(None, "
+                    f"tokens) before wrapping, with the axis of all ranks that have tokens"
+                )
             if self.axis is not None:
                 comm.all_reduce(self.load, self.axis).wait()
             self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()

@@ -140,7 +140,7 @@ class Trainer:
         """One optimizer step; returns why to stop after it, if anybody asked."""
         parts, config, world = self.parts, self.config, self.world
         began = time.perf_counter()
-        loss = self._forward_backward()
+        loss, auxiliary = self._forward_backward()
         norm = float(parts.optimizer.clip_grad_norm(config.clip))
         broken = not math.isfinite(norm)
         where: list[str] = []
@@ -155,9 +155,10 @@ class Trainer:
         parts.scheduler.step()
         self.step += 1
         asked = guard.asked
-        agreed = torch.tensor([float(loss), float(asked is not None), *load], dtype=torch.float64)
+        ours = [float(loss), float(auxiliary), float(asked is not None), *load]
+        agreed = torch.tensor(ours, dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
-        mean, stops = float(agreed[0]) / world.size, int(agreed[1])
+        (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
         seconds = time.perf_counter() - began
         if broken:
             self.events("skip", step=self.step, grad_norm=norm, where=where)
@@ -170,24 +171,29 @@ class Trainer:
             lr=parts.scheduler.get_last_lr(),
             tokens=self.step * config.batch * config.model.context,
             skipped=self.skips.total,
-            **self.experts.figures(agreed[2:]),
+            **({"auxiliary_loss": extra} if self.experts.routers else {}),
+            **self.experts.figures(agreed[3:]),
             **self.speed.of(seconds),
         )
         return (asked or "another rank was asked to") if stops else None
 
-    def _forward_backward(self) -> Tensor:
-        """The mean loss of this rank's share, and its gradients."""
+    def _forward_backward(self) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's share; its mean loss, and apart from that what routers add
+        to it: only the first is about bytes."""
         parts, config = self.parts, self.config
         tokens, targets = (part.to(self.world.device) for part in parts.sampler.next_batch())
         count = config.microbatches
-        total = torch.zeros((), device=self.world.device)
+        total, auxiliary = torch.zeros(2, device=self.world.device)
         pieces = zip(tokens.chunk(count), targets.chunk(count), strict=True)  # [share, context]
         for number, (piece, answers) in enumerate(pieces):
             parts.model.set_is_last_backward(number == count - 1)  # type: ignore[operator]
             loss = parts.model(piece, answers) / count
             loss.backward()
             total += loss.detach()
-        return total
+            added = parts.model.auxiliary  # type: ignore[union-attr]
+            if added is not None:
+                auxiliary += added / count  # type: ignore[operator]
+        return total - auxiliary, auxiliary
 
     # ------------------------------------------------------------------------ now and then
 

@@ -128,3 +128,25 @@ def stored_and_loaded(rank: int, world_size: int, layout: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["grouped", "indexed"])
 def test_a_whole_state_dict_holds_the_experts_of_all_ranks(layout: str) -> None:
     assert run_ranks(stored_and_loaded, 2, layout, timeout=60) == [[], []]
+
+
+def biased(rank: int, world_size: int, axis: bool) -> Tensor:
+    torch.manual_seed(0)
+    routing = Routing(num_experts=4, experts_per_token=2, bias_rate=0.1)
+    layer = MixtureOfExperts(routing, 8, 16, activation=swiglu())
+    layer.spread(None, comm.as_axis(dist.group.WORLD, "dp") if axis else None)
+    sw.fully_shard(layer, mesh=mesh_of(world_size), placements=sw.zero(3))
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(rank))
+    layer(x)[0].sum().backward()
+    if axis:
+        layer.router.update_bias()
+    else:
+        with pytest.raises(RuntimeError, match=r"wrapped over 2 ranks.*spread\(None, tokens\)"):
+            layer.router.update_bias()
+    return layer.router.expert_bias
+
+
+def test_biases_of_ranks_do_not_part() -> None:
+    first, second = run_ranks(biased, 2, True)
+    assert torch.equal(first, second) and first.abs().max() > 0
+    assert all(bias.abs().max() == 0 for bias in run_ranks(biased, 2, False))

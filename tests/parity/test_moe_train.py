@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,21 @@ def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], part: str) ->
         TrainConfig(model=MODEL, ep=4).expert_mesh_shape(6)
     shape = TrainConfig(model=MODEL, ep=2, strategy="hsdp").expert_mesh_shape(8)
     assert shape == {"dp_outer": 2, "dp": 2, "ep": 2}
+
+
+def one_step(rank: int, world_size: int, folder: str, data: str, coefficient: float) -> None:
+    model = dataclasses.replace(MODEL, balance_coefficient=coefficient)
+    make_trainer(rank, world_size, folder, model=model, steps=1, data=data).run()
+
+
+def test_bits_per_byte_are_of_the_text_alone(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    found = []
+    for coefficient in (0.0, 50.0):
+        folder = tmp_path / str(coefficient)
+        run_ranks(one_step, 2, str(folder), data, coefficient)
+        found += events_of(folder, "step")
+    even, steered = found
+    assert steered["auxiliary_loss"] > 1 > even["auxiliary_loss"] > 0  # the z-loss
+    for name in ("loss", "bits_per_byte"):
+        assert steered[name] == pytest.approx(even[name], rel=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
@@ -139,3 +140,29 @@ def test_what_is_no_tensor_or_no_number_is_refused() -> None:
         experts()(torch.randn(20, 8), ENDS, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"gate_up_block=2\.0: a whole number"):
         experts(gate_up_block=2.0)
+
+
+def test_parameters_that_were_swapped_and_odd_numbers_are_named() -> None:
+    ends = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    for layout in ("grouped", "indexed"):
+        mlp = GroupedMLP(4, 8, 16, activation=swiglu(), bias=True, weight_layout=layout)
+        if layout == "grouped":
+            mlp.fc1.weight = nn.Parameter(torch.randn(5, 32, 8))
+            expected = r"\[5, 32, 8\] for 4 experts: \[4, \.\.\.\] is needed"
+        else:
+            mlp.fc1.weight2 = nn.Parameter(torch.randn(32, 8, dtype=torch.bfloat16))
+            expected = r"rows are torch.float32 and parameters .*bfloat16"
+        with pytest.raises(ValueError, match=expected):
+            mlp(torch.randn(4, 8), ends, torch.ones(4))
+    with pytest.raises(ValueError, match=r"rows are a list: give a tensor \[rows, 8\]"):
+        mlp([1.0], ends, torch.ones(4))
+    with pytest.raises(
+        ValueError, match=r"num_experts=6\.0 must be an int; experts_per_tok"
+    ):
+        Routing(num_experts=6.0, experts_per_token=True)  # type: ignore[arg-type]
+    layer = MixtureOfExperts(
+        Routing(num_experts=4, experts_per_token=2), 8, 16, activation=swiglu()
+    )
+    for shape in ((8,), (3, 9)):
+        with pytest.raises(ValueError, match=r"hidden states of shape .*\[\.\.\., tokens, 8\]"):
+            layer(torch.randn(shape))
