@@ -156,9 +156,7 @@ def test_parameters_that_were_swapped_and_odd_numbers_are_named() -> None:
             mlp(torch.randn(4, 8), ends, torch.ones(4))
     with pytest.raises(ValueError, match=r"rows are a list: give a tensor \[rows, 8\]"):
         mlp([1.0], ends, torch.ones(4))
-    with pytest.raises(
-        ValueError, match=r"num_experts=6\.0 must be an int; experts_per_tok"
-    ):
+    with pytest.raises(ValueError, match=r"num_experts=6\.0 must be an int; experts_per_tok"):
         Routing(num_experts=6.0, experts_per_token=True)  # type: ignore[arg-type]
     layer = MixtureOfExperts(
         Routing(num_experts=4, experts_per_token=2), 8, 16, activation=swiglu()
