@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.precision.mxfp8_tensor import Phase as Reads
+from shardwise.shard.call import Call
 from shardwise.shard.unit import Phase, Unit
 from shardwise.streams import annotate
 
@@ -86,6 +87,10 @@ class BucketedUnit(Unit):
             self.show(numbers)
 
     # ------------------------------------------------------------------ gradients
+
+    def _foresees(self, call: Call) -> bool:
+        """Buckets do not wait for the gate, so they wait for gradients that no graph knows of."""
+        return False
 
     def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
         super()._expect_gradients(comes)

@@ -28,11 +28,12 @@ class Owner(Protocol):
 class Call:
     """One forward of a unit, as backward meets it again."""
 
-    __slots__ = ("__weakref__", "finished", "gated", "opened", "unit")
+    __slots__ = ("__weakref__", "finished", "forward", "gated", "opened", "unit")
 
     def __init__(self, unit: Owner) -> None:
         self.unit = ref(unit)
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
+        self.forward = 0  # of the root, by number; 0: made inside a backward
         self.opened = self.finished = False
 
     def pass_inputs(

@@ -68,6 +68,9 @@ class Runtime:
         self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
         self._units = [weakref.ref(unit) for unit in units]
         self.order = Order(units)
+        self.forward = 0  # the number of the root's last
+        # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
+        self.reached = {0}
         self._backward_task: int | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
@@ -79,6 +82,7 @@ class Runtime:
     def begin_forward(self) -> None:
         """The root's forward starts."""
         self.order.begin_forward()
+        self.forward += 1
         for reference in self._units:
             unit = reference()
             if unit is not None:
@@ -179,6 +183,7 @@ class Runtime:
         self.drain()
         for unit in units:
             unit.release_unused()
+        self.reached = {0}
         if self.settle_after_backward:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
@@ -205,4 +210,5 @@ class Runtime:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
         self._backward_task = None
+        self.reached = {0}
         self.order.begin_forward()

@@ -108,10 +108,10 @@ class Unit:
         self._one_more = max(sizes, default=0) + sum(sizes) // 64  # a matrix, and biases
         self._owed: set[tuple[int, int]] = set()  # those whose gradient comes after backward
         self._to_run = 0  # modules of a list whose forward is still to come
-        self._expected = 0  # forwards whose backward is still to come
+        self._expected: list[int] = []  # calls whose backward is to come, by the root's forward
         self._tidy = False  # whether the root's forward has looked after this unit already
         self._reached = False  # whether this backward has gathered for this unit
-        self._passed = False  # whether it went past it
+        self._passed = self._completed = False  # whether it went past it; whether it is through
         self._listeners: dict[tuple[int, int], Any] = {}
         self.rebind()
 
@@ -292,7 +292,8 @@ class Unit:
             if self.is_root:
                 runtime.end_forward()
         if call is not None and call.watch_outputs(output):
-            self._expected += 1
+            call.forward = 0 if runtime.in_backward else runtime.forward
+            self._expected.append(call.forward)
         return cast_floats(output, self.precision.output_dtype)
 
     def _end_forward(self, kept: bool) -> None:
@@ -316,14 +317,19 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
+        self.runtime.reached.add(call.forward)
         if self.phase is not Phase.BACKWARD:
-            # The gate keeps the unit open for what comes unforeseen.
-            self._enter_backward(foresees=self.unused == "zeros" and call.gated)
+            self._enter_backward(foresees=self._foresees(call))
         if not call.opened:
             call.opened = True
-            self._expected -= 1
+            if call.forward in self._expected:  # no earlier backward of this graph went past it
+                self._expected.remove(call.forward)
             if call.gated and not call.finished:
                 self._open_calls.append(call)
+
+    def _foresees(self, call: Call) -> bool:
+        """Whether the graph tells which gradients come. The gate is open for others until then."""
+        return self.unused == "zeros" and call.gated
 
     def _enter_backward(self, foresees: bool = False) -> None:
         runtime = self.runtime
@@ -337,7 +343,8 @@ class Unit:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
                 self._reached = True
-                self._prefetch_backward()
+                if not self._passed:  # else it was done then, when other ranks did
+                    self._prefetch_backward()
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -360,31 +367,37 @@ class Unit:
     def pass_by(self, ended: bool = False) -> None:
         """Backward went past this unit here, or has ended. Other ranks may have entered it: gather
         and reduce when they do, since collectives are matched by their order."""
-        if self.unused != "zeros" or not self.expects_backward:
+        if self.unused != "zeros" or self._completed or not self.expects_backward:
             return
         if ended and self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self._rest()
         if self.phase is not Phase.RESTING:
             return
+        leaves = [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+        comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
                 for group in self.groups:
                     group.gather(self.runtime, phase="backward")
                 self._reached = True
             self._prefetch_backward()
-            self._release()
+            if not comes and self.release_after_backward:  # else ranks that entered it hold it too
+                self._release()
         self._passed = True
-        leaves = [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
-        if leaves and (ended or not any(map(will_come, leaves))):
-            self._expected -= 1
+        if leaves and not comes:
+            self._forget_calls()
             self._go(Phase.BACKWARD)
             self._expect_gradients(_never)
             self._complete()
 
+    def _forget_calls(self) -> None:
+        """Those of forwards that this backward walks: it did not come to them, or will not."""
+        self._expected = [one for one in self._expected if one not in self.runtime.reached]
+
     @property
     def expects_backward(self) -> bool:
         """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
-        return self._expected > 0
+        return bool(self._expected)
 
     def viewed(self) -> bool:
         """Whether autograd holds views of the weights: a forward still waits for its backward."""
@@ -393,7 +406,7 @@ class Unit:
     @property
     def gathers_in_backward(self) -> bool:
         """Whether backward will want this unit's weights."""
-        return self._expected > 0 and self.gather_in_backward
+        return self.expects_backward and self.gather_in_backward
 
     def _maybe_complete(self) -> None:
         if self._waiting == 0 and not self._open_calls:
@@ -408,6 +421,7 @@ class Unit:
         # torch's checkpoint stops a recomputation once it has all: that forward never ends.
         self._running.clear()
         self._go(Phase.RESTING)
+        self._completed = self.runtime.in_backward  # what was owed may come after it
         if any(group.trainable for group in self.groups):
             self.runtime.order.ready(self)
         self.runtime.settle_late()
@@ -511,14 +525,15 @@ class Unit:
 
     def release_unused(self) -> None:
         """After backward: what was gathered ahead and never came."""
-        self._reached = self._passed = False
+        self._forget_calls()
+        self._reached = self._passed = self._completed = False
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()
 
     def rest(self) -> None:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
-        self._expected = 0
+        self._expected.clear()
 
     def _rest(self) -> None:
         self.hide()

@@ -4,6 +4,9 @@ issue the same collectives in the same order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm import Call
 from shardwise.layout import ELEMENT
-from tests.contract.helpers import assert_at_rest, full, options_for, ranks_for, transient_bytes
+from shardwise.moe import GroupedMLP, swiglu
+from tests.contract.helpers import (
+    assert_at_rest,
+    assert_gradients_equal,
+    full,
+    options_for,
+    pair,
+    ranks_for,
+    transient_bytes,
+)
 from tests.ranks import run_ranks
 
 WIDTH = 32  # whole blocks
@@ -107,3 +119,128 @@ def test_ranks_whose_backward_passes_units_by_issue_what_others_do(
     world_size = 4 if kept else ranks_for(strategy)
     first, *others = run_ranks(dropped, world_size, strategy, weights, kept, cut, timeout=60)
     assert len(first) > 100 and all(calls == first for calls in others)
+
+
+# ------------------------------------------------------------------------------- several calls
+
+Route = Callable[[Any, Tensor, bool], Tensor]
+
+
+class Routed(nn.Module):
+    """What forward does is told with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, route: Route, x: Tensor, drops: bool) -> Tensor:
+        return self.exit(route(self.blocks, self.entry(x), drops))
+
+
+def once(blocks: Any, x: Tensor, drops: bool) -> Tensor:
+    x = blocks[1](blocks[0](x))
+    y = blocks[2](x)
+    return blocks[4](blocks[3](x if drops else x + y))
+
+
+def all_calls(blocks: Any, x: Tensor, drops: bool) -> Tensor:
+    """One unit twice, and two modules under one unit."""
+    x = blocks[1](blocks[0](x))
+    y = blocks[4](blocks[3](blocks[2](blocks[2](x).tanh())))
+    return x if drops else x + y
+
+
+def one_call(blocks: Any, x: Tensor, drops: bool) -> Tensor:
+    """The same, and what comes in between is used by everybody."""
+    x = blocks[2](blocks[3](blocks[0](x)))
+    x = blocks[1](x)
+    y = blocks[4](blocks[2](x))
+    return x if drops else x + y
+
+
+def nested(blocks: Any, x: Tensor, drops: bool) -> Tensor:
+    """A checkpoint inside a checkpoint."""
+    x = blocks[0](x)
+    y = again(lambda z: blocks[2](again(blocks[1], z)), x)
+    return blocks[4](blocks[3](x if drops else x + y))
+
+
+def loss_of(net: Any, route: Route, rank: int, step: int) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return net(route, x, rank == 1).square().mean()
+
+
+def several(rank: int, world_size: int, kept: bool, frozen: bool) -> list[Call]:
+    net, plain = pair(Routed)
+    options = options_for("zero3", world_size) | {"unused_parameters": "zeros"}
+    for part in (*net.blocks[:3], list(net.blocks[3:]), net):
+        sw.fully_shard(part, **options)
+    net.set_reshard_after_backward(not kept)
+    for model in (net, plain):
+        model.blocks[2].requires_grad_(not frozen)
+    issued: list[Call] = []
+
+    def compare(losses: Callable[[Any, int], list[Tensor]]) -> None:
+        net.zero_grad()
+        plain.zero_grad()
+        with sw.comm.record() as calls:
+            for loss in losses(net, rank):
+                loss.backward(retain_graph=True)
+        issued.extend(calls)
+        for each in range(world_size):
+            for loss in losses(plain, each):
+                (loss / world_size).backward(retain_graph=True)
+        assert_gradients_equal(net, plain)
+        for part in (*net.blocks, net):
+            assert not part._shardwise_unit.expects_backward
+
+    # Frozen, a unit goes to rest between two calls, so ranks that pass it by cannot follow.
+    for route in (once, nested) if frozen else (once, nested, all_calls, one_call):
+        compare(lambda model, each, route=route: [loss_of(model, route, each, 0)])
+    if not kept:  # what is gathered once serves two graphs, as long as they are one backward's
+        compare(lambda model, each: [loss_of(model, once, each, 0), loss_of(model, once, each, 1)])
+    if not frozen:
+        compare(lambda model, each: [loss_of(model, once, each, 0) + loss_of(model, once, each, 1)])
+    compare(lambda model, each: [loss_of(model, once, each, 2)])
+    return issued
+
+
+@pytest.mark.parametrize(("kept", "frozen"), [(False, False), (True, False), (False, True)])
+def test_units_that_ran_more_than_once_are_passed_by_once(kept: bool, frozen: bool) -> None:
+    first, second = run_ranks(several, 2, kept, frozen, timeout=30)
+    assert len(first) > 50 and first == second
+
+
+# ------------------------------------------------------------------------------- delayed
+
+
+class Delayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedMLP(
+            2, WIDTH, WIDTH, activation=swiglu(), delay_weight_gradient=True, path="loop"
+        )
+        self.exit = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, len(x)], dtype=torch.int32)
+        return self.exit(self.experts(x, ends, torch.ones(len(x))))
+
+
+def delayed(rank: int, world_size: int) -> None:
+    net, plain = pair(Delayed)
+    options = options_for("zero1", world_size) | {"unused_parameters": "zeros"}
+    sw.data_parallel(net, **options, bucket_mb=0.005)
+    plain.experts.delay_weight_gradient = False
+    for model, ranks in ((net, [rank]), (plain, range(world_size))):
+        for each in ranks:
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(each))
+            loss = model(x.requires_grad_()).square().mean()  # so that a gate is there
+            (loss / len(ranks)).backward()
+    net.experts.backward_dw()
+    assert_gradients_equal(net, plain)
+
+
+def test_buckets_wait_for_gradients_that_no_graph_knows_of() -> None:
+    run_ranks(delayed, 2)
