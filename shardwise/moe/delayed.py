@@ -37,9 +37,13 @@ class DelayedGradients:
         return DelayedGradients, ()  # a copy of a module owes nothing
 
     def anchor(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """Brings backward to a node whose parameters are no inputs of it."""
-        if not any(parameter.requires_grad for parameter in parameters):
+        """Brings backward to a node whose parameters are no inputs of it; and tells them."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
             return torch.empty(0, device=x.device)
+        for parameter in trained:
+            if torch.is_grad_enabled() and hasattr(type(parameter), "delayed"):
+                parameter.delayed = True  # type: ignore[attr-defined]
         if self._anchor is None or self._anchor.device != x.device:
             with torch.inference_mode(False):  # an evaluation may come first; training needs it too
                 self._anchor = torch.empty(0, device=x.device, requires_grad=True)

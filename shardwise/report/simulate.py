@@ -354,7 +354,7 @@ class SimulatedUnit:
     def end_backward(self) -> list[str]:
         return []
 
-    def release_unused(self) -> None:
+    def release_unused(self, graph_kept: bool = False) -> None:
         """After backward: what forward left for one that never came, through frozen layers."""
         for group in self.groups:
             group.release()

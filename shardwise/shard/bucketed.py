@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.call import Call
 from shardwise.shard.unit import Phase, Unit
 from shardwise.streams import annotate
 
@@ -88,10 +87,6 @@ class BucketedUnit(Unit):
 
     # ------------------------------------------------------------------ gradients
 
-    def _foresees(self, call: Call) -> bool:
-        """Buckets do not wait for the gate, so they wait for gradients that no graph knows of."""
-        return False
-
     def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
         super()._expect_gradients(comes)
         self._next = 0
@@ -106,11 +101,6 @@ class BucketedUnit(Unit):
         if settle:
             self._reduce_complete()
             self._maybe_complete()
-
-    def owed(self, number: int, index: int) -> None:
-        before = self._waiting
-        super().owed(number, index)
-        self._missing[number] += self._waiting - before
 
     def _reduce_complete(self) -> None:
         """Reduce the buckets that have all their gradients, in order."""

@@ -113,7 +113,10 @@ def _packed_by(hooks: type) -> bool:
 
 
 def will_come(leaf: Tensor) -> bool:
-    """Whether the backward that runs now computes the gradient of a parameter."""
+    """Whether the backward that runs now computes the gradient of a parameter, or has it computed
+    later."""
+    if getattr(leaf, "delayed", False):
+        return True
     with torch._C.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:

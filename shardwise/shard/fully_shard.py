@@ -86,7 +86,10 @@ def fully_shard(
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
-        unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
+        unused_parameters: what a parameter without a gradient means: an "error", or "zeros". With
+            "zeros" ranks may differ in what their losses depend on. They must not where a unit is
+            inside a reentrant checkpoint, where a checkpoint around several units has several
+            outputs, and where the weight gradients of a unit are delayed.
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
             holds.

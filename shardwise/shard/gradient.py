@@ -43,6 +43,9 @@ class WholeParameter(nn.Parameter):
     for a parameter that is an input of its node: autograd tells when the last use is done.
     """
 
+    # Set by a forward that gives autograd something else to bring it to its backward, where it will
+    # say ``owe()``: no graph tells that a gradient comes.
+    delayed: bool = False
     _gradients: weakref.ref[Gradients] | None
     _index: int
     _added: bool

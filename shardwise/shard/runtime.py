@@ -181,14 +181,14 @@ class Runtime:
         for unit in [*self.order.waiting(), *units]:
             missing += unit.end_backward()
         self.drain()
+        kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
-            unit.release_unused()
+            unit.release_unused(kept)
         self.reached = {0}
         if self.settle_after_backward:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
-            autograd = torch._C._autograd
-            self.source.step_done(autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
+            self.source.step_done(graph_kept=kept)
         if missing:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "

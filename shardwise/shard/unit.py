@@ -176,11 +176,6 @@ class Unit:
     def owed(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
         self._owed.add((number, index))
-        if self.phase is Phase.BACKWARD and self._arrived[number][index]:
-            # Nobody saw it coming: it is not in autograd's graph.
-            self._arrived[number][index] = False
-            self._waiting += 1
-            self._to_come += self._sizes[number][index]
 
     @property
     def _owes(self) -> bool:
@@ -277,6 +272,8 @@ class Unit:
             group.follow_trainability()
             group.gradients.tidy()
             group.reads_again = group.reads_again and self.expects_backward
+            for leaf in group.unsharded:
+                leaf.delayed = leaf.delayed and self.expects_backward
         self._listen()
         self._tidy = True
 
@@ -319,7 +316,7 @@ class Unit:
         """The first gradient of an output: whole weights for backward."""
         self.runtime.reached.add(call.forward)
         if self.phase is not Phase.BACKWARD:
-            self._enter_backward(foresees=self._foresees(call))
+            self._enter_backward()
         if not call.opened:
             call.opened = True
             if call.forward in self._expected:  # no earlier backward of this graph went past it
@@ -327,18 +324,14 @@ class Unit:
             if call.gated and not call.finished:
                 self._open_calls.append(call)
 
-    def _foresees(self, call: Call) -> bool:
-        """Whether the graph tells which gradients come. The gate is open for others until then."""
-        return self.unused == "zeros" and call.gated
-
-    def _enter_backward(self, foresees: bool = False) -> None:
+    def _enter_backward(self) -> None:
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
         self._go(Phase.BACKWARD)
-        self._expect_gradients(will_come if foresees else _surely)
+        self._expect_gradients(will_come if self.unused == "zeros" else _surely)
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
@@ -523,9 +516,10 @@ class Unit:
                 group.keep_part(self.runtime, self.kept_axis)
             group.release(self.runtime)
 
-    def release_unused(self) -> None:
+    def release_unused(self, graph_kept: bool) -> None:
         """After backward: what was gathered ahead and never came."""
-        self._forget_calls()
+        if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
+            self._forget_calls()
         self._reached = self._passed = self._completed = False
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()

@@ -244,3 +244,47 @@ def delayed(rank: int, world_size: int) -> None:
 
 def test_buckets_wait_for_gradients_that_no_graph_knows_of() -> None:
     run_ranks(delayed, 2)
+
+
+# ------------------------------------------------------------------------------- entries
+
+
+class Pair(nn.ModuleList):
+    def forward(self, x: Tensor, partly: bool) -> Tensor:
+        return self[0](x) if partly else self[0](x) + self[1](x)
+
+
+class Entries(nn.Module):
+    """Units whose inputs need no gradient, of which one rank uses a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.ModuleList(
+            Pair([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]) for _ in range(4)
+        )
+        self.exit = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, partly: bool) -> Tensor:
+        total = torch.zeros(len(x), WIDTH)
+        for number, entry in enumerate(self.entries):
+            total = total + entry(x, partly and number == 2)
+        return self.exit(total)
+
+
+def entered(rank: int, world_size: int) -> list[Call]:
+    net, plain = pair(Entries)
+    options = options_for("zero3", world_size) | {"unused_parameters": "zeros"}
+    for part in (*net.entries, net):
+        sw.fully_shard(part, **options)
+    with sw.comm.record() as calls:
+        net(torch.full((3, WIDTH), 1.0 + rank), rank == 1).square().mean().backward()
+    for each in range(world_size):
+        loss = plain(torch.full((3, WIDTH), 1.0 + each), each == 1).square().mean()
+        (loss / world_size).backward()
+    assert_gradients_equal(net, plain)
+    return calls
+
+
+def test_units_that_are_used_in_part_reduce_when_others_do() -> None:
+    first, second = run_ranks(entered, 2, timeout=30)
+    assert len(first) > 12 and first == second
