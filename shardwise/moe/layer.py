@@ -99,10 +99,10 @@ class MixtureOfExperts(nn.Module):
             linear.draw(scale * linear.in_features**-0.5, given)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
-        if hidden.dim() < 2 or hidden.shape[-1] != self.experts.hidden:
+        width = self.router.weight.shape[-1]
+        if hidden.dim() < 2 or hidden.shape[-1] != width:
             raise ValueError(
-                f"hidden states of shape {list(hidden.shape)}: expected [..., tokens, "
-                f"{self.experts.hidden}]"
+                f"hidden states of shape {list(hidden.shape)}: expected [..., tokens, {width}]"
             )
         tokens = hidden.flatten(0, -2)  # [tokens, hidden]
         routes: Routes = self.router(tokens)
