@@ -10,7 +10,7 @@ agree   that everybody has read
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,11 +173,11 @@ class _Job:
         members = stack.here if stack else (name,)
         for one in members:
             found_there = {*saved["tensors"].get(one, []), *saved["scalars"].get(one, {})}
-            if found_there != wanted:
+            if saved["scalars"].get(one, {}) != scalars or found_there != wanted:
                 return [
                     f"optimizer state of '{one}': {sorted(found_there) or 'none'} in the "
-                    f"checkpoint, and {sorted(wanted) or 'none'} of '{stored}'; '{name}' here has "
-                    f"one state for all of its experts"
+                    f"checkpoint, and {sorted(wanted) or 'none'} of '{stored}', or other numbers; "
+                    f"'{name}' here has one state for all of its experts"
                 ]
         entries = {
             key: [self.checkpoint.index.get(state_key(one, key)) for one in members]
@@ -217,7 +217,20 @@ class _Job:
             for one, entry in zip(members, found, strict=True):
                 assert entry is not None
                 problems += _differences(state_key(one, key), entry, shape, value.dtype)
+            if len(members) > 1 and not shape:
+                counts = self._counts(found)
+                if len(counts) > 1:
+                    problems.append(
+                        f"'{key}' of the experts of '{name}' in the checkpoint: {sorted(counts)}, "
+                        f"and here they have one for all: load into a module with a parameter for "
+                        f"each (layout 'indexed')"
+                    )
         return problems
+
+    def _counts(self, entries: Sequence[metadata.Entry | None]) -> set[float]:
+        """The different values of some numbers that are stored as tensors."""
+        chunks = [chunk for entry in entries if entry is not None for chunk in entry.chunks]
+        return {float(value) for _, value in self.checkpoint.read(chunks)}
 
     # ------------------------------------------------------------------ reading
 

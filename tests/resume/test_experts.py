@@ -124,6 +124,20 @@ def test_states_that_no_expert_or_no_row_can_be_found_in_are_refused(tmp_path: P
         MismatchError, match=r"'fc2.weight1': none in the checkpoint, and \['exp_avg"
     ):
         sw.load(tmp_path / "some", whole, torch.optim.AdamW(whole.parameters()))
+    mlp, _ = made(layout="indexed")
+    late = torch.optim.AdamW(mlp.parameters())
+    for frozen in (True, False):
+        mlp.fc1.weight1.requires_grad_(not frozen)
+        rows, ends = torch.randn(4, 8), torch.tensor([2, 4], dtype=torch.int32)
+        mlp(rows, ends, torch.ones(4)).square().sum().backward()
+        late.step()
+        late.zero_grad()
+    sw.save(tmp_path / "late", mlp, late)
+    again, _ = made(layout="indexed")
+    sw.load(tmp_path / "late", again, torch.optim.AdamW(again.parameters()))
+    whole, _ = made()
+    with pytest.raises(MismatchError, match=r"'step' of the experts of 'fc1.weight'.*\[1.0, 2.0\]"):
+        sw.load(tmp_path / "late", whole, torch.optim.AdamW(whole.parameters()))
 
 
 def load_whole(rank: int, world_size: int, way: Way, state: dict[str, Any]) -> Values:
