@@ -70,7 +70,7 @@ class Runtime:
         self.order = Order(units)
         self.forward = 0  # the number of the root's last
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
-        self.reached = {0}
+        self.walked = {0}
         self._backward_task: int | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
@@ -184,7 +184,7 @@ class Runtime:
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
             unit.release_unused(kept)
-        self.reached = {0}
+        self.walked = {0}
         if self.settle_after_backward:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
@@ -210,5 +210,5 @@ class Runtime:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
         self._backward_task = None
-        self.reached = {0}
+        self.walked = {0}
         self.order.begin_forward()

@@ -314,7 +314,7 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
-        self.runtime.reached.add(call.forward)
+        self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
         if not call.opened:
@@ -385,7 +385,7 @@ class Unit:
 
     def _forget_calls(self) -> None:
         """Those of forwards that this backward walks: it did not come to them, or will not."""
-        self._expected = [one for one in self._expected if one not in self.runtime.reached]
+        self._expected = [one for one in self._expected if one not in self.runtime.walked]
 
     @property
     def expects_backward(self) -> bool:

@@ -43,6 +43,17 @@ def test_in_the_interpreter() -> None:
     run_inside(__file__)
 
 
+def through(mlp: GroupedMLP, path: str, fuse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward and backward; fused, by small tiles, and the first product with its activation."""
+    if path == "fused":
+        tile = grouped.SMALL_FC1_TILE if fuse else None
+        mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
+    x, p, dy = data(COUNTS)
+    y = mlp(x, ends_of(COUNTS), p)
+    y.backward(dy)
+    return y.detach(), x, p
+
+
 @inside
 @pytest.mark.parametrize(
     ("name", "block", "fuse"),
@@ -66,14 +77,9 @@ def test_the_fused_path_equals_the_loop(
         mlp = wide(activation, gate_up_block=block, bias=name != "swiglu", path=path)
         for parameter in mlp.parameters():
             parameter.main_grad = torch.ones(parameter.shape)
-        if path == "fused":
-            tile = grouped.SMALL_FC1_TILE if fuse else None
-            mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
-        x, p, dy = data(COUNTS)
-        y = mlp(x, ends_of(COUNTS), p)
-        y.backward(dy)
+        y, x, p = through(mlp, path, fuse)
         gradients = [together(mlp, each, "main_grad") - 1 for each in names_of(mlp)]
-        results.append([y.detach(), x.grad, p.grad, *gradients])
+        results.append([y, x.grad, p.grad, *gradients])
     for number, (loop, fused) in enumerate(zip(*results, strict=True)):
         assert relative(fused, loop.double()) < 2e-6, number
 
@@ -88,14 +94,9 @@ def test_a_clamp_does_not_hide_what_is_not_a_number(name: str, fuse: bool) -> No
         mlp = wide(ACTIVATIONS[name], path=path)
         with torch.no_grad():  # a gate of one expert, an up of another
             mlp.fc1.weight[2, 3] = mlp.fc1.weight[3, -1] = torch.nan
-        if path == "fused":
-            tile = grouped.SMALL_FC1_TILE if fuse else None
-            mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
-        x, p, dy = data(COUNTS)
-        y = mlp(x, ends_of(COUNTS), p)
-        y.backward(dy)
+        y, x, p = through(mlp, path, fuse)
         gradients = [together(mlp, each, "grad") for each in names_of(mlp)]
-        results.append([value.isnan() for value in (y.detach(), x.grad, p.grad, *gradients)])
+        results.append([value.isnan() for value in (y, x.grad, p.grad, *gradients)])
     for number, (loop, fused) in enumerate(zip(*results, strict=True)):
         assert loop.any() and torch.equal(fused, loop), number
 
