@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -110,6 +111,21 @@ def _packed_by(hooks: type) -> bool:
         return False
     pack = found[0]  # defined in the constructor of the hooks
     return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)
+
+
+def calls_on_stack(modules: Sequence[nn.Module]) -> int:
+    """How many calls of these modules run now, by Python's own stack. Walks all of it: for rare
+    cases."""
+    found, frame = 0, sys._getframe()
+    while frame is not None:
+        # torch's register_fsdp_forward_method makes methods of that name.
+        if frame.f_code in _CALLS or frame.f_code.co_name == "wrapped_method":
+            found += any(frame.f_locals.get("self") is module for module in modules)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+_CALLS = (nn.Module._call_impl.__code__,)
 
 
 def will_come(leaf: Tensor) -> bool:

@@ -464,10 +464,24 @@ class Gradients:
                 f"set_requires_gradient_sync(True) before the last backward of a step"
             )
 
+    def unreduced(self) -> list[int]:
+        """Parameters whose gradient of this microbatch has come and was not reduced."""
+        with _plain_attributes():
+            leaves = enumerate(self.unsharded)
+            return [i for i, leaf in leaves if leaf.grad is not None or i in self._written]
+
+    def kept(self) -> list[int]:
+        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
+        waiting = self._stamp is not None
+        with _plain_attributes():
+            return [i for i, one in enumerate(self.sharded) if waiting or one.grad is not None]
+
     def discard(self) -> None:
-        """Forget everything that was accumulated (``reset_iter_state``)."""
+        """Forget all gradients, those that were accumulated too (``reset_iter_state``)."""
+        for parameter in (*self.sharded, *self.unsharded):
+            parameter.grad = None
         for parameter in self.unsharded:
-            parameter.grad, parameter._added = None, False
+            parameter._added = False
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))

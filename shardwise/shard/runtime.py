@@ -39,6 +39,18 @@ class _Reduction:
     held: list[Tensor] = field(default_factory=list)
 
 
+class _Ending:
+    """Autograd calls this when a backward is over, and drops it uncalled when one raised."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.end_backward()
+
+
 class SharedLanes:
     """The lanes that several roots use together (``share_comm_ctx``), once one of them made
     them."""
@@ -71,11 +83,17 @@ class Runtime:
         self.forward = 0  # the number of the root's last
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
-        self._backward_task: int | None = None
+        # Set from the first unit of a backward to its end; dead where that backward raised.
+        self._ending: Callable[[], _Ending | None] | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
+
+    @property
+    def units(self) -> list[Member]:
+        """The units that are still alive, outer before inner."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
 
     # ------------------------------------------------------------------ forward
 
@@ -83,10 +101,8 @@ class Runtime:
         """The root's forward starts."""
         self.order.begin_forward()
         self.forward += 1
-        for reference in self._units:
-            unit = reference()
-            if unit is not None:
-                unit.tidy()  # all before the first gather: their memory is free for it
+        for unit in self.units:
+            unit.tidy()  # all before the first gather: their memory is free for it
         # A gather must see what the optimizer wrote; and only that, where the user marked its end.
         if self.after_optimizer is not None:
             self.lanes.wait("gather", self.after_optimizer)
@@ -164,23 +180,34 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """The first unit of a backward: be called when autograd is done, once."""
-        if self._backward_task is not None:
-            return
-        self._backward_task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self._ending is not None:
+            if self._ending() is not None:
+                return
+            self.recover()  # the backward before this one raised
         self.order.begin_backward()
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending)
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.queue_callback(self._end_backward)
+        engine.queue_callback(ending)
 
-    def _end_backward(self) -> None:
-        """Join the lanes and check; what is missing is named, on every rank that misses it."""
-        self._backward_task = None
-        units = [unit for reference in reversed(self._units) if (unit := reference()) is not None]
+    @property
+    def failed(self) -> bool:
+        """Whether a backward began and never ended, because something raised inside it. Asked
+        outside of backward."""
+        return self._ending is not None
+
+    def end_backward(self) -> None:
+        """Join the lanes and check. Gradients that are missing, or that were not reduced, are
+        named."""
+        self._ending = _dead  # until all of this is done: hooks of the user's may raise here
+        units = self.units[::-1]
         missing: list[str] = []
         for unit in self.order.unreached():
             unit.pass_by(ended=True)
         for unit in [*self.order.waiting(), *units]:
             missing += unit.end_backward()
         self.drain()
+        left = [name for unit in units for name in unit.left_behind()]
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
             unit.release_unused(kept)
@@ -189,6 +216,13 @@ class Runtime:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
             self.source.step_done(graph_kept=kept)
+        if left:
+            raise RuntimeError(
+                f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
+                f"shardwise lost track of the order of its units. Call reset_iter_state() on the "
+                f"root to go on, and please report the order in which your model calls them"
+            )
+        self._ending = None
         if missing:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
@@ -200,15 +234,36 @@ class Runtime:
 
     def settle_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
-        if self._backward_task is None and not self.in_backward:
+        if self._ending is None and not self.in_backward:
             self.drain()
 
+    # ------------------------------------------------------------------ after an exception
+
+    def recover(self) -> None:
+        """Go on after a backward that raised. Nothing may be lost by it: gradients must have been
+        dropped by the user before."""
+        kept = [name for unit in self.units for name in unit.kept_gradients()]
+        if kept:
+            raise RuntimeError(
+                f"the last backward raised an exception and left a part of its gradients "
+                f"({', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}). Drop them before the "
+                f"next forward: call reset_iter_state() on the root module, or zero_grad() where "
+                f"no microbatch before it was accumulated without gradient sync"
+            )
+        self.reset()
+
     def reset(self) -> None:
-        """Forget an iteration that failed half way."""
+        """Forget an iteration that failed half way, its gradients included."""
         for reduction in self._reductions:
             if reduction.current is not None:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
-        self._backward_task = None
+        self._ending = None
         self.walked = {0}
         self.order.begin_forward()
+        for unit in self.units:
+            unit.reset()
+
+
+def _dead() -> None:
+    """What a reference to an ending answers that autograd has dropped."""

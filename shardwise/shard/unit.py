@@ -29,7 +29,14 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.call import Call, cast_floats, in_checkpoint, in_recomputation, will_come
+from shardwise.shard.call import (
+    Call,
+    calls_on_stack,
+    cast_floats,
+    in_checkpoint,
+    in_recomputation,
+    will_come,
+)
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.starting import refuse_problems
@@ -236,6 +243,8 @@ class Unit:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime
         recomputing = runtime.in_backward
+        if not recomputing and (runtime.failed or self._running):
+            self._recover()
         with annotate(f"{self.name}: gather for forward"):
             if not recomputing:
                 if self.is_root:
@@ -259,6 +268,24 @@ class Unit:
         return (
             call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
         )
+
+    def _recover(self) -> None:
+        """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
+        if self.runtime.failed:
+            self.runtime.recover()
+        for unit in self.runtime.units:
+            unit.drop_dead_calls(entering=unit is self)
+
+    def drop_dead_calls(self, entering: bool) -> None:
+        """Forget calls that an exception ended. ``entering``: one more has begun just now."""
+        if not self._running:
+            return
+        modules = [module for reference in self.modules if (module := reference()) is not None]
+        alive = calls_on_stack(modules) - entering
+        del self._running[alive:]
+        if not self._running:
+            self._expected = [one for one in self._expected if one != self.runtime.forward]
+            self._rest()
 
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
@@ -301,8 +328,10 @@ class Unit:
         self._go(Phase.RESTING)
 
     def end_forward(self) -> None:
-        """The root's forward is over: a list of modules of which only some ran goes to rest too."""
-        if self.phase is Phase.FORWARD and not self._running:
+        """The root's forward is over: a list of modules of which only some ran goes to rest too,
+        and so does a unit whose exception the model itself has caught."""
+        if self.phase is Phase.FORWARD:
+            self._running.clear()
             self._to_run = 0
             self._end_forward(kept=torch.is_grad_enabled())
 
@@ -415,7 +444,7 @@ class Unit:
         self._running.clear()
         self._go(Phase.RESTING)
         self._completed = self.runtime.in_backward  # what was owed may come after it
-        if any(group.trainable for group in self.groups):
+        if self.trainable:
             self.runtime.order.ready(self)
         self.runtime.settle_late()
 
@@ -427,12 +456,18 @@ class Unit:
                     group.gradients.reduce(self.runtime)
 
     @property
+    def trainable(self) -> bool:
+        """Whether this unit has gradients to reduce."""
+        return any(group.trainable for group in self.groups)
+
+    @property
     def holds_turn(self) -> bool:
         """Whether units behind must wait: this one is in backward, or other ranks' may be."""
+        if not self.trainable:
+            return False
         if self.phase is Phase.BACKWARD:
             return not self._owes
-        awaited = self.unused == "zeros" and self.expects_backward
-        return awaited and any(group.trainable for group in self.groups)
+        return self.unused == "zeros" and self.expects_backward
 
     def end_backward(self) -> list[str]:
         """Backward is over: complete what waited for nothing any more; name what is missing."""
@@ -457,6 +492,24 @@ class Unit:
         if self.unused == "zeros":
             return []
         return [f"'{name}' of unit '{self.name}'" for name in missing]
+
+    def left_behind(self) -> list[str]:
+        """Gradients that were computed and not reduced, after a backward; none may be."""
+        if self._owes:  # they are reduced together with the delayed ones
+            return []
+        return [
+            f"'{group.items[index].name}' of unit '{self.name}'"
+            for group in self.groups
+            for index in group.gradients.unreduced()
+        ]
+
+    def kept_gradients(self) -> list[str]:
+        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
+        return [
+            f"'{group.items[index].name}' of unit '{self.name}'"
+            for group in self.groups
+            for index in group.gradients.kept()
+        ]
 
     # ------------------------------------------------------------------ weights
 
@@ -528,6 +581,12 @@ class Unit:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
         self._expected.clear()
+
+    def reset(self) -> None:
+        """Back to rest, without gradients."""
+        self.rest()
+        for group in self.groups:
+            group.gradients.discard()
 
     def _rest(self) -> None:
         self.hide()
