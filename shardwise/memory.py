@@ -130,6 +130,10 @@ class Block:
         if self.moved is not None:
             self.moved()
 
+    def move_out(self) -> None:
+        """Put the tensor into a storage of its own, with memory: views cannot be made of none."""
+        self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device), 0)
+
 
 class _Counted:
     """What the ledger counts for one block; apart from it, so that a dead block can be
@@ -156,12 +160,18 @@ def _never() -> bool:
 
 
 class Caching:
-    """Resize the storage: torch's caching allocator recycles the bytes on the current stream."""
+    """Resize the storage: torch's caching allocator recycles the bytes on the current stream.
+
+    One that numpy shows cannot be resized, ever after. It stays with whoever looks at it (numpy,
+    and what autograd saved), and the block goes on with another.
+    """
 
     def acquire(self, block: Block) -> None:
         block.tensor.untyped_storage().resize_(block.nbytes)
 
     def release(self, block: Block) -> None:
+        if not block.tensor.untyped_storage().resizable():
+            block.move_out()
         block.tensor.untyped_storage().resize_(0)
 
     def ready_for(self, block: Block) -> bool:
@@ -231,7 +241,7 @@ class TracePool:
             )
         else:
             self._fall_back(block, "its home is taken: units ran in another order than traced")
-            self._move_out(block)
+            block.move_out()
 
     def release(self, block: Block) -> None:
         self._note("release", block)
@@ -270,7 +280,7 @@ class TracePool:
         for block in list(self._homes):
             assert not block.live, "a trace pool is reset between steps only"
             if self._at_home(block):
-                self._move_out(block)
+                block.move_out()
                 self._caching.release(block)
         self._homes.clear()
         self._arenas.clear()
@@ -288,10 +298,6 @@ class TracePool:
             logger.warning(
                 "trace pool: a %s block uses the caching allocator: %s", block.kind, reason
             )
-
-    def _move_out(self, block: Block) -> None:
-        """Give a block a storage of its own, with memory: views cannot be made of none."""
-        block.move(torch.UntypedStorage(block.nbytes, device=block.tensor.device), 0)
 
     def _at_home(self, block: Block) -> bool:
         arena = self._arenas.get(block.lane)

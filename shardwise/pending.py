@@ -4,16 +4,26 @@
 issued        NCCL: usable at once, by what follows on the stream that issued it
 under way     gloo: messages; where somebody watches, a thread sees them land
 wait()        usable by whatever the caller issues next
+exit          what is under way then is waited for, for a while: peers may still read from it
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 from shardwise import streams
+
+# Long for messages that peers have sent or will read; short where a peer hangs, because whoever
+# restarts a failed run waits for this process to end.
+EXIT_SECONDS = 10.0
 
 
 class Pending:
@@ -23,7 +33,7 @@ class Pending:
     blocks the host until the messages are through, then runs what is left to do locally.
     """
 
-    __slots__ = ("_finish", "_what", "_works")
+    __slots__ = ("__weakref__", "_finish", "_what", "_works")
 
     def __init__(
         self,
@@ -32,6 +42,8 @@ class Pending:
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._what, self._works, self._finish = what, works, finish
+        if works:
+            _under_way.add(self)
 
     def wait(self) -> None:
         works, finish = self._works, self._finish
@@ -55,10 +67,17 @@ class Pending:
             self._finish = finish
         return self
 
+    def land(self, timeout: timedelta) -> None:
+        """Wait for the messages alone, ``timeout`` at most for each; nothing is done with them."""
+        works, self._works, self._finish = self._works, (), None
+        for work in works:
+            work.wait(timeout)
+
     def __del__(self) -> None:
-        if self._works:  # dropped, with a model perhaps: gloo would take its messages back
-            with suppress(RuntimeError):  # the interpreter is going down, and they with it
-                Flight(self._works, lambda: None)
+        # Dropped, with a model perhaps: gloo would take its messages back. A thread that is started
+        # while the interpreter shuts down never runs, and whoever starts it waits for that.
+        if self._works and not sys.is_finalizing():
+            Flight(self._works, lambda: None)
 
 
 class Flight:
@@ -69,6 +88,7 @@ class Flight:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(works, landed), daemon=True)
         self._thread.start()
+        _under_way.add(self)  # alive until the thread ends: it holds this object
 
     def _run(self, works: Sequence[Any], landed: Callable[[], None]) -> None:
         try:
@@ -78,7 +98,22 @@ class Flight:
         except Exception as error:
             self._error = error
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._thread.join(None if timeout is None else timeout.total_seconds())
         if self._error is not None:
             raise self._error
+
+    land = wait
+
+
+_under_way: WeakSet[Pending | Flight] = WeakSet()
+
+
+@atexit.register
+def _land_all() -> None:
+    """The interpreter shuts down: let messages land while threads and peers are still there."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for one in list(_under_way):
+        left = max(deadline - time.monotonic(), 0.001)  # gloo takes 0 for "without end"
+        with suppress(RuntimeError):  # a peer is gone, or late: this process ends all the same
+            one.land(timedelta(seconds=left))

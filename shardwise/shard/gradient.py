@@ -14,6 +14,9 @@ Over an axis of replicas gradients are all-reduced, but for those at which an op
 (``Version.turns``): they go to the replica whose turn it is, and only it shows them.
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
+
+A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its values
+as in plain torch: the main grad's memory is left to the holder and the next gradients get another.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -129,6 +133,7 @@ class Gradients:
         self._main: Buffer | None = None
         self._dtensors: list[ShardedTensor] = []
         self._turns: dict[int, Turns] | None = None  # for which these were made
+        self._references = 0  # to them and their memory while nobody else has any
         self._spans: dict[int, tuple[list[Span], list[list[Span]]]] = {}  # by axis
         self._views: dict[int, list[Tensor]] = {}
         self._open: Buffer | None = None
@@ -180,7 +185,7 @@ class Gradients:
             and not self._inner_waits
             and (main_fresh or self._alone)
         ):
-            main = self._main_buffer()
+            main = self._main_buffer(unused=main_fresh)
             if not main_fresh:
                 self._repair_main()
             return main, main_fresh
@@ -203,8 +208,11 @@ class Gradients:
         buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
 
-    def _main_buffer(self) -> Buffer:
-        """The main grad, with memory: views of a buffer that has none cannot be made."""
+    def _main_buffer(self, unused: bool = False) -> Buffer:
+        """The main grad, with memory: views of a buffer that has none cannot be made. ``unused``:
+        it will be overwritten, so not the one that somebody still holds."""
+        if unused:
+            self._leave_main_to_holders()
         if self._main is None:
             weight = self.main_weight
             self._main = Buffer(
@@ -220,7 +228,25 @@ class Gradients:
         if self._turns is not self.main_weight.version.turns:
             self._turns, self._spans = self.main_weight.version.turns, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
+            self._references = self._count_references(self._main)
         return self._main
+
+    def _leave_main_to_holders(self) -> None:
+        main = self._main
+        if main is None or not main.block.live:
+            return
+        held = self._count_references(main) > self._references
+        if held or not main.flat.untyped_storage().resizable():  # numpy showed it once
+            self._views.pop(id(main), None)
+            self._main, self._turns, self._dtensors = None, None, []
+
+    def _count_references(self, main: Buffer) -> int:
+        """To the memory of the main grad and to the tensors that show it, but for own views."""
+        storage = main.flat.untyped_storage()
+        found: int = torch._C._storage_Use_Count(storage._cdata) - len(self._views.get(id(main), ()))  # type: ignore[attr-defined]
+        for grad in self._dtensors:
+            found += getrefcount(grad) + getrefcount(grad._local_tensor)
+        return found
 
     def _show(self, main: Buffer, index: int) -> ShardedTensor:
         """The gradient of one parameter: of this rank's turn, where replicas take turns at it."""
@@ -262,7 +288,7 @@ class Gradients:
             target = self._packed
         fresh = last and self._main_is_fresh()
         if last:
-            self._main_buffer()
+            self._main_buffer(unused=fresh and target is not self._main)
             if not fresh:
                 self._repair_main()
         self._in_flight = True
@@ -454,7 +480,9 @@ class Gradients:
     def tidy(self) -> None:
         """Before a forward: give back the memory of gradients that the user dropped."""
         if self._main is not None and self._main.block.live and self._main_is_fresh():
-            self._main.block.release(_CACHING)
+            self._leave_main_to_holders()
+            if self._main is not None:
+                self._main.block.release(_CACHING)
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that end while weights are on their way: the interpreter shuts down all the same.
+
+One process imports what ranks need; the ranks of every case are forks of it which run to the end of
+their script, so that each shuts an interpreter down:
+
+    test  -->  this file as a script  --fork-->  rank 0, rank 1 of a case  -->  end of the script
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise as sw
+
+pytestmark = pytest.mark.timeout(600)
+SECONDS = 25.0  # from the last line of a script to the end of its process
+CASES = [
+    *((wrapped, "ends") for wrapped in ("data_parallel", "zero1", "zero1 mxfp8")),
+    *(("data_parallel", end) for end in ("destroys", "raises", "stays alone", "drops")),
+]
+
+
+def train(rank: int, wrapped: str, end: str) -> None:
+    """Two steps, the second of which leaves gathers under way."""
+    torch.manual_seed(0)
+    mesh = sw.init_mesh(dp=2)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    sw.route(model, elementwise=["*"])
+    if wrapped == "data_parallel":
+        sw.data_parallel(model, mesh=mesh, overlap_gather="step")
+    else:
+        precision = sw.Precision(weights="mxfp8") if "mxfp8" in wrapped else None
+        options = {"mesh": mesh, "placements": sw.zero(1), "precision": precision}
+        sw.fully_shard(model, **options, gather_in_step=True)
+    optimizer = sw.optimizer(model, matrix=None, elementwise=sw.adamw(lr=1e-3))
+    for step in range(2):
+        model(torch.randn(4, 64)).square().mean().backward()
+        if end == "stays alone" and step and rank:
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+    unit = model._shardwise_unit  # type: ignore[attr-defined]
+    assert any(group.pending for group in unit.groups), "nothing is under way"
+    if end != "drops":
+        globals()["kept"] = model  # as a script holds its model: to the very end
+
+
+def run_rank(rank: int, folder: Path, wrapped: str, end: str) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    train(rank, wrapped, end)
+    if end == "destroys":
+        dist.destroy_process_group()
+    (folder / f"rank-{rank}").write_text("through")
+    if end == "raises":
+        raise ValueError("the script's own")
+
+
+def watch(ranks: dict[int, int], folder: Path) -> str:
+    """How the ranks ended; those that have not SECONDS after their last line are killed."""
+    begun: dict[int, float] = {}
+    found = dict.fromkeys(ranks, "")
+    deadline = time.monotonic() + 100
+    while not all(found.values()):
+        for rank, process in ranks.items():
+            if not found[rank]:
+                done, status = os.waitpid(process, os.WNOHANG)
+                if done:
+                    found[rank] = f"exit {os.waitstatus_to_exitcode(status)}"
+            if (folder / f"rank-{rank}").exists():
+                begun.setdefault(rank, time.monotonic())
+            late = time.monotonic() > begun.get(rank, deadline) + SECONDS
+            if not found[rank] and late:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                found[rank] = "hangs after its last line" if rank in begun else "hangs"
+        time.sleep(0.05)
+    return ", ".join(found[rank] for rank in sorted(found))
+
+
+def main() -> None:
+    """Every case in turn, and a line for each."""
+    import torch._dynamo  # noqa: F401  (every optimizer does)
+
+    for number, (wrapped, end) in enumerate(CASES):
+        folder = Path(sys.argv[1], str(number))
+        folder.mkdir()
+        ranks = {}
+        for rank in range(2):
+            process = os.fork()
+            if process == 0:
+                run_rank(rank, folder, wrapped, end)
+                return  # to the end of the script
+            ranks[rank] = process
+        print(f"{wrapped} {end}: {watch(ranks, folder)}", flush=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    here = Path(__file__)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": f"{here.parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [sys.executable, str(here), str(tmp_path_factory.mktemp("ranks"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split(": ", 1) for line in done.stdout.splitlines()]
+    return dict(lines) | {"errors": done.stderr}
+
+
+@pytest.mark.parametrize(("wrapped", "end"), CASES)
+def test_a_script_that_ends_with_gathers_under_way_exits(
+    outcomes: dict[str, str], wrapped: str, end: str
+) -> None:
+    code = 1 if end == "raises" else 0
+    assert outcomes[f"{wrapped} {end}"] == f"exit {code}, exit {code}", outcomes["errors"][-3000:]
+
+
+if __name__ == "__main__":
+    main()
