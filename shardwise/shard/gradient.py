@@ -15,8 +15,9 @@ Over an axis of replicas gradients are all-reduced, but for those at which an op
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 
-A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its values
-as in plain torch: the main grad's memory is left to the holder and the next gradients get another.
+A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
+values as in plain torch: the main grad's memory is left to the holder, and the next gradients get
+another.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ class Gradients:
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
         self.sum_only = False  # sum on the wire and divide after, never in one pass
+        self.label = ""  # the group's, for messages
+        # By parameter, whether a gradient came in this backward; empty where it reduced nothing.
+        self.came: list[bool] = []
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = Caching()
@@ -155,10 +159,6 @@ class Gradients:
         undefined."""
         target = self._open_target()
         return self._views_of(target)[index], self._open_fresh and index not in self._written
-
-    def holds(self, index: int) -> bool:
-        """Whether a kernel has written this parameter's gradient in this microbatch."""
-        return index in self._written
 
     def _open_target(self) -> Buffer:
         if self._open is None:
@@ -243,7 +243,9 @@ class Gradients:
     def _count_references(self, main: Buffer) -> int:
         """To the memory of the main grad and to the tensors that show it, but for own views."""
         storage = main.flat.untyped_storage()
-        found: int = torch._C._storage_Use_Count(storage._cdata) - len(self._views.get(id(main), ()))  # type: ignore[attr-defined]
+        found: int = torch._C._storage_Use_Count(storage._cdata) - len(
+            self._views.get(id(main), ())
+        )  # type: ignore[attr-defined]
         for grad in self._dtensors:
             found += getrefcount(grad) + getrefcount(grad._local_tensor)
         return found
@@ -295,12 +297,13 @@ class Gradients:
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that take turns share a step between two collectives.
         number = len(self._steps[last]) * (2 if self._turns else 1)
-        runtime.launch(collectives, number, self._finish(target, last))
+        runtime.launch(collectives, number, self._finish(target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
         views = self._views_of(target)
         into, values = [], []
+        self.came = [True] * len(self.unsharded)
         for index, parameter in enumerate(self.unsharded):
             grad, parameter.grad = parameter.grad, None
             if parameter._added:
@@ -308,8 +311,10 @@ class Gradients:
             elif grad is not None:
                 into.append(views[index])
                 values.append(grad)
-            elif self._open_fresh:
-                views[index].zero_()
+            else:
+                self.came[index] = False
+                if self._open_fresh:
+                    views[index].zero_()
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)

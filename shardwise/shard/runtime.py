@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.memory import Caching, Source, TracePool
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
-from shardwise.shard.order import Member, Order
+from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
 
 
@@ -34,6 +36,7 @@ class _Reduction:
     collectives: Iterator[comm.Pending]
     finish: Callable[[], None]
     issued: bool  # whether nothing is left to issue: waiting is then all that is left
+    label: str
     current: comm.Pending | None = None
     done: Any = None
     held: list[Tensor] = field(default_factory=list)
@@ -51,6 +54,44 @@ class _Ending:
             runtime.end_backward()
 
 
+class Member(InTurn, Protocol):
+    """A unit, as its runtime and the other units see it."""
+
+    sync: bool
+    gated: bool
+
+    def trainable_leaves(self) -> list[Tensor]: ...
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether a forward of it waits for its backward, and that will read its weights."""
+
+    def tidy(self) -> None: ...
+
+    def prefetch(self, reads: Phase) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def pass_by(self, ended: bool = False) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def left_behind(self) -> list[str]: ...
+
+    def missing_gradients(self) -> list[bool]:
+        """For each parameter, whether this backward should have brought a gradient and did not."""
+
+    def parameter_names(self) -> list[str]: ...
+
+    def release_unused(self, graph_kept: bool) -> None: ...
+
+    def drop_dead_calls(self, entering: bool) -> None: ...
+
+    def kept_gradients(self) -> list[str]: ...
+
+    def reset(self) -> None: ...
+
+
 class SharedLanes:
     """The lanes that several roots use together (``share_comm_ctx``), once one of them made
     them."""
@@ -66,6 +107,7 @@ class Runtime:
         self,
         device: torch.device,
         units: list[Member],
+        axes: Sequence[comm.Axis],
         *,
         lanes: Lanes | None = None,
         memory: str = "caching",
@@ -79,8 +121,10 @@ class Runtime:
         self._launching: _Reduction | None = None
         self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
         self._units = [weakref.ref(unit) for unit in units]
+        self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
         self.forward = 0  # the number of the root's last
+        self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
         # Set from the first unit of a backward to its end; dead where that backward raised.
@@ -129,15 +173,20 @@ class Runtime:
                 self._reduce_axes[axis] = axis.separate()
 
     def launch(
-        self, collectives: Iterator[comm.Pending], number: int, finish: Callable[[], None]
+        self,
+        collectives: Iterator[comm.Pending],
+        number: int,
+        finish: Callable[[], None],
+        label: str,
     ) -> None:
         """Start a reduction of ``number`` collectives. On a device all of it is issued now; on the
         host the first collective is, and the rest follows when somebody waits."""
         lanes = self.lanes
-        reduction = _Reduction(collectives, finish, issued=lanes.asynchronous or number <= 1)
+        issued = lanes.asynchronous or number <= 1
+        reduction = _Reduction(collectives, finish, issued, label)
         lanes.join("reduce", "compute")  # the gradients were packed there
         self._launching = reduction
-        reduction.current = next(collectives, None)
+        self._issue(reduction)
         if lanes.asynchronous:
             self._complete(reduction)
             lanes.join("outer", "reduce")
@@ -169,7 +218,12 @@ class Runtime:
     def _complete(self, reduction: _Reduction) -> None:
         while reduction.current is not None:
             reduction.current.wait()
-            reduction.current = next(reduction.collectives, None)
+            self._issue(reduction)
+
+    def _issue(self, reduction: _Reduction) -> None:
+        comm.purpose = reduction.label
+        reduction.current = next(reduction.collectives, None)
+        comm.purpose = ""
 
     # ------------------------------------------------------------------ backward
 
@@ -185,10 +239,18 @@ class Runtime:
                 return
             self.recover()  # the backward before this one raised
         self.order.begin_backward()
+        self.for_inputs = self._is_for_inputs()
         ending = _Ending(self)
         self._ending = weakref.ref(ending)
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(ending)
+
+    def _is_for_inputs(self) -> bool:
+        """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
+        if reaches_all_leaves() or not any(unit.gated for unit in self.units):
+            return False
+        leaves = (leaf for unit in self.units for leaf in unit.trainable_leaves())
+        return not any(map(will_come, leaves))
 
     @property
     def failed(self) -> bool:
@@ -201,13 +263,13 @@ class Runtime:
         named."""
         self._ending = _dead  # until all of this is done: hooks of the user's may raise here
         units = self.units[::-1]
-        missing: list[str] = []
         for unit in self.order.unreached():
             unit.pass_by(ended=True)
         for unit in [*self.order.waiting(), *units]:
-            missing += unit.end_backward()
+            unit.end_backward()
         self.drain()
         left = [name for unit in units for name in unit.left_behind()]
+        missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
             unit.release_unused(kept)
@@ -237,6 +299,17 @@ class Runtime:
         if self._ending is None and not self.in_backward:
             self.drain()
 
+    def _missing(self, units: Sequence[Member]) -> list[str]:
+        """Parameters without a gradient that should have one, on any rank: all ranks raise."""
+        found = [flag for unit in units for flag in unit.missing_gradients()]
+        if any(unit.sync for unit in units) and not self.for_inputs:
+            bits = _packed(found)
+            for axis in self.axes:
+                bits = comm.agree_bits(bits, axis)
+            found = _unpacked(bits, len(found))
+        names = [name for unit in units for name in unit.parameter_names()] if any(found) else []
+        return [name for name, missing in zip(names, found, strict=False) if missing]
+
     # ------------------------------------------------------------------ after an exception
 
     def recover(self) -> None:
@@ -263,6 +336,16 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+
+
+def _packed(flags: Sequence[bool]) -> bytes:
+    number = sum(1 << position for position, flag in enumerate(flags) if flag)
+    return number.to_bytes(-(-len(flags) // 8) or 1, "little")
+
+
+def _unpacked(bits: bytes, length: int) -> list[bool]:
+    number = int.from_bytes(bits, "little")
+    return [bool(number >> position & 1) for position in range(length)]
 
 
 def _dead() -> None:

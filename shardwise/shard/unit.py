@@ -120,6 +120,10 @@ class Unit:
         self._reached = False  # whether this backward has gathered for this unit
         self._passed = self._completed = False  # whether it went past it; whether it is through
         self._listeners: dict[tuple[int, int], Any] = {}
+        self.gated = False  # whether any call's inputs passed through a gate
+        # (a module's attributes, name): tensors with a graph that forward left there; None: not
+        # looked for yet
+        self._side_outputs: list[tuple[dict[str, Any], str]] | None = None
         self.rebind()
 
     def rebind(self) -> None:
@@ -315,10 +319,31 @@ class Unit:
             self._end_forward(kept=call is not None)
             if self.is_root:
                 runtime.end_forward()
-        if call is not None and call.watch_outputs(output):
+        if call is not None and self._watch(call, output):
             call.forward = 0 if runtime.in_backward else runtime.forward
             self._expected.append(call.forward)
+            self.gated = self.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
+
+    def _watch(self, call: Call, output: Any) -> bool:
+        """Be called when a gradient of an output comes, or of a tensor that a module of this unit
+        keeps on itself (the loss of a router)."""
+        if self._side_outputs is None:
+            self._side_outputs = [
+                (vars(inner), name)
+                for reference in self.modules
+                if (module := reference()) is not None
+                for inner in module.modules()
+                for name, value in vars(inner).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
+        kept = [attributes.get(name) for attributes, name in self._side_outputs]
+        try:
+            return call.watch_outputs([output, kept] if kept else output)
+        except TypeError as error:
+            if any(group.comes_and_goes for group in self.groups):
+                raise TypeError(f"unit '{self.name}': {error}") from None
+            return False
 
     def _end_forward(self, kept: bool) -> None:
         with annotate(f"{self.name}: release after forward"):
@@ -359,14 +384,28 @@ class Unit:
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
+        self._refuse_create_graph()
         self._go(Phase.BACKWARD)
-        self._expect_gradients(will_come if self.unused == "zeros" else _surely)
+        by_graph = self.unused == "zeros" or runtime.for_inputs
+        self._expect_gradients(will_come if by_graph else _surely)
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
                 self._reached = True
                 if not self._passed:  # else it was done then, when other ranks did
                     self._prefetch_backward()
+
+    def _refuse_create_graph(self) -> None:
+        released = self.release_after_backward and any(
+            group.comes_and_goes for group in self.groups
+        )
+        if released and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True (a gradient of a gradient) in unit '{self.name}': its second "
+                f"backward would read weights that the first has released. Keep them: "
+                f"fully_shard(..., reshard_after_forward=False) and "
+                f"set_reshard_after_backward(False), or placements=sw.zero(2)"
+            )
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -395,7 +434,7 @@ class Unit:
             self._rest()
         if self.phase is not Phase.RESTING:
             return
-        leaves = [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+        leaves = self.trainable_leaves()
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
@@ -444,7 +483,7 @@ class Unit:
         self._running.clear()
         self._go(Phase.RESTING)
         self._completed = self.runtime.in_backward  # what was owed may come after it
-        if self.trainable:
+        if self.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
         self.runtime.settle_late()
 
@@ -469,46 +508,56 @@ class Unit:
             return not self._owes
         return self.unused == "zeros" and self.expects_backward
 
-    def end_backward(self) -> list[str]:
-        """Backward is over: complete what waited for nothing any more; name what is missing."""
+    def end_backward(self) -> None:
+        """Backward is over: complete what waited for nothing any more."""
         if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self.rest()
         if self.phase is not Phase.BACKWARD:
-            return []
-        missing = [
-            group.items[index].name
-            for group, flags in zip(self.groups, self._arrived, strict=True)
-            for index, here in enumerate(flags)
-            if not here and not group.gradients.holds(index)
-        ]
+            return
         self._running.clear()
         self._open_calls.clear()
         if self._owes:  # it reduces when that has come; the weights are not needed for it
             self.hide()
             self._release()
-            return []
+            return
         self._owed.clear()
         self._complete()
-        if self.unused == "zeros":
-            return []
-        return [f"'{name}' of unit '{self.name}'" for name in missing]
+
+    def missing_gradients(self) -> list[bool]:
+        """For each parameter, whether this backward should have brought a gradient and did not."""
+        missing: list[bool] = []
+        for group in self.groups:
+            # Nothing was reduced: frozen, not reached, or delayed gradients are still to come.
+            came = group.gradients.came or [True] * len(group.items)
+            missing += [
+                self.unused == "error" and not here and leaf.requires_grad
+                for leaf, here in zip(group.unsharded, came, strict=True)
+            ]
+        return missing
+
+    def trainable_leaves(self) -> list[Tensor]:
+        """The parameters as forward sees them that are to get gradients."""
+        return [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+
+    def parameter_names(self) -> list[str]:
+        """The parameters of this unit, in words."""
+        return [f"'{item.name}' of unit '{self.name}'" for g in self.groups for item in g.items]
 
     def left_behind(self) -> list[str]:
         """Gradients that were computed and not reduced, after a backward; none may be."""
         if self._owes:  # they are reduced together with the delayed ones
             return []
-        return [
-            f"'{group.items[index].name}' of unit '{self.name}'"
-            for group in self.groups
-            for index in group.gradients.unreduced()
-        ]
+        return self._names_of(lambda group: group.gradients.unreduced())
 
     def kept_gradients(self) -> list[str]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
+        return self._names_of(lambda group: group.gradients.kept())
+
+    def _names_of(self, chosen: Callable[[Group], list[int]]) -> list[str]:
         return [
             f"'{group.items[index].name}' of unit '{self.name}'"
             for group in self.groups
-            for index in group.gradients.kept()
+            for index in chosen(group)
         ]
 
     # ------------------------------------------------------------------ weights
@@ -574,6 +623,8 @@ class Unit:
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
             self._forget_calls()
         self._reached = self._passed = self._completed = False
+        for group in self.groups:
+            group.gradients.came = []
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()
 
@@ -612,9 +663,11 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
     members = list(units)
     refuse_problems(members, list(units.values()))
     devices = [group.device for inner in members for group in inner.groups]
+    axes = dict.fromkeys(a for inner in members for g in inner.groups for a in g.ranks.axes)
     runtime = Runtime(
         devices[0] if devices else torch.device("cpu"),
         members,  # type: ignore[arg-type]
+        list(axes),
         lanes=unit.shared.lanes,
         **unit.options,
     )
@@ -624,7 +677,9 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
         inner.forsaken = []
         inner.is_root = inner is unit
         inner.adopt_runtime(runtime)
-        for group in inner.groups:
+        for number, group in enumerate(inner.groups):
+            group.label = f"'{inner.name}'" + (f" buffer {number}" if number else "")
+            group.gradients.label = group.label
             group.settle_initial_values()
 
 
