@@ -12,7 +12,8 @@ point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-
 all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
 of a gradient depend neither on the strategy nor on who computes them.
 
-Every call is counted: ``with record() as calls`` lists operation, axis and bytes.
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only the few bytes
+of checks (``agree``, ``any_rank``) are not.
 """
 
 from __future__ import annotations
@@ -520,6 +521,14 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     dist.broadcast(wire, axis.peers[source], group=axis.group)
     return _DONE
+
+
+def any_rank(facts: Sequence[bool], group: GroupLike, device: torch.device) -> list[bool]:
+    """Whether each fact holds on any rank of the axis: for checks in every step, one byte a fact."""
+    flags = torch.tensor(facts, dtype=torch.uint8, device=device)
+    with _uncounted():
+        all_reduce(flags, group, "max").wait()
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:

@@ -22,12 +22,12 @@ from shardwise.optim.routing import Route, split_of
 from shardwise.optim.sharded import (
     SAME,
     ShardedOptimizer,
-    axes_of,
     matrix_defaults,
     matrix_group,
     parameter_problems,
     summary,
 )
+from shardwise.optim.storage import axes_of
 
 _SETTINGS = {entry.name for entry in fields(MuonSettings)}
 

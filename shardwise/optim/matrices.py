@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
+from shardwise.optim.gradients import gradient_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.owners import waves_of
 from shardwise.optim.split import Parcel, Split, parcels_of
@@ -34,7 +35,7 @@ from shardwise.optim.storage import (
     pieces_of,
 )
 from shardwise.optim.tensor_parallel import Blocks
-from shardwise.optim.turns import conformed, gradient_of, like, take_turns
+from shardwise.optim.turns import conformed, like, take_turns
 from shardwise.tensor import ShardedTensor
 
 
@@ -149,8 +150,6 @@ class Fleet:
         cut = home.blocks
         whole = cut is None or first.held[1]
         self.blocks = None if whole else Blocks(cut, home.tensor_dim, mode)  # type: ignore[arg-type]
-        between = (self.exchange.shards, self.exchange.replicas, self.blocks)
-        self.communicates = any(one is not None for one in between)
         # With kernels: the parcels of parameters that never travel, by position.
         self.resident: dict[int, list[Parcel]] = {}
         self.fused = resident.kernels_serve([local_of(matrix.parameter) for matrix in matrices])
@@ -176,14 +175,10 @@ class Fleet:
     def step(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[list[Tensor]]:
         """One step, wave by wave; the parameters that each has written.
 
-        A parameter without a gradient is left alone where nobody else takes part. Else it counts as
-        zeros: whether other ranks have one can't be known here, and all must exchange alike.
+        A parameter without a gradient, which no other rank has then either, is left alone. What is
+        exchanged stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
-        taking = {
-            id(matrix)
-            for matrix in self.matrices
-            if self.communicates or matrix.parameter.grad is not None
-        }
+        taking = {id(one) for one in self.matrices if one.parameter.grad is not None}
         ids = {id(self.matrices[position]) for position in self.resident}
         held = [one for one in self.matrices if local_of(one.parameter).numel()]
         moving = {id(one) for one in held if id(one) in taking and id(one) not in ids}
@@ -234,7 +229,8 @@ class Fleet:
         for matrix in members:
             weight = local_of(matrix.parameter).view(-1)
             grad = gradient_of(matrix.parameter)
-            given = torch.zeros_like(weight) if grad is None else grad.reshape(-1)
+            assert grad is not None
+            given = grad.reshape(-1)
             momentum = local_of(state[matrix.parameter]["momentum_buffer"]).view(-1)
             position = position_of[id(matrix)]
             begin = self.exchange.begins[position]
@@ -269,7 +265,8 @@ class Fleet:
                 workspaces[id(matrix)] = torch.empty_like(local)
             if buffer.numel():
                 grad = gradient_of(matrix.parameter)
-                grads.append(torch.zeros_like(buffer) if grad is None else grad)
+                assert grad is not None
+                grads.append(grad)
                 buffers.append(buffer)
                 advanced.append(matrix)
         if not buffers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -149,6 +149,15 @@ def home_of(parameter: Tensor) -> Home:
         tensor = tuple(dim is not None for dim in dims) if found else ()
         return Home(parameter.device_mesh, sharded, tensor, found[0] if found else 0)
     return _NOWHERE
+
+
+def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
+    """Every axis that they are spread over, once, in order."""
+    found: dict[int, comm.Axis] = {}
+    for parameter in parameters:
+        for axis in home_of(parameter).every_axis:
+            found.setdefault(id(axis.group), axis)
+    return list(found.values())
 
 
 def _tensor_dims(parameter: DTensor) -> list[int | None]:
