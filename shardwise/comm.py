@@ -12,8 +12,8 @@ point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-
 all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
 of a gradient depend neither on the strategy nor on who computes them.
 
-Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only the few bytes
-of checks (``agree``, ``any_rank``) are not.
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks, of a
+few bytes (``agree``, ``any_rank``), are not.
 """
 
 from __future__ import annotations
@@ -524,7 +524,7 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
 
 
 def any_rank(facts: Sequence[bool], group: GroupLike, device: torch.device) -> list[bool]:
-    """Whether each fact holds on any rank of the axis: for checks in every step, one byte a fact."""
+    """Whether each fact holds on any rank of the axis: for checks in every step, a byte each."""
     flags = torch.tensor(facts, dtype=torch.uint8, device=device)
     with _uncounted():
         all_reduce(flags, group, "max").wait()

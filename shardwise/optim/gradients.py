@@ -61,11 +61,13 @@ class Gradients:
                 f"(zero_grad, .grad = None, a step that is skipped), and give zeros where a rank "
                 f"has nothing to add"
             )
-        for parameter in self.parameters:
+        for parameter in self.parameters:  # tensor parallelism may leave partial sums
             grad = parameter.grad
-            if isinstance(grad, DTensor) and not isinstance(grad, ShardedTensor):
-                if grad.placements != parameter.placements:  # type: ignore[attr-defined]
-                    parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+            ours = isinstance(parameter, ShardedTensor)
+            if ours or not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+                continue
+            if grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
 
     @property
     def _device(self) -> torch.device:

@@ -25,6 +25,7 @@ from shardwise.optim.exchange import Exchange, Freight, freight_of
 from shardwise.optim.gradients import gradient_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.owners import waves_of
+from shardwise.optim.routing import Route
 from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import (
     Home,
@@ -45,18 +46,23 @@ class Matrix:
 
     name: str
     parameter: Tensor
-    split: Split | None
+    route: Route
     group: dict[str, Any]  # its parameter group: learning rate and all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What shards cut (a block, under tensor parallelism), as its matrices are seen."""
+        return self.route.shape_of(block_shape(self.parameter))
 
     @cached_property
     def held(self) -> tuple[Split | None, bool]:
         """The split of what this rank's shard axis holds (a block, under tensor parallelism), and
         whether its matrices are whole there."""
-        home = home_of(self.parameter)
-        if self.split is None or not any(home.tensor):
-            return self.split, not any(home.tensor)
+        home, split = home_of(self.parameter), self.route.split
+        if split is None or not any(home.tensor):
+            return split, not any(home.tensor)
         shape = tuple(self.parameter.shape)
-        found = self.split.within(shape, home.tensor_dim, home.num_blocks, home.block)
+        found = split.within(shape, home.tensor_dim, home.num_blocks, home.block)
         assert found is not None, "refused at construction"
         return found
 
@@ -102,21 +108,22 @@ def freight(
         found += freight_of(
             matrix.name,
             position,
-            parcels_of(block_shape(parameter), matrix.held[0]),
+            parcels_of(matrix.shape, matrix.held[0]),
             pieces_of(parameter),
             partial(price, preset=preset, form=group["form"], measured=measured),
-            pinned=kept_whole(parameter),
+            pinned=kept_whole(matrix),
             wave=waves[position] if waves is not None else 0,
         )
     return found
 
 
-def kept_whole(parameter: Tensor) -> bool:
+def kept_whole(matrix: Matrix) -> bool:
     """Whether the layout keeps every matrix on one rank on purpose; a stack is cut between them."""
+    parameter = matrix.parameter
     if not isinstance(parameter, ShardedTensor):
         return False
     grain = parameter.cut.layout.items[parameter.cut.index].grain
-    return grain.kind == "tensor" and (grain.count == 1 or parameter.ndim == 3)
+    return grain.kind == "tensor" and (grain.count == 1 or len(matrix.shape) == 3)
 
 
 class Fleet:

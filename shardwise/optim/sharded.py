@@ -30,8 +30,23 @@ from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.gradients import Gradients, quoted
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, route_problems, routes_of, split_of
-from shardwise.optim.storage import axes_of, buffer_of, home_of, local_of, problem_of, written
+from shardwise.optim.routing import (
+    Route,
+    Routed,
+    as_matrix,
+    recall_routes,
+    route_problems,
+    routes_of,
+)
+from shardwise.optim.storage import (
+    axes_of,
+    buffer_of,
+    cut_along_rows,
+    home_of,
+    local_of,
+    problem_of,
+    written,
+)
 from shardwise.optim.turns import take_turns, turns_of
 
 logger = logging.getLogger(__name__)
@@ -90,12 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = _plain(_SETTINGS[kind](**own)) | group
         except ValueError as error:
             problems.append(str(error))
+        recall_routes()
         found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
-        whole = [
-            (name, p, Route(kind="matrix", reason="added", split=split_of(p)))
-            for name, p in found
-            if kind == "matrix"
-        ]
+        whole = [(name, p, as_matrix(p, "added")) for name, p in found if kind == "matrix"]
         problems += parameter_problems(found, whole)
         mine = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
         raise_together(
@@ -111,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Plan who computes what, and put momenta there (collective where parameters are
         sharded)."""
         found = [
-            Matrix(self._name(parameter), parameter, split_of(parameter), group)
+            Matrix(self._name(parameter), parameter, as_matrix(parameter, ""), group)
             for group in self.param_groups
             if group["kind"] == "matrix"
             for parameter in group["params"]
@@ -289,12 +301,28 @@ def optimizer(
         axes_of(one.parameter for one in routed),
         same=SAME,
     )
+    if matrix is not None:
+        _warn_of_routes(found)
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
     if rest and elementwise is not None:
         groups.append(elementwise_group(elementwise, [one.parameter for one in rest]))
     return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+
+
+def _warn_of_routes(found: Sequence[Routed]) -> None:
+    """One warning of what looks as if it were with the wrong optimizer, and was not chosen."""
+    names: dict[str, list[str]] = {}
+    for one in found:
+        for warning in () if one.route.reason.startswith("chosen") else one.warnings:
+            names.setdefault(warning, []).append(one.name)
+    if names:
+        logger.warning(
+            "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
+            "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
+            "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
+        )
 
 
 def matrix_group(settings: MuonSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -335,7 +363,12 @@ def parameter_problems(
         if not parameter.is_floating_point():
             problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
         home = home_of(parameter)
-        if not wrong and chosen.split is not None and any(home.tensor):
+        if chosen.flat and not wrong and not cut_along_rows(parameter):
+            problems.append(
+                f"'{name}' of shape {list(shape)} is taken as one matrix [out, rest], and "
+                f"{parameter.placements} cut it otherwise than along its first dimension"  # type: ignore[attr-defined]
+            )
+        elif not wrong and chosen.split is not None and any(home.tensor):
             side, count = home.tensor_dim, home.num_blocks
             if chosen.split.within(shape, side, count, home.block) is None:
                 what = ("rows", "columns")[side]
