@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
+from shardwise.moe import GroupedLinear
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -194,3 +195,36 @@ def test_a_checkpoint_of_a_two_dimensional_mesh_loads_into_any_other(
 ) -> None:
     found = run_ranks(save_and_load, 4, str(tmp_path), sequence, timeout=PATIENCE)
     assert found == [16 + 4 + 3 * 12] * 4, "weights, momenta, and the states of AdamW"
+
+
+# ------------------------------------------------------------------------------ experts
+
+
+class Mixed(nn.Module):
+    """A dense matrix on all ranks, and two of four experts on each half of them."""
+
+    def __init__(self, half: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 8, bias=False)
+        self.experts = GroupedLinear(4, 8, 8)
+        self.experts.spread(2 * half, 2)
+
+
+def expert_norm(rank: int, world_size: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    half = mesh.get_local_rank("ep")
+    model = Mixed(half)
+    fully_shard(model.experts, mesh=mesh["dp"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("all",)))
+    optimizer = optimizer_of(model)
+    for name, parameter in model.named_parameters():
+        value = 1.0 + half if "experts" in name else 0.5
+        parameter.grad = torch.full_like(parameter, value)
+    squares = 2 * 64 * (1.0 + 4.0) + 48 * 0.25
+    norm = optimizer.clip_grad_norm(1e9)
+    torch.testing.assert_close(norm, torch.tensor(squares**0.5))
+    return norm.item()
+
+
+def test_experts_of_ours_under_fsdp2_are_no_copies() -> None:
+    assert len(set(run_ranks(expert_norm, 4, timeout=PATIENCE))) == 1
