@@ -12,7 +12,8 @@ point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-
 all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
 of a gradient depend neither on the strategy nor on who computes them.
 
-Every call is counted: ``with record() as calls`` lists operation, axis and bytes.
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks, of a
+few bytes (``agree``, ``any_rank``), are not.
 """
 
 from __future__ import annotations
@@ -519,28 +520,42 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     return _DONE
 
 
-def agree_bits(bits: bytes, group: GroupLike) -> bytes:
-    """Bits that are set on any rank of the axis. The hosts exchange them in log2(size) rounds and
-    no device waits, so that a step can afford it; not counted."""
+def any_rank(facts: Sequence[bool], group: GroupLike) -> list[bool]:
+    """Whether each fact holds on any rank of the axis: for checks in every step, a bit each. The
+    hosts exchange them in log2(size) rounds; no device is waited for."""
     axis = as_axis(group)
-    if axis.size == 1 or axis.backends.get("cpu") != "gloo":
-        return bits
-    what = f"the end of a backward ({len(bits)} bytes)"
+    if axis.size == 1 or axis.pretends or not facts:
+        return list(facts)
+    link, size = _host_group(axis), -(-len(facts) // 8)
+    known = sum(1 << position for position, fact in enumerate(facts) if fact)
+    what = f"a check of {len(facts)} facts"
     ticket = axis.journal.add("all_reduce", what)
     step = 1
-    while step < axis.size:  # each round doubles the ranks whose bits a rank has
-        mine, theirs = bytearray(bits), bytearray(len(bits))
+    while step < axis.size:  # each round doubles the ranks whose facts a rank knows
         target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        sent, received = (torch.frombuffer(b, dtype=torch.uint8) for b in (mine, theirs))
+        sent = torch.frombuffer(bytearray(known.to_bytes(size, "little")), dtype=torch.uint8)
+        received = torch.empty_like(sent)
         works = [
-            dist.irecv(received, axis.peers[source], axis.group, ticket.tag),
-            dist.isend(sent, axis.peers[target], axis.group, ticket.tag),
+            dist.irecv(received, axis.peers[source], link, ticket.tag),
+            dist.isend(sent, axis.peers[target], link, ticket.tag),
         ]
         Pending(what, works, ticket=ticket).wait()
-        together = int.from_bytes(mine, "big") | int.from_bytes(theirs, "big")
-        bits = together.to_bytes(len(bits), "big")
+        known |= int.from_bytes(received.numpy().tobytes(), "little")
         step *= 2
-    return bits
+    return [bool(known >> position & 1) for position in range(len(facts))]
+
+
+_HOST_GROUPS: dict[Axis, Any] = {}
+
+
+def _host_group(axis: Axis) -> Any:
+    """A group of the same ranks that carries host memory."""
+    if axis.backends.get("cpu") == "gloo":
+        return axis.group
+    if axis not in _HOST_GROUPS:
+        ranks = list(axis.peers)
+        _HOST_GROUPS[axis] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _HOST_GROUPS[axis]
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:

@@ -59,14 +59,14 @@ class Call:
         behind = iter(_InputGate.apply(self, sentinel, *through))  # type: ignore[no-untyped-call]
         return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
-    def watch_outputs(self, output: Any) -> bool:
+    def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
         """Have the unit told when the first gradient of an output comes; whether one can come.
 
         Raises TypeError where no tensor is found and an object may hide one: its backward would
         read weights that are no longer there.
         """
         watched, closed = False, []
-        for found in _look_into(output, set()):
+        for found in (*_look_into(output, set()), *_look_into(more, set())):
             if isinstance(found, Tensor):
                 if found.requires_grad:
                     found.register_hook(partial(_open, self))
@@ -75,8 +75,8 @@ class Call:
                 closed.append(type(found).__name__)
         if closed and not watched:
             raise TypeError(
-                f"forward returned a {type(output).__name__} with a {closed[0]} inside, in which no "
-                f"tensor can be found: return tensors, or containers or objects that hold them"
+                f"forward returned a {type(output).__name__} with a {closed[0]} inside, in which "
+                f"no tensor can be found: return tensors, or containers or objects of them"
             )
         return watched
 

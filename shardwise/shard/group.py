@@ -69,7 +69,7 @@ class Group:
         meta = any(value.is_meta for value in values)
         self._born_late = False
         self._build_main(
-            precision.main_dtype(self.parameter_dtype),
+            precision.main_dtype(self.parameter_dtype, any(v.requires_grad for v in values)),
             torch.device("meta") if meta else self._home,
         )
         if not meta:

@@ -303,10 +303,8 @@ class Runtime:
         """Parameters without a gradient that should have one, on any rank: all ranks raise."""
         found = [flag for unit in units for flag in unit.missing_gradients()]
         if any(unit.sync for unit in units) and not self.for_inputs:
-            bits = _packed(found)
             for axis in self.axes:
-                bits = comm.agree_bits(bits, axis)
-            found = _unpacked(bits, len(found))
+                found = comm.any_rank(found, axis)
         names = [name for unit in units for name in unit.parameter_names()] if any(found) else []
         return [name for name, missing in zip(names, found, strict=False) if missing]
 
@@ -336,16 +334,6 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
-
-
-def _packed(flags: Sequence[bool]) -> bytes:
-    number = sum(1 << position for position, flag in enumerate(flags) if flag)
-    return number.to_bytes(-(-len(flags) // 8) or 1, "little")
-
-
-def _unpacked(bits: bytes, length: int) -> list[bool]:
-    number = int.from_bytes(bits, "little")
-    return [bool(number >> position & 1) for position in range(length)]
 
 
 def _dead() -> None:

@@ -339,7 +339,7 @@ class Unit:
             ]
         kept = [attributes.get(name) for attributes, name in self._side_outputs]
         try:
-            return call.watch_outputs([output, kept] if kept else output)
+            return call.watch_outputs(output, kept)
         except TypeError as error:
             if any(group.comes_and_goes for group in self.groups):
                 raise TypeError(f"unit '{self.name}': {error}") from None
@@ -396,10 +396,9 @@ class Unit:
                     self._prefetch_backward()
 
     def _refuse_create_graph(self) -> None:
-        released = self.release_after_backward and any(
-            group.comes_and_goes for group in self.groups
-        )
-        if released and torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self.release_after_backward:
+            return
+        if any(group.comes_and_goes for group in self.groups):
             raise RuntimeError(
                 f"create_graph=True (a gradient of a gradient) in unit '{self.name}': its second "
                 f"backward would read weights that the first has released. Keep them: "
