@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,6 +98,7 @@ class Axis:
 
 
 GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
+Facts: TypeAlias = NDArray[numpy.bool_]
 _SPLITS: dict[tuple[Axis, int], Axis] = {}
 _AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()
 
@@ -520,29 +523,39 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     return _DONE
 
 
-def any_rank(facts: Sequence[bool], group: GroupLike) -> list[bool]:
+def any_rank(facts: Facts, group: GroupLike) -> Facts:
     """Whether each fact holds on any rank of the axis: for checks in every step, a bit each. The
     hosts exchange them in log2(size) rounds; no device is waited for."""
     axis = as_axis(group)
-    if axis.size == 1 or axis.pretends or not facts:
-        return list(facts)
-    link, size = _host_group(axis), -(-len(facts) // 8)
-    known = sum(1 << position for position, fact in enumerate(facts) if fact)
+    if axis.size == 1 or axis.pretends or not len(facts):
+        return facts
+    link, known = _host_group(axis), numpy.packbits(facts)
     what = f"a check of {len(facts)} facts"
     ticket = axis.journal.add("all_reduce", what)
     step = 1
     while step < axis.size:  # each round doubles the ranks whose facts a rank knows
         target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        sent = torch.frombuffer(bytearray(known.to_bytes(size, "little")), dtype=torch.uint8)
-        received = torch.empty_like(sent)
+        theirs = numpy.empty_like(known)
         works = [
-            dist.irecv(received, axis.peers[source], link, ticket.tag),
-            dist.isend(sent, axis.peers[target], link, ticket.tag),
+            dist.irecv(torch.from_numpy(theirs), axis.peers[source], link, ticket.tag),
+            dist.isend(torch.from_numpy(known), axis.peers[target], link, ticket.tag),
         ]
         Pending(what, works, ticket=ticket).wait()
-        known |= int.from_bytes(received.numpy().tobytes(), "little")
+        known = known | theirs
         step *= 2
-    return [bool(known >> position & 1) for position in range(len(facts))]
+    return numpy.unpackbits(known, count=len(facts)).astype(bool)
+
+
+def any_rank_in_step(facts: Facts, group: GroupLike) -> Facts:
+    """The same, where ranks have issued the same collectives over the axis so far; else all of
+    them raise, and say which."""
+    axis = as_axis(group)
+    trail = axis.journal.trail()
+    found = any_rank(numpy.concatenate([facts, trail, ~trail]), axis)
+    first, second = found[len(facts) : -len(trail)], found[-len(trail) :]
+    if (first & second).any():  # a bit that is set on one rank and not on another
+        raise RuntimeError(axis.journal.first_difference())
+    return found[: len(facts)]
 
 
 _HOST_GROUPS: dict[Axis, Any] = {}

@@ -9,6 +9,9 @@ Messages of gloo carry a tag made of the operation, its number, its purpose and 
 ranks that disagree wait for each other; they never mix up their bytes. A thread looks at waits that
 take long. It raises only what is proven: two ranks of one group that each wait for a collective
 which the other has not issued will wait for ever. A rank that is merely slow is waited for.
+
+NCCL has no tags, and no host waits for it. So ranks also compare, at the end of every backward, a
+checksum of all that they issued.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
@@ -40,6 +45,7 @@ class Journal:
         self.group, self.rank, self.size = group, rank, size
         self._counts: dict[str, int] = {}
         self._recent: dict[str, deque[str]] = {}
+        self._trails: dict[str, int] = {}  # a checksum over the purposes of all of them, in order
 
     def add(self, operation: str, purpose: str) -> Ticket:
         """Note one more collective."""
@@ -48,7 +54,32 @@ class Journal:
         if recent is None:
             recent = self._recent[operation] = deque(maxlen=_REMEMBERED)
         recent.append(purpose)
+        self._trails[operation] = zlib.crc32(purpose.encode(), self._trails.get(operation, 0))
         return Ticket(self, operation, count, purpose)
+
+    def trail(self) -> NDArray[numpy.bool_]:
+        """32 bits that are the same on ranks which have issued the same collectives. Operations
+        are kept apart: a rank that reduces late still gathers in step with the others."""
+        together = zlib.crc32(repr(sorted(self._trails.items())).encode())
+        return numpy.unpackbits(numpy.frombuffer(together.to_bytes(4, "big"), numpy.uint8)) > 0
+
+    def first_difference(self) -> str:
+        """What is wrong where the trails of ranks differ. Every rank of the group asks at once."""
+        store = dist.distributed_c10d._get_default_store()
+        where = f"shardwise/issued/{self.group.group_name}"
+        mine = {"issued": self.issued()}
+        store.set(f"{where}/{self.rank}", json.dumps(mine))
+        for peer in range(self.size):
+            theirs = json.loads(store.get(f"{where}/{peer}"))
+            for operation, (count, recent) in sorted(mine["issued"].items()):
+                for back, purpose in enumerate(reversed(recent)):
+                    if not _has(theirs, [operation, count - back, purpose]):
+                        what = _purpose(theirs, operation, count - back)
+                        pair = sorted([(self.rank, purpose), (peer, what)])
+                        return _out_of_step(
+                            " and ".join(f"rank {who} issued {operation} of {p}" for who, p in pair)
+                        )
+        return _out_of_step("they issued different collectives, longer ago than is remembered")
 
     def issued(self) -> dict[str, Any]:
         """How many of each operation, and the last ones, as JSON knows it."""
@@ -167,10 +198,20 @@ def _has(record: dict[str, Any], wanted: Sequence[Any]) -> bool:
 
 def _explain(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str:
     pairs = sorted([(rank, mine["waits"]), (peer, theirs["waits"])])
-    waits = " and ".join(f"rank {who} in {what[0]} of {what[2]}" for who, what in pairs)
+    waits = " and ".join(f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs)
+    return _out_of_step(waits)
+
+
+def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
+    count, recent = record["issued"].get(operation, [0, []])
+    position = len(recent) - 1 - (count - number)
+    return str(recent[position]) if 0 <= position < len(recent) else "nothing"
+
+
+def _out_of_step(where: str) -> str:
     return (
-        f"the ranks are out of step: {waits}, and neither will come. Every rank must run the same "
-        f"wrapped modules in the same order, forward and backward; a rank whose loss does not "
-        f"depend on a module still has to call it (unused_parameters='zeros' reduces zeros for "
-        f"it). The process group cannot be used any more: end this run"
+        f"the ranks are out of step: {where}. Every rank must run the same wrapped modules in the "
+        f"same order, forward and backward; a rank whose loss does not depend on a module still "
+        f"has to call it (unused_parameters='zeros' reduces zeros for it). The process group "
+        f"cannot be used any more: end this run"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -36,22 +37,17 @@ class Gradients:
     def settle(self) -> None:
         """Raise on every rank where only some ranks have a gradient; bring the others to where
         their parameters lie (collective)."""
-        lacking = [parameter.grad is None for parameter in self.parameters]
-        given = [not one for one in lacking]
+        lacking = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
+        given = ~lacking
         for axis, positions in self.axes.items():
-            mine = [facts[position] for facts in (lacking, given) for position in positions]
-            found = comm.any_rank(mine, axis)
-            for number, position in enumerate(positions):
-                lacking[position] = found[number]
-                given[position] = found[len(positions) + number]
+            found = comm.any_rank(numpy.concatenate([lacking[positions], given[positions]]), axis)
+            lacking[positions], given[positions] = numpy.split(found, 2)
         names = [
-            self.name(parameter)
-            for parameter, *both in zip(self.parameters, lacking, given, strict=True)
-            if all(both)
+            self.name(self.parameters[position]) for position in (lacking & given).nonzero()[0]
         ]
         wrong = bool(names)
         for axis in self.axes if len(self.axes) > 1 else ():  # those of other meshes hear of it too
-            (wrong,) = comm.any_rank([wrong], axis)
+            wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
         if wrong:
             raise RuntimeError(
                 f"{quoted(names) or 'a parameter of other ranks'} has a gradient on some ranks and "

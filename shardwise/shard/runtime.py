@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class Member(InTurn, Protocol):
 
     def left_behind(self) -> list[str]: ...
 
-    def missing_gradients(self) -> list[bool]:
+    def missing_gradients(self) -> comm.Facts:
         """For each parameter, whether this backward should have brought a gradient and did not."""
 
     def parameter_names(self) -> list[str]: ...
@@ -301,12 +302,14 @@ class Runtime:
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise."""
-        found = [flag for unit in units for flag in unit.missing_gradients()]
+        found = numpy.concatenate([numpy.zeros(0, bool), *(u.missing_gradients() for u in units)])
         if any(unit.sync for unit in units) and not self.for_inputs:
             for axis in self.axes:
-                found = comm.any_rank(found, axis)
-        names = [name for unit in units for name in unit.parameter_names()] if any(found) else []
-        return [name for name, missing in zip(names, found, strict=False) if missing]
+                found = comm.any_rank_in_step(found, axis)
+        if not found.any():
+            return []
+        names = [name for unit in units for name in unit.parameter_names()]
+        return [names[position] for position in found.nonzero()[0]]
 
     # ------------------------------------------------------------------ after an exception
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -522,16 +523,16 @@ class Unit:
         self._owed.clear()
         self._complete()
 
-    def missing_gradients(self) -> list[bool]:
+    def missing_gradients(self) -> comm.Facts:
         """For each parameter, whether this backward should have brought a gradient and did not."""
-        missing: list[bool] = []
+        missing = numpy.zeros(sum(len(group.items) for group in self.groups), bool)
+        first = 0
         for group in self.groups:
-            # Nothing was reduced: frozen, not reached, or delayed gradients are still to come.
-            came = group.gradients.came or [True] * len(group.items)
-            missing += [
-                self.unused == "error" and not here and leaf.requires_grad
-                for leaf, here in zip(group.unsharded, came, strict=True)
-            ]
+            # Empty where nothing was reduced: frozen, not reached, or delayed ones are to come.
+            for index, here in enumerate(group.gradients.came):
+                if not here and self.unused == "error":
+                    missing[first + index] = group.unsharded[index].requires_grad
+            first += len(group.items)
         return missing
 
     def trainable_leaves(self) -> list[Tensor]:

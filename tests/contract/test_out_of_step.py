@@ -19,6 +19,7 @@ from tests.contract.helpers import (
     WIDTH,
     assert_gradients_equal,
     pair,
+    raised,
     ranks_for,
     vector_loss,
     wrap,
@@ -95,6 +96,22 @@ def test_ranks_that_run_other_units_raise_under_every_strategy(strategy: str) ->
     )
     for message in found:
         assert "out of step" in message or "no gradient reached" in message, message
+
+
+def without_tags(rank: int, world_size: int, strategy: str) -> str:
+    """As on NCCL, where two gathers of one size are mixed up without a word."""
+    lockstep.Ticket.tag = property(  # type: ignore[assignment,method-assign]
+        lambda ticket: 4 * ticket.count + lockstep.OPERATIONS.index(ticket.operation)
+    )
+    net = wrap(Skipping(), world_size, strategy)
+    net.order = ((0, 1, 2), (0, 1, 3))[rank % 2]
+    return raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_mixed_up_their_units_raise_at_the_end_of_backward(strategy: str) -> None:
+    for message in run_ranks(without_tags, ranks_for(strategy), strategy, fresh=True):
+        assert "out of step" in message and "blocks.2" in message and "blocks.3" in message
 
 
 def slow(rank: int, world_size: int) -> None:
