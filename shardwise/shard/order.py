@@ -13,7 +13,8 @@ gathers and reduces for them then, as the others do that enter them.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 from weakref import ref
 
 from shardwise.precision.mxfp8_tensor import Phase
@@ -21,6 +22,9 @@ from shardwise.precision.mxfp8_tensor import Phase
 
 class Member(Protocol):
     """A unit, as far as the order of units is concerned."""
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
 
     @property
     def expects_backward(self) -> bool:

@@ -73,7 +73,7 @@ class Runtime:
         self.walked = {0}
         self._backward_task: int | None = None
         self.settle_after_backward = False
-        self.after_optimizer: Any = None
+        self._writers_awaited = False  # whether the user marked the optimizer's end
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
 
@@ -87,12 +87,23 @@ class Runtime:
             unit = reference()
             if unit is not None:
                 unit.tidy()  # all before the first gather: their memory is free for it
-        # A gather must see what the optimizer wrote; and only that, where the user marked its end.
-        if self.after_optimizer is not None:
-            self.lanes.wait("gather", self.after_optimizer)
-            self.after_optimizer = None
-        else:
+        if not self._writers_awaited:
+            self.await_writers()
+        self._writers_awaited = False
+
+    def await_writers(self, event: Any = None) -> None:
+        """Have gathers wait for what has written main weights so far: for all that compute was
+        given, or only for ``event``, by which the user marks the optimizer's end. Later writes are
+        noticed by ``Group.gather``."""
+        if event is None:
             self.lanes.join("gather", "compute")
+        else:
+            self.lanes.wait("gather", event)
+            self._writers_awaited = True
+        for reference in self._units if self.lanes.asynchronous else ():
+            unit = reference()
+            for group in unit.groups if unit is not None else ():
+                group.awaited = group.main.state
 
     def end_forward(self) -> None:
         """The root's forward is over."""
