@@ -72,7 +72,7 @@ class Runtime:
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
         self._backward_task: int | None = None
-        self.settle_after_backward = False
+        self.offloads = False  # whether gradients go to the host
         self._writers_awaited = False  # whether the user marked the optimizer's end
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
@@ -196,8 +196,7 @@ class Runtime:
         for unit in units:
             unit.release_unused(kept)
         self.walked = {0}
-        if self.settle_after_backward:
-            self.lanes.settle()
+        self.settle()
         if isinstance(self.source, TracePool):
             self.source.step_done(graph_kept=kept)
         if missing:
@@ -213,6 +212,12 @@ class Runtime:
         """A unit has completed. After backward nobody else will wait for its reduction."""
         if self._backward_task is None and not self.in_backward:
             self.drain()
+            self.settle()
+
+    def settle(self) -> None:
+        """Before somebody reads gradients: the host waits for those that are copied to it."""
+        if self.offloads:
+            self.lanes.settle()
 
     def reset(self) -> None:
         """Forget an iteration that failed half way."""

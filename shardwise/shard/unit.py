@@ -223,7 +223,7 @@ class Unit:
             group.awaited = None  # by other lanes, perhaps
             group.gradients.source = runtime.source
             if group.offload:
-                runtime.settle_after_backward = True
+                runtime.offloads = True
 
     def _go(self, phase: Phase) -> None:
         if (self.phase, phase) not in _ALLOWED:

@@ -3,17 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
+from shardwise.shard.gradient import Gradients
+from shardwise.shard.group import Group
 from tests.models import Model, make_model
 from tests.races.checker import Checker, without
-from tests.races.helpers import PRECISIONS, STRATEGIES, backward, evaluate, make, name_memory, posing
+from tests.races.helpers import (
+    PRECISIONS,
+    STRATEGIES,
+    backward,
+    evaluate,
+    make,
+    name_memory,
+    posing,
+)
 
 Meshes = dict[int, DeviceMesh]
 
@@ -218,10 +230,177 @@ def races(
     return checker.races
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def all_races(
+    meshes: Meshes, runs: Sequence[Any], strategy: str, *args: Any, **options: Any
+) -> dict[str, list[str]]:
+    found = {run.__name__: races(meshes, run, strategy, *args, **options) for run in runs}
+    return {name: each for name, each in found.items() if each}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [(strategy, "bf16") for strategy in STRATEGIES]
+    + [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8"), ("zero3", "mxfp8")],
+)
 def test_no_lane_uses_what_another_may_be_using(
-    meshes: Meshes, strategy: str, precision: str, run: Any
+    meshes: Meshes, strategy: str, precision: str
 ) -> None:
-    assert races(meshes, run, strategy, precision) == []
+    assert all_races(meshes, RUNS, strategy, precision) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "options"),
+    [
+        ("zero3", "bf16", {"memory": "trace"}),
+        ("hfsdp", "mxfp8", {"memory": "trace"}),
+        ("zero3", "bf16", {"unify_streams": True}),
+        ("zero3", "bf16", {"reshard_after_forward": False}),
+        ("zero3", "bf16", {"reshard_after_forward": 2}),
+        ("zero3", "mxfp8", {"reshard_after_forward": 2}),
+        ("zero3", "bf16", {"unused_parameters": "zeros"}),
+    ],
+    ids=str,
+)
+def test_options_keep_the_order_of_lanes(
+    meshes: Meshes, strategy: str, precision: str, options: dict[str, Any]
+) -> None:
+    runs = [train, accumulate, evaluate_between, unshard_ahead, keep_graphs]
+    assert all_races(meshes, runs, strategy, precision, **options) == {}
+
+
+# ------------------------------------------------------------------------------ gathers in a step
+
+
+def step_and_write(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Writes after a step whose gathers are still under way: an average of weights, a load."""
+    for _ in range(2):
+        backward(model)
+        step(optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.lerp_(torch.zeros(()), 0.1)
+    backward(model)
+    step(optimizer)
+    model.load_state_dict(make_model(width=32, depth=3, seed=5).state_dict())
+    optimizer.step()
+    evaluate(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_gathers_inside_a_step_are_ordered(meshes: Meshes, precision: str) -> None:
+    for run in (train, step_and_write):
+        found = races(meshes, run, "zero1", precision, ours, gather_in_step=True)
+        assert found == [], run.__name__
+
+
+@pytest.mark.parametrize("overlap", [False, True, "step"])
+def test_buckets_are_ordered(meshes: Meshes, overlap: Any) -> None:
+    for run in (train, step_and_write, keep_graphs):
+        torch.manual_seed(0)
+        with Checker() as checker:
+            model = make_model(width=32, depth=3)
+            sw.data_parallel(
+                model,
+                mesh=meshes[1],
+                precision=PRECISIONS["bf16"],
+                bucket_mb=0.02,
+                overlap_gather=overlap,
+            )
+            name_memory(checker, model)
+            run(model, ours(model))
+        lanes = checker.num_operations
+        assert sum(lanes[name] for name in lanes if name.startswith("gather")) > 10, lanes
+        assert checker.races == [], run.__name__
+
+
+def mark_the_end_of_steps(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """``set_post_optim_event``: gathers wait for the step, and for what is written after it."""
+    backward(model)
+    lanes = model._shardwise_unit.runtime.lanes
+    for written_late in (False, True):
+        backward(model)
+        step(optimizer)
+        model.set_post_optim_event(lanes.mark("compute"))
+        if written_late:
+            with torch.no_grad():
+                for parameter in model.layers[1].parameters():
+                    parameter.mul_(0.5)
+        evaluate(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_event_after_the_step_is_enough(meshes: Meshes, strategy: str) -> None:
+    assert races(meshes, mark_the_end_of_steps, strategy) == []
+
+
+# -------------------------------------------------------------------------------------- offloading
+
+
+def write_after_forward(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """No backward waits for the copies to the device."""
+    backward(model)
+    optimizer.step()
+    for _ in range(2):
+        evaluate(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        model.layers[0].unshard()
+        model.layers[0].reshard()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
+    meshes: Meshes, strategy: str
+) -> None:
+    make_main = Gradients._main_buffer
+    for run in (train, accumulate, write_after_forward, step_in_hooks):
+        torch.manual_seed(0)
+        with Checker() as checker:
+            model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
+            name_memory(checker, model)
+
+            def on_host(gradients: Gradients, checker: Checker = checker) -> Any:
+                main = make_main(gradients)
+                checker.name(main.flat, "main gradient", on_host=True)
+                return main
+
+            with patch.object(Gradients, "_main_buffer", on_host):
+                run(model, sgd(model))
+        assert checker.num_operations["host"] > 10, "the host wrote nothing"
+        assert checker.races == [], run.__name__
+
+
+# ------------------------------------------------------------------------------- negative controls
+
+
+@pytest.mark.parametrize(
+    ("run", "strategy", "method", "lanes"),
+    [
+        (train, "zero3", "join", ("gather", "compute")),
+        (unshard, "zero1", "join", ("gather", "compute")),
+        (train, "zero3", "wait", ("compute",)),
+        (train, "zero3", "join", ("reduce", "compute")),
+        (train, "hsdp", "join", ("outer", "reduce")),
+        (accumulate, "hfsdp", "wait", ("reduce",)),
+    ],
+)
+def test_a_promise_that_is_left_out_is_found(
+    meshes: Meshes, run: Any, strategy: str, method: str, lanes: tuple[str, ...]
+) -> None:
+    with without(method, *lanes):
+        assert races(meshes, run, strategy) != []
+
+
+@pytest.mark.parametrize("name", ["_prepare", "_issued"])
+def test_groups_keep_the_promises(meshes: Meshes, name: str) -> None:
+    """Without what ``Group`` does before and after a gather."""
+
+    def as_before(group: Group, runtime: Any, *blocks: Any) -> None:
+        if name == "_issued":
+            group._ready = runtime.lanes.mark("gather")
+
+    with patch.object(Group, name, as_before):
+        assert races(meshes, unshard_ahead, "zero1") != []
+        assert races(meshes, unshard_ahead, "zero3") != []
