@@ -43,7 +43,9 @@ class Version:
     optimizer.
 
     ``reading`` is set while a gather on another lane reads the buffer, and makes a writer wait for
-    that gather. ``settled`` is told when an optimizer has written all that it will write in this step, on every
+    that gather.
+
+    ``settled`` is told when an optimizer has written all that it will write in this step, on every
     rank in the same order: whoever wants the new weights early may begin to gather them.
 
     ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there

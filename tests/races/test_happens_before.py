@@ -53,7 +53,7 @@ def ours(model: Model) -> torch.optim.Optimizer:
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    for _ in range(3):
+    for _ in range(2):
         backward(model)
         step(optimizer)
 
@@ -237,15 +237,18 @@ def all_races(
     return {name: each for name, each in found.items() if each}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -> None:
+    assert all_races(meshes, RUNS, strategy) == {}
+
+
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(strategy, "bf16") for strategy in STRATEGIES]
-    + [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8"), ("zero3", "mxfp8")],
+    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8"), ("zero3", "mxfp8")],
 )
-def test_no_lane_uses_what_another_may_be_using(
-    meshes: Meshes, strategy: str, precision: str
-) -> None:
-    assert all_races(meshes, RUNS, strategy, precision) == {}
+def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -> None:
+    runs = [accumulate, unshard_ahead, call_submodule, keep_graphs]
+    assert all_races(meshes, runs, strategy, precision) == {}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_no_lane_uses_what_another_may_be_using(
 def test_options_keep_the_order_of_lanes(
     meshes: Meshes, strategy: str, precision: str, options: dict[str, Any]
 ) -> None:
-    runs = [train, accumulate, evaluate_between, unshard_ahead, keep_graphs]
+    runs = [accumulate, evaluate_between, unshard_ahead]
     assert all_races(meshes, runs, strategy, precision, **options) == {}
 
 
