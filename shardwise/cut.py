@@ -58,13 +58,13 @@ class Version:
     reading: Callable[[], None] | None = None
 
     def await_readers(self) -> None:
-        """Before a write."""
+        """Before a write: wait for gathers that still read the buffer."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading()
 
     def write(self) -> None:
-        """Before a write, which this counts."""
+        """Before a write: count it, and wait for gathers that still read the buffer."""
         self.count += 1
         if self.reading is not None:
             self.await_readers()

@@ -19,7 +19,7 @@ what would be wrong on a piece raises, by name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -280,20 +280,21 @@ _operations = Operations(ShardedTensor, _wrap)
 # ------------------------------------------------------------------------------ optimizers
 
 
-def versions_of(optimizer: torch.optim.Optimizer) -> Iterator[Version]:
-    """The buffers that a step may write, each once: those of trainable parameters."""
-    found = {
-        id(parameter.version): parameter.version
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if type(parameter) is ShardedTensor and parameter.requires_grad
-    }
-    return (version for version in found.values() if version is not None)
+def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
+    """The versions of the buffers that a step may write: those of trainable parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = {
+            id(parameter.version): parameter.version
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) is ShardedTensor and parameter.requires_grad
+        }
+    return [version for version in found.values() if version is not None]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Gathers that still read main weights end before any optimizer writes those."""
-    for version in versions_of(optimizer):
+    for version in _versions_of(optimizer):
         version.await_readers()
 
 
@@ -303,7 +304,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     ``sw.optimizer`` says itself when it is done with a buffer, whose gather may be under way.
     """
     if not getattr(optimizer, "counts_writes", False):
-        for version in versions_of(optimizer):
+        for version in _versions_of(optimizer):
             version.count += 1
 
 
