@@ -29,7 +29,12 @@ from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.module import ShardedModule, register_fsdp_forward_method, share_comm_ctx
+from shardwise.shard.module import (
+    ShardedModule,
+    mark_written,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from shardwise.tensor import ShardedTensor
 
@@ -61,6 +66,7 @@ __all__ = [
     "ledger",
     "load",
     "load_full_state_dict",
+    "mark_written",
     "muon",
     "optimizer",
     "parameter_norms",

@@ -39,7 +39,11 @@ from shardwise.placements import REPLICATE, SHARD, Turns, shard_range
 
 @dataclass(eq=False)
 class Version:
-    """Counts the writes to a buffer that went through its ShardedTensors.
+    """Counts the writes to a buffer: those that go through its ShardedTensors, and every step of an
+    optimizer.
+
+    ``reading`` is set while a gather on another lane reads the buffer, and makes a writer wait for
+    that gather.
 
     ``settled`` is told when an optimizer has written all that it will write in this step, on every
     rank in the same order: whoever wants the new weights early may begin to gather them.
@@ -51,6 +55,19 @@ class Version:
     count: int = 0
     settled: Callable[[], None] | None = None
     turns: dict[int, Turns] = field(default_factory=dict)
+    reading: Callable[[], None] | None = None
+
+    def await_readers(self) -> None:
+        """Before a write: wait for gathers that still read the buffer."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading()
+
+    def write(self) -> None:
+        """Before a write: count it, and wait for gathers that still read the buffer."""
+        self.count += 1
+        if self.reading is not None:
+            self.await_readers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Version:
         # Nobody has asked about the copy, but its gradient is copied with it.

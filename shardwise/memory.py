@@ -72,6 +72,10 @@ class Source(Protocol):
     def ready_for(self, block: Block) -> bool:
         """Whether ``acquire`` would succeed now without taking memory from another block."""
 
+    def make_room(self, block: Block) -> None:
+        """Before ``acquire``: have the holder of the block's memory give it up. Lanes wait for each
+        other in that, so it is called on the compute lane."""
+
 
 class Block:
     """A flat tensor whose memory can be given back and had again.
@@ -177,6 +181,8 @@ class Caching:
     def ready_for(self, block: Block) -> bool:
         return True
 
+    def make_room(self, block: Block) -> None: ...
+
 
 @dataclass
 class _Home:
@@ -221,8 +227,6 @@ class TracePool:
             self._caching.acquire(block)
             return
         at_home = self._at_home(block)
-        if home.holder is not None and at_home and block.viewed():
-            home.holder.evict()  # gathered ahead, not in use yet: it is gathered again when it is
         if home.holder is None and (at_home or not block.viewed()):
             if not at_home:
                 block.move(self._arenas[block.lane], home.offset)
@@ -255,6 +259,13 @@ class TracePool:
     def ready_for(self, block: Block) -> bool:
         home = self._homes.get(block)
         return home is None or home.holder is None or not block.viewed()
+
+    def make_room(self, block: Block) -> None:
+        home = self._homes.get(block)
+        if block.live or home is None or home.holder is None:
+            return
+        if block.viewed() and self._at_home(block):
+            home.holder.evict()  # gathered ahead, not in use yet: it is gathered again when it is
 
     def step_done(self, graph_kept: bool = False) -> None:
         """The end of a backward: plan, if there is a trace and no graph holds views of old memory.

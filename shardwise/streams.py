@@ -61,7 +61,7 @@ class Lanes:
 
     def wait(self, lane: LaneName, event: Any) -> None:
         """Work issued to ``lane`` from now on starts after ``event``."""
-        if event is not None:
+        if event is not None and self.asynchronous:
             stream = self._stream(lane)
             with stalling("another lane") if lane == "compute" else _NOWHERE:
                 stream.wait_event(event)
@@ -71,10 +71,22 @@ class Lanes:
         if self.asynchronous and self._stream(lane) != self._stream(other):
             self._stream(lane).wait_stream(self._stream(other))
 
-    def settle(self) -> None:
-        """The host waits for every lane (offloaded gradients must be there when it reads them)."""
-        if self.asynchronous:
+    def settle(self, event: Any = None) -> None:
+        """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
+        writes offloaded weights."""
+        if self.asynchronous and event is None:
             torch.cuda.synchronize(self.device)
+        elif self.asynchronous:
+            event.synchronize()
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise where the caller's stream is being captured into a CUDA graph."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{what} runs while a CUDA graph is captured: whether weights are gathered and "
+                f"gradients reduced is decided by the host in each step, and a replay would repeat "
+                f"what was decided for the capture. Call wrapped modules outside of the capture"
+            )
 
     def _stream(self, lane: LaneName) -> Any:
         if lane != "compute":

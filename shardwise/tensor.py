@@ -27,6 +27,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,11 +153,18 @@ class ShardedTensor(DTensor):
     # ------------------------------------------------------------------ DTensor's methods
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """This rank's piece, aliased; no gradient flows through it."""
+        """This rank's piece, aliased; no gradient flows through it.
+
+        Torch's operations on it are seen as writes. What writes by its address outside of an
+        optimizer's step (numpy, DLPack, ``.data`` of it, a foreign kernel) is not:
+        ``sw.mark_written`` tells.
+        """
         if grad_placements is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}': to_local(grad_placements=...): no gradient flows through it"
             )
+        if self.version is not None and self.version.reading is not None:
+            self.version.await_readers()  # whoever asks may write
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
@@ -216,7 +227,7 @@ class ShardedTensor(DTensor):
         too many, which costs a refresh.
         """
         if self.version is not None:
-            self.version.count += 1
+            self.version.write()
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]
@@ -233,7 +244,7 @@ class ShardedTensor(DTensor):
         offsets, sizes = found[0]
         pairs = zip(offsets, self.cut.stride, strict=True)
         first = sum(offset * stride for offset, stride in pairs)
-        flat = self._local_tensor.view(-1)
+        flat = self.to_local().view(-1)
         return flat.narrow(0, first - self.cut.piece[0], sizes.numel()).view(sizes)
 
 
@@ -264,6 +275,41 @@ def _wrap(
 
 
 _operations = Operations(ShardedTensor, _wrap)
+
+
+# ------------------------------------------------------------------------------ optimizers
+
+
+def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
+    """The versions of the buffers that a step may write: those of trainable parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = {
+            id(parameter.version): parameter.version
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) is ShardedTensor and parameter.requires_grad
+        }
+    return [version for version in found.values() if version is not None]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Gathers that still read main weights end before any optimizer writes those."""
+    for version in _versions_of(optimizer):
+        version.await_readers()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Whatever wrote the weights, a kernel that no version counter saw too: count it.
+
+    ``sw.optimizer`` says itself when it is done with a buffer, whose gather may be under way.
+    """
+    if not getattr(optimizer, "counts_writes", False):
+        for version in _versions_of(optimizer):
+            version.count += 1
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):

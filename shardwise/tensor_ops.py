@@ -173,9 +173,9 @@ class Operations:
             target = args[0]
             if type(target) is not kind:
                 self._refuse(func, args, kwargs, "it can't be written into a plain tensor")
-            func(*operands, **kwargs)
             if target.version is not None:
-                target.version.count += 1
+                target.version.write()
+            func(*operands, **kwargs)
             return target
         if out is not None:
             return self._pointwise_out(func, operands, kwargs, out, cut)
@@ -205,14 +205,15 @@ class Operations:
         target = kwargs.pop(out)
         if type(target) is not self.kind:
             _refuse_cut(func, cut, "it can't be written into a plain tensor")
+        self._write(target)
         func(*operands, **kwargs, **{out: self._align(func, cut, target)})
-        self._written(target)
         return target
 
-    def _written(self, *targets: Any) -> None:
+    def _write(self, *targets: Any) -> None:
+        """Before a write: count it, and wait for gathers that still read."""
         for target in targets:
             if type(target) is self.kind and target.version is not None:
-                target.version.count += 1
+                target.version.write()
 
     def _foreach(
         self,
@@ -243,15 +244,14 @@ class Operations:
             # A kernel that is given nothing may still write: other libraries were corrupted so.
             keep = [index for index, one in enumerate(operands[0]) if one.numel()]
             operands = [[one[index] for index in keep] if one else one for one in operands]
+        if writes:
+            # Of a fused optimizer's lists only the first is a weight that somebody may be watching.
+            self._write(*args[0])
         result: Any = func(*operands, **kwargs) if not skip_empty or operands[0] else None
-        if not writes:
-            pairs = zip(result, cuts, strict=True)
-            return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
-        # Of a fused optimizer's lists only the first is a weight that somebody may be watching.
-        for target in args[0]:
-            if type(target) is kind and target.version is not None:
-                target.version.count += 1
-        return None
+        if writes:
+            return None
+        pairs = zip(result, cuts, strict=True)
+        return [one if cut is None else self.wrap(one, cut) for one, cut in pairs]
 
     def _align_list(
         self, func: Any, cuts: list[Cut | None], operand: Sequence[Any]
@@ -307,8 +307,8 @@ class Operations:
             # Another cut, or another library's DTensor: every rank is here, so all may gather.
             full = source.full_tensor() if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
+        self._write(target)
         func(target._local_tensor, local, *rest, **kwargs)
-        self._written(target)
         return target
 
     def _foreach_copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -328,8 +328,8 @@ class Operations:
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
         if func._schema.is_mutable:
             func(full, *rest, **kwargs)
+            self._write(target)
             local.copy_(cut.take(full))
-            self._written(target)
             return target
         return self.wrap(cut.take(func(full, *rest, **kwargs)).clone(), cut)
 
@@ -398,8 +398,8 @@ class Operations:
         """
         tensors, found_inf, *rest = args
         locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
+        self._write(*tensors)
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
-        self._written(*tensors)
         # One collective per kind of cut, in order of first appearance.
         cuts = {(cut.mesh, cut.sharded): cut for cut in self._cuts(list(tensors))}.values()
         widest = max(cuts, key=lambda cut: cut.mesh.size())

@@ -59,6 +59,8 @@ _plain_attributes = torch._C.DisableTorchFunctionSubclass
 class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of two kinds, stepped together; see :func:`optimizer`."""
 
+    counts_writes = True  # by ``written``, buffer by buffer, as soon as each is done
+
     def __init__(
         self,
         groups: list[dict[str, Any]],

@@ -164,14 +164,12 @@ class CodedGroup(Group):
     def _bring(self, missing: Sequence[GroupPlane], runtime: Runtime) -> None:
         if not missing:
             return
-        lanes = runtime.lanes
+        self._prepare(runtime, *(plane.memory for plane in missing))
         comm.purpose = self.label
-        with lanes.on("gather"):
-            for pending in self._coming:
-                pending.wait()
+        with runtime.lanes.on("gather"):
+            self._arrive()
             for plane in missing:
                 plane.memory.acquire(runtime.source)
-            self._coming = []
             kept = self._plane_of("backward") if self._keeps else None
             rest = [plane for plane in missing if plane is not kept]
             if kept is not None and len(rest) < len(missing):
@@ -183,10 +181,20 @@ class CodedGroup(Group):
                 self._coming += self._gather_codes(rest, self._source())
             elif rest:
                 self._gather_staged(rest, runtime)
-            self._ready = lanes.mark("gather")
         comm.purpose = ""
         for plane in missing:
             plane.filled = self.main.state
+        self._issued(runtime)
+
+    def _arrive(self) -> None:
+        coming, self._coming = self._coming, []
+        try:
+            for pending in coming:
+                pending.wait()
+        except BaseException:
+            for plane in self.planes.values():
+                plane.filled = None
+            raise
 
     def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
         """Encode what is here; then codes and scales travel, axis by axis."""
@@ -213,11 +221,9 @@ class CodedGroup(Group):
         self.whole.block.release(runtime.source)
 
     def wait(self, runtime: Runtime) -> None:
-        for pending in self._coming:
-            pending.wait()
-        if self._ready is not None:
-            runtime.lanes.wait("compute", self._ready)
-        self._coming, self._ready = [], None
+        if self.pending:
+            self._arrive()
+            self._computes_next(runtime)
         if self._spent and self._kept is not None:
             self._kept.release(runtime.source)
             self._spent = False
@@ -253,14 +259,13 @@ class CodedGroup(Group):
         length = whole.numel() // axis.size
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            for pending in self._coming:
-                pending.wait()
+            self._arrive()
             if self._kept is None:
                 self._kept = Memory(length, whole.dtype, whole.device, "compute", lane="gather")
             self._kept.acquire(runtime.source)
             self._kept.tensor.copy_(whole[axis.rank * length : (axis.rank + 1) * length])
         # Nobody computes with what was just gathered: compute need not wait for it.
-        self._coming, self._ready, self._spent = [], None, False
+        self._ready, self._spent = None, False
         self._kept_axis, self._kept_filled = axis, plane.filled
 
     def plane(self, index: int, phase: Phase) -> Plane:

@@ -297,7 +297,7 @@ class Gradients:
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that take turns share a step between two collectives.
         number = len(self._steps[last]) * (2 if self._turns else 1)
-        runtime.launch(collectives, number, self._finish(target, last), self.label)
+        runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
@@ -430,7 +430,7 @@ class Gradients:
         else:
             into.add_(value.to(into.device))
 
-    def _finish(self, target: Buffer, last: bool) -> Callable[[], None]:
+    def _finish(self, runtime: Runtime, target: Buffer, last: bool) -> Callable[[], None]:
         """What runs once the reduction is done and the compute lane has waited for it."""
 
         def finish() -> None:
@@ -441,13 +441,13 @@ class Gradients:
                 if self._inner is not None:
                     self._inner.block.release(_CACHING)
                 self._stamp = None
-                self._publish()
+                self._publish(runtime)
 
         return finish
 
     # ------------------------------------------------------------------ what the optimizer sees
 
-    def _publish(self) -> None:
+    def _publish(self, runtime: Runtime) -> None:
         """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
         hooked = []
         with _plain_attributes():
@@ -458,6 +458,8 @@ class Gradients:
                     parameter.grad = grad
                     if parameter._post_accumulate_grad_hooks:
                         hooked.append(parameter)
+        if hooked:
+            runtime.settle()  # hooks may read the gradients on the host
         for parameter in hooked:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)

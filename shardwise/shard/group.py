@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,6 +134,8 @@ class Group:
         self._pending: comm.Pending | None = None
         self._plan: GatherPlan | None = None
         self._ready: Any = None
+        # main.state whose writers the gather lane has waited for; None: for none yet
+        self.awaited: Any = None
         if self.aliased:
             self.whole = self.main
             return
@@ -265,11 +268,10 @@ class Group:
         """
         if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
             return
-        lanes = runtime.lanes
+        self._prepare(runtime, self.whole.block)
         comm.purpose = self.label
-        with lanes.on("gather"):
-            if self._pending is not None:
-                self._pending.wait()
+        with runtime.lanes.on("gather"):
+            self._arrive()
             self.whole.block.acquire(runtime.source)
             if self._kept is not None and self._kept.live and self._kept_filled == self.main.state:
                 assert self._kept_axis is not None
@@ -279,19 +281,54 @@ class Group:
                 if self._plan is None:
                     self._plan = source.gather_plan(self.whole)
                 self._pending = self._plan.run()
-            self._ready = lanes.mark("gather")
         comm.purpose = ""
         self._filled = self.main.state
+        self._issued(runtime)
+
+    def _prepare(self, runtime: Runtime, *blocks: Block) -> None:
+        """Before a gather: its lane waits for whoever wrote main last, and there is room."""
+        state = self.main.state
+        if self.awaited != state:
+            runtime.lanes.join("gather", "compute")
+            self.awaited = state
+        for block in blocks:
+            runtime.source.make_room(block)
+
+    def _issued(self, runtime: Runtime) -> None:
+        """A gather was issued: who computes with the whole weights, or writes main, waits for it.
+        The host writes offloaded weights, and waits itself."""
+        lanes = runtime.lanes
+        self._ready = event = lanes.mark("gather")
+        if event is not None:
+            wait = lanes.settle if self.offload else partial(lanes.wait, "compute")
+            self.main.version.reading = partial(wait, event)
+
+    def _arrive(self) -> None:
+        """Wait for messages under way. Where they fail, nothing has been gathered."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.wait()
+        except BaseException:
+            self._filled = None
+            raise
 
     def wait(self, runtime: Runtime) -> None:
         """What the caller computes next sees the whole weights."""
         if self.aliased or self._pending is None:
             return
-        self._pending.wait()
-        runtime.lanes.wait("compute", self._ready)
-        self._pending = self._ready = None
+        self._arrive()
+        self._computes_next(runtime)
         if self._kept is not None:
             self._kept.release(runtime.source)
+
+    def _computes_next(self, runtime: Runtime) -> None:
+        """The compute lane waits for what was gathered."""
+        runtime.lanes.wait("compute", self._ready)
+        self._ready = None
+        if not self.offload:  # else the host has not waited
+            self.main.version.reading = None
 
     def release(self, runtime: Runtime) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read

@@ -71,6 +71,7 @@ class ShardedModule(FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own parameters (not those of wrapped modules inside it)."""
         unit = self._ready_unit()
+        unit.runtime.lanes.refuse_capture(f"unshard() of '{unit.name}'")
         if not async_op:
             unit.expose("forward")
             return None
@@ -186,8 +187,9 @@ class ShardedModule(FSDPModule):
         self._shardwise_unit.backward_prefetch = _references(modules)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next forward's gathers wait for ``event`` instead of everything issued before."""
-        self._ready_unit().runtime.after_optimizer = event
+        """The next forward's gathers wait for ``event``, recorded after the optimizer's step,
+        instead of everything issued before that forward."""
+        self._ready_unit().runtime.await_writers(event)
 
     # ------------------------------------------------------------------ communication
 
@@ -269,6 +271,26 @@ def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:
     if strangers:
         raise ValueError(f"{strangers} are not wrapped by fully_shard and cannot be prefetched")
     return [weakref.ref(unit) for unit in units if unit is not None]
+
+
+def mark_written(model: nn.Module) -> None:
+    """Tell that main weights of a wrapped model were written where no version counter sees it: by
+    numpy, DLPack, ``p.to_local().data`` or a foreign kernel, outside of an optimizer's step.
+
+    Weights that stay gathered (``zero(0)`` to ``zero(2)``, ``reshard_after_forward=False``, MXFP8)
+    are made anew by the next forward. Call it after the write, on every rank. Torch's operations on
+    a parameter or its ``to_local()``, every ``torch.optim`` optimizer and every load are seen
+    without it.
+    """
+    units = list(units_of(model))
+    if not units:
+        raise ValueError(
+            f"mark_written: nothing of this {type(model).__name__} is wrapped by fully_shard or "
+            f"data_parallel, so no weights are kept beside its parameters"
+        )
+    for unit in units:
+        for group in unit.groups:
+            group.main.version.write()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

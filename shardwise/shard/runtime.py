@@ -61,6 +61,9 @@ class Member(InTurn, Protocol):
     sync: bool
     gated: bool
 
+    @property
+    def groups(self) -> Sequence[Any]: ...
+
     def trainable_leaves(self) -> list[Tensor]: ...
 
     @property
@@ -130,8 +133,8 @@ class Runtime:
         self.walked = {0}
         # Set from the first unit of a backward to its end; dead where that backward raised.
         self._ending: Callable[[], _Ending | None] | None = None
-        self.settle_after_backward = False
-        self.after_optimizer: Any = None
+        self.offloads = False  # whether gradients go to the host
+        self._writers_awaited = False  # whether the user marked the optimizer's end
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
 
@@ -148,12 +151,22 @@ class Runtime:
         self.forward += 1
         for unit in self.units:
             unit.tidy()  # all before the first gather: their memory is free for it
-        # A gather must see what the optimizer wrote; and only that, where the user marked its end.
-        if self.after_optimizer is not None:
-            self.lanes.wait("gather", self.after_optimizer)
-            self.after_optimizer = None
-        else:
+        if not self._writers_awaited:
+            self.await_writers()
+        self._writers_awaited = False
+
+    def await_writers(self, event: Any = None) -> None:
+        """Have gathers wait for what has written main weights so far: for all that compute was
+        given, or only for ``event``, by which the user marks the optimizer's end. Later writes are
+        noticed by ``Group.gather``."""
+        if event is None:
             self.lanes.join("gather", "compute")
+        else:
+            self.lanes.wait("gather", event)
+            self._writers_awaited = True
+        for unit in self.units if self.lanes.asynchronous else ():
+            for group in unit.groups:
+                group.awaited = group.main.state
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -275,8 +288,7 @@ class Runtime:
         for unit in units:
             unit.release_unused(kept)
         self.walked = {0}
-        if self.settle_after_backward:
-            self.lanes.settle()
+        self.settle()
         if isinstance(self.source, TracePool):
             self.source.step_done(graph_kept=kept)
         if left:
@@ -299,6 +311,12 @@ class Runtime:
         """A unit has completed. After backward nobody else will wait for its reduction."""
         if self._ending is None and not self.in_backward:
             self.drain()
+            self.settle()
+
+    def settle(self) -> None:
+        """Before somebody reads gradients: the host waits for those that are copied to it."""
+        if self.offloads:
+            self.lanes.settle()
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise."""

@@ -232,9 +232,10 @@ class Unit:
     def adopt_runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
         for group in self.groups:
+            group.awaited = None  # by other lanes, perhaps
             group.gradients.source = runtime.source
             if group.offload:
-                runtime.settle_after_backward = True
+                runtime.offloads = True
 
     def _go(self, phase: Phase) -> None:
         if (self.phase, phase) not in _ALLOWED:
@@ -247,6 +248,7 @@ class Unit:
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime
+        runtime.lanes.refuse_capture(f"forward of '{self.name}'")
         recomputing = runtime.in_backward
         if not recomputing and (runtime.failed or self._running):
             self._recover()
@@ -574,7 +576,6 @@ class Unit:
         """
         runtime = self._runtime  # none before the first forward, which gathers everything
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
-            runtime.lanes.join("gather", "compute")
             self.groups[number].gather(runtime)
 
     def evict(self) -> None:

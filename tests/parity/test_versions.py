@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.models import Model, loss_of, make_model, tokens
+from shardwise import comm
+from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.parity.helpers import STRATEGIES, make_sharded
 from tests.ranks import run_ranks
 
@@ -182,3 +184,98 @@ def check_between(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_between_writes_is_never_stale(strategy: str) -> None:
     run_ranks(check_between, 4 if strategy in ("hsdp", "hfsdp") else 2, strategy)
+
+
+# ------------------------------------------------------------------- writes that no counter sees
+
+
+def write_unseen(parameter: sw.ShardedTensor) -> None:
+    """As numpy, DLPack or a foreign kernel does: by address."""
+    parameter.to_local().numpy()[...] *= 1.5
+
+
+class Foreign(torch.optim.Optimizer):
+    """An optimizer whose kernel writes by address (apex, bitsandbytes, CPUAdam)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                write_unseen(parameter)
+
+
+def mark(model: Model) -> None:
+    for parameter in model.parameters():
+        write_unseen(parameter)
+    sw.mark_written(model)
+
+
+UNSEEN: dict[str, tuple[sw.Placements, dict[str, Any]]] = {
+    **{f"zero{stage}": (sw.zero(stage), {"precision": PRECISIONS["bf16"]}) for stage in range(4)},
+    "kept": (sw.zero(3), {"precision": PRECISIONS["bf16"], "reshard_after_forward": False}),
+    "mxfp8": (sw.zero(1), {"precision": sw.Precision(weights="mxfp8")}),
+    "gathers in step": (sw.zero(1), {"precision": PRECISIONS["bf16"], "gather_in_step": True}),
+}
+
+
+def check_unseen(rank: int, world_size: int, case: str) -> None:
+    placements, options = UNSEEN[case]
+    model = make_model(width=32, depth=2)
+    shard_model(model, placements, mesh_for(placements, world_size), **options)
+    batch = tokens(0, 0, rank, world_size)
+    for write in (mark, lambda model: Foreign(model.parameters()).step()):
+        with torch.no_grad():
+            before = model(batch)
+        write(model)
+        # A second model, which has never seen other weights.
+        fresh = make_model(width=32, depth=2)
+        fresh.load_state_dict(full(model))
+        shard_model(fresh, placements, mesh_for(placements, world_size), **options)
+        with torch.no_grad():
+            found = model(batch)
+            assert torch.equal(found, fresh(batch)) and not torch.equal(found, before)
+    for parameter in model.parameters():  # negative control: this is what cannot be seen
+        write_unseen(parameter)
+    with torch.no_grad():
+        stale = torch.equal(model(batch), found)
+    assert stale == (case not in ("zero3",)), "whether the control sees the fault"
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_steps_and_marks_count_as_writes(case: str) -> None:
+    run_ranks(check_unseen, 2, case)
+
+
+def check_costs(rank: int, world_size: int, name: str) -> list[int]:
+    """Gathers of each step under zero(1): one per unit, whoever steps."""
+    gathers = []
+    options = {"precision": PRECISIONS["bf16"], "gather_in_step": name == "ours"}
+    model = make_sharded(sw.zero(1), world_size, **options)
+    model.layers[1].requires_grad_(False)
+    optimizer: torch.optim.Optimizer = {
+        "ours": lambda: sw.optimizer(model, matrix=None, elementwise=sw.adamw()),
+        "adamw": lambda: torch.optim.AdamW(model.parameters()),
+        "foreign": lambda: Foreign(model.parameters()),
+    }[name]()
+    loss_of(model, tokens(0, 0, rank, world_size)).backward()
+    for _ in range(3):
+        with comm.record() as calls:
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_of(model, tokens(0, 0, rank, world_size)).backward()
+        gathers.append(sum(call.operation == "all_gather" for call in calls))
+    return gathers
+
+
+@pytest.mark.parametrize("name", ["ours", "adamw", "foreign"])
+def test_counting_steps_gathers_nothing_twice(name: str) -> None:
+    for gathers in run_ranks(check_costs, 2, name):
+        assert gathers == [2, 2, 2], "the root and one layer; the other is frozen"
+
+
+def test_a_model_without_units_cannot_be_marked() -> None:
+    with pytest.raises(ValueError, match="mark_written: nothing of this Linear"):
+        sw.mark_written(nn.Linear(2, 2))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process that poses as rank 0 of 4 on torch's fake backend, so that collectives are issued as
+NCCL's are; and models under every strategy, whose lanes a checker records."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from shardwise.shard.module import units_of
+from tests.models import Model, loss_of, make_model, shard_model, tokens
+from tests.races.checker import Checker
+
+NUM_RANKS = 4
+WIDTH = 32  # the side of an MXFP8 block
+PRECISIONS: dict[str, sw.Precision | None] = {
+    "fp32": None,
+    "bf16": sw.Precision(weights="bf16", reduce="fp32"),
+    "mxfp8": sw.Precision(weights="mxfp8", reduce="fp32"),
+}
+STRATEGIES = {f"zero{stage}": sw.zero(stage) for stage in range(4)} | {
+    "hsdp": sw.hsdp(),
+    "hfsdp": sw.hfsdp(),
+}
+
+
+@contextmanager
+def posing() -> Iterator[dict[int, DeviceMesh]]:
+    """Be rank 0, alone; the meshes by their number of axes."""
+    excepthook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    try:
+        yield {
+            1: init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",)),
+            2: init_device_mesh("cpu", (2, NUM_RANKS // 2), mesh_dim_names=("dp_outer", "dp")),
+        }
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+def make(
+    meshes: dict[int, DeviceMesh], strategy: str, precision: str = "bf16", **options: Any
+) -> Model:
+    placements = STRATEGIES[strategy]
+    model = make_model(width=WIDTH, depth=3)
+    mesh = meshes[placements.num_axes]
+    return shard_model(model, placements, mesh, precision=PRECISIONS[precision], **options)
+
+
+def name_memory(checker: Checker, model: nn.Module) -> None:
+    """Call buffers by their names, so that a finding can be read."""
+    for unit in units_of(model):
+        for number, group in enumerate(unit.groups):
+            of = f"{unit.name} group {number}"
+            checker.name(group.main.flat, f"main of {of}", on_host=group.offload)
+            if group.compute is not None:
+                checker.name(group.compute.flat, f"compute of {of}")
+            if not group.aliased:
+                for block in group.blocks:
+                    checker.name(block.tensor, f"whole of {of}")
+
+
+def backward(model: nn.Module, microbatch: int = 0, *, keep: bool = False) -> torch.Tensor:
+    loss = loss_of(model, tokens(0, microbatch, 0, NUM_RANKS))
+    loss.backward(retain_graph=keep)
+    return loss
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(tokens(0, 0, 0, NUM_RANKS))
