@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise import comm
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up
 from shardwise.moe.delayed import DelayedGradients
@@ -34,6 +35,7 @@ from shardwise.moe.weights import (
     as_neighbours,
     as_one,
     declare_matrices,
+    saved_by,
 )
 
 LayoutName = Literal["grouped", "indexed"]
@@ -76,8 +78,10 @@ class GroupedLinear(nn.Module):
                 f"(MXFP8 comes by sw.Precision(weights='mxfp8'))"
             )
         self.num_experts, self.in_features, self.out_features = sizes.values()
-        # Where experts are spread over ranks: the number of the first one here, and of all.
+        # Where experts are spread over ranks: the number of the first one here, and of all; and the
+        # ranks that have them together, where they exchange tokens.
         self.first_expert, self.total_experts = 0, num_experts
+        self.axis: comm.Axis | None = None
         self.has_bias = bias
         self.layouts: dict[str, LayoutName] = {"weight": weight_layout}
         if bias:
@@ -142,9 +146,14 @@ class GroupedLinear(nn.Module):
         for parameter in self.experts("bias").parameters if self.has_bias else ():
             parameter.zero_()
 
-    def spread(self, first: int, count: int) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on."""
-        if self.num_experts != self.total_experts:
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks have other experts."""
+        return self.num_experts < self.total_experts
+
+    def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
+        if self.is_spread:
             raise ValueError(
                 f"{self.num_experts} of {self.total_experts} experts are here, from number "
                 f"{self.first_expert} on: they are spread already (axis=, spread or keep_share). "
@@ -163,7 +172,7 @@ class GroupedLinear(nn.Module):
             kept[name] = whole[first : first + count].clone(), trained
         for name in list(self._parameters):
             delattr(self, name)
-        self.num_experts, self.first_expert = count, first
+        self.num_experts, self.first_expert, self.axis = count, first, axis
         for name, (values, trained) in kept.items():
             self._register(name, values)
             for parameter, trains in zip(self.experts(name).parameters, trained, strict=True):
@@ -202,7 +211,7 @@ class GroupedLinear(nn.Module):
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [delayed.anchor(x, inputs)]
+            inputs = [delayed.anchor(x, self)]
         return _Linear.apply(  # type: ignore[no-any-return]
             x, ends.contiguous(), bundles, self.products_for(x), delayed, *inputs
         )
@@ -231,8 +240,7 @@ class GroupedLinear(nn.Module):
     def _normalise(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Bring the keys to this layout; of the experts of all ranks, take those that are here."""
         for name, layout in self.layouts.items():
-            spread = self.num_experts < self.total_experts
-            if spread and keys.holds(state_dict, prefix, name, self.total_experts):
+            if self.is_spread and keys.holds(state_dict, prefix, name, self.total_experts):
                 keys.one_by_one(state_dict, prefix, name, self.total_experts)
                 keys.from_one_by_one(
                     state_dict, prefix, name, self.num_experts,
@@ -329,14 +337,15 @@ class _Linear(torch.autograd.Function):
         y = products.linear(rows, bundles[0].value(dtype), ends)
         if len(bundles) > 1:
             y = (y.float() + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
-        ctx.save_for_backward(rows, ends, *inputs)
+        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
+        ctx.save_for_backward(rows, ends, *parameters)  # those to be guarded against changes
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, ends, *_ = ctx.saved_tensors
+        rows, ends, *_ = saved_by(ctx)
         bundles, products = ctx.bundles, ctx.products
         dy = dy.contiguous()
         dx = None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise import comm
 from shardwise.moe.activation import Activation
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import (
@@ -34,7 +35,7 @@ from shardwise.moe.grouped_linear import (
 )
 from shardwise.moe.inputs import check_inputs, check_path, choose_path, compute_dtype
 from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
-from shardwise.moe.weights import ExpertTensor
+from shardwise.moe.weights import ExpertTensor, saved_by
 
 
 class FullPrecision:
@@ -142,7 +143,7 @@ class GroupedMLP(nn.Module):
         delayed = self.delayed if delays else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [delayed.anchor(x, inputs)]
+            inputs = [delayed.anchor(x, self)]
         form = Form(self.activation, self.gate_up_block)
         spec = _Spec(bundles, self._chosen[1], form, delayed)
         return _MLP.apply(x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
@@ -152,10 +153,10 @@ class GroupedMLP(nn.Module):
         """Over how many ranks all experts are spread."""
         return self.fc1.total_experts // self.num_experts
 
-    def spread(self, first: int, count: int) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on."""
+    def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
         for linear in (self.fc1, self.fc2):
-            linear.spread(first, count)
+            linear.spread(first, count, axis)
         self.num_experts = count
 
     def _bundles(self) -> list[ExpertTensor]:
@@ -209,14 +210,15 @@ class _MLP(torch.autograd.Function):
                 y.float(), p[:, None], biases[1][expert_of(ends, len(rows))].float()
             ).to(dtype)
         # The parameters are saved to be guarded against changes; backward reads them as they are.
-        ctx.save_for_backward(rows, z, p, ends, *inputs)
+        parameters = [parameter for bundle in spec.bundles for parameter in bundle.parameters]
+        ctx.save_for_backward(rows, z, p, ends, *parameters)
         ctx.spec, ctx.x_dtype = spec, x.dtype
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, z, p, ends, *_ = ctx.saved_tensors
+        rows, z, p, ends, *_ = saved_by(ctx)
         ctx.maybe_clear_saved_tensors()  # z goes when it was read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles

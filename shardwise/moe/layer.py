@@ -58,7 +58,7 @@ class MixtureOfExperts(nn.Module):
         self._dispatcher = Dispatcher(self.axis)
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
-            linear.total_experts = routing.num_experts
+            linear.total_experts, linear.axis = routing.num_experts, self.axis
 
     def spread(self, axis: comm.Axis | None, tokens: comm.Axis | None = None) -> None:
         """Keep this rank's share of the experts, of all that are here now. Before sharding.
@@ -66,17 +66,17 @@ class MixtureOfExperts(nn.Module):
         ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
         """
         if axis is not None and axis.size > 1:
-            self.keep_share(axis.size, axis.rank)
+            self.keep_share(axis.size, axis.rank, axis)
             self.axis = axis
             self._dispatcher = Dispatcher(axis)
         tokens = tokens or axis
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
-    def keep_share(self, size: int, rank: int = 0) -> None:
+    def keep_share(self, size: int, rank: int = 0, axis: comm.Axis | None = None) -> None:
         """Keep one of ``size`` equal shares of the experts. By itself that makes a layer to plan
         with: as large as on one rank, and without anybody to send rows to."""
         local = check_share(self.router.routing.num_experts, size)
-        self.experts.spread(rank * local, local)
+        self.experts.spread(rank * local, local, axis)
 
     @property
     def first_expert(self) -> int:

@@ -230,17 +230,19 @@ class Router(nn.Module):
         Without a ``bias_rate`` it only starts the counts anew.
         """
         if self.routing.bias_rate:
-            weight = self.weight
-            if self.axis is None and isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
-                raise RuntimeError(
-                    f"this router is wrapped over {weight.device_mesh.size()} ranks, and each "
-                    f"would move its bias by its own tokens: call MixtureOfExperts.spread(None, "
-                    f"tokens) before wrapping, with the axis of all ranks that have tokens"
-                )
-            if self.axis is not None:
-                comm.all_reduce(self.load, self.axis).wait()
+            for axis in self._bias_axes():
+                comm.all_reduce(self.load, axis).wait()
             self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()
         self.forget_load()
+
+    def _bias_axes(self) -> tuple[comm.Axis, ...]:
+        """The ranks whose biases move together: ``axis``, or all that share the router's weight
+        where those are more."""
+        own = () if self.axis is None else (self.axis,)
+        weight = self.weight
+        if not isinstance(weight, DTensor) or weight.device_mesh.size() <= sum(a.size for a in own):
+            return own
+        return comm.mesh_axes(weight.device_mesh)
 
     def forget_load(self) -> None:
         """Count anew."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.moe.delayed import DelayedGradients
 from shardwise.shard.unit import Unit, start_runtime
 
 
@@ -93,6 +94,10 @@ class ShardedModule(FSDPModule):
                 group.gradients.discard()
                 for parameter in group.sharded:
                     parameter.grad = None
+        for module in self.modules():  # type: ignore[attr-defined]
+            delayed = getattr(module, "delayed", None)
+            if isinstance(delayed, DelayedGradients):
+                delayed.forget()
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit
