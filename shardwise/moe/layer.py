@@ -48,6 +48,7 @@ class MixtureOfExperts(nn.Module):
         **experts: Any,
     ) -> None:
         super().__init__()
+        _check_axis("MixtureOfExperts(axis", axis)
         self.axis = axis if axis is not None and axis.size > 1 else None
         local = check_share(routing.num_experts, 1 if self.axis is None else self.axis.size)
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
@@ -65,6 +66,8 @@ class MixtureOfExperts(nn.Module):
 
         ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
         """
+        _check_axis("spread(axis", axis)
+        _check_axis("spread(tokens", tokens)
         if axis is not None and axis.size > 1:
             self.keep_share(axis.size, axis.rank, axis)
             self.axis = axis
@@ -75,7 +78,7 @@ class MixtureOfExperts(nn.Module):
     def keep_share(self, size: int, rank: int = 0, axis: comm.Axis | None = None) -> None:
         """Keep one of ``size`` equal shares of the experts. By itself that makes a layer to plan
         with: as large as on one rank, and without anybody to send rows to."""
-        local = check_share(self.router.routing.num_experts, size)
+        local = check_share(self.router.routing.num_experts, size, rank)
         self.experts.spread(rank * local, local, axis)
 
     @property
@@ -127,6 +130,14 @@ class MixtureOfExperts(nn.Module):
     def gradient_divisor(self, data_ranks: int) -> float:
         """What to divide expert gradients by, after the sum over ranks with the same experts."""
         return float(data_ranks)
+
+
+def _check_axis(what: str, axis: Any) -> None:
+    if axis is not None and not isinstance(axis, comm.Axis):
+        raise ValueError(
+            f"{what}={type(axis).__name__}): an axis of ranks is needed, such as "
+            f"sw.comm.as_axis(mesh.get_group('ep'), 'ep')"
+        )
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.moe.activation import wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ class Router(nn.Module):
         kind = "cpu" if tokens.is_meta else tokens.device.type
         with torch.autocast(kind, enabled=False):
             # fp32: bf16 would tie experts that differ.
-            logits = F.linear(tokens.float(), self.weight.float())  # [tokens, experts]
+            rows = wide(tokens)
+            logits = F.linear(rows, self.weight.to(rows.dtype))  # [tokens, experts]
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
         ranked = scores.detach()
         if routing.bias_rate:
@@ -206,7 +208,7 @@ class Router(nn.Module):
     def _loss(self, logits: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
         routing = self.routing
         loss = logits.new_zeros(())
-        total = wanted.float()
+        total = wanted.to(logits.dtype)
         if routing.balance_loss and self.axis is not None:
             comm.all_reduce(total, self.axis).wait()  # by ranks without tokens too
         if len(logits) == 0:
