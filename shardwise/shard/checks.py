@@ -85,6 +85,11 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
                 f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
                 f"train in float32, bfloat16 or float16"
             )
+        elif parameter.requires_grad and any(getattr(m, "sparse", None) is True for m in f.modules):
+            problems.append(
+                f"'{f.name}' belongs to a {f.owners[0].__name__}(sparse=True): gradients are "
+                f"summed over ranks in dense buffers; build it with sparse=False"
+            )
         elif parameter.numel() == 0:
             problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
     return problems

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.moe.delayed import DelayedGradients
+from shardwise.shard.group import lost_writes
 from shardwise.shard.unit import Unit, start_runtime
 
 
@@ -80,7 +81,10 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Release them again."""
+        lost = lost_writes(self._shardwise_unit.groups)
         self._shardwise_unit.rest()
+        if lost is not None:
+            raise lost
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop the iteration, gradients included."""

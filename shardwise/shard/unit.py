@@ -30,7 +30,7 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.call import Call, cast_floats, in_checkpoint, in_recomputation, will_come
-from shardwise.shard.group import Group
+from shardwise.shard.group import Group, lost_writes
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.starting import refuse_problems
 from shardwise.streams import annotate
@@ -294,11 +294,14 @@ class Unit:
         return cast_floats(output, self.precision.output_dtype)
 
     def _end_forward(self, kept: bool) -> None:
+        lost = lost_writes(self.groups)
         with annotate(f"{self.name}: release after forward"):
             self.hide()
             if self._releases_after_forward:
                 self._release(kept)
         self._go(Phase.RESTING)
+        if lost is not None:
+            raise lost
 
     def end_forward(self) -> None:
         """The root's forward is over: a list of modules of which only some ran goes to rest too."""
