@@ -38,10 +38,13 @@ from shardwise.tensor import Cut, ShardedTensor, Version
 
 
 class Ranks:
-    """A data-parallel mesh as one rank sees it: axes outer to inner, and its place on each."""
+    """A data-parallel mesh as one rank sees it: axes outer to inner, and its place on each.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
+    """
+
+    def __init__(self, mesh: DeviceMesh, others: comm.Axis | None = None) -> None:
+        self.mesh, self.others = mesh, others
         self.axes = comm.mesh_axes(mesh)
         self.sizes = tuple(axis.size for axis in self.axes)
         self.coordinate = tuple(axis.rank for axis in self.axes)
@@ -152,7 +155,7 @@ class Buffer:
         """Where the pieces of one parameter lie, for its DTensors."""
         assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
         sharded = tuple(placement == SHARD for placement in self.placements)
-        return Cut(self.layout, index, self.ranks.mesh, sharded)
+        return Cut(self.layout, index, self.ranks.mesh, sharded, others=self.ranks.others)
 
     def dtensor(self, index: int) -> ShardedTensor:
         """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""

@@ -131,6 +131,7 @@ class Cut:
     mesh: DeviceMesh
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
     turns: Turns | None = None  # of the axes that cut nothing: see :meth:`turned`
+    others: comm.Axis | None = None  # ranks outside the mesh that hold other experts, each its own
 
     def __post_init__(self) -> None:
         name = self.layout.items[self.index].name
@@ -353,16 +354,24 @@ class Cut:
             comm.all_reduce(words, axis).wait()
         return full
 
+    @cached_property
+    def norm_axes(self) -> tuple[comm.Axis, ...]:
+        """The axes that a norm is taken over. That of experts which are spread over ranks is the
+        norm of the experts of all ranks: a total norm is then the same on every rank."""
+        return self.axes if self.others is None else (*self.axes, self.others)
+
     def reduce(
-        self, values: Tensor, op: Literal["sum", "max", "min"], *, everywhere: bool = False
+        self,
+        values: Tensor,
+        op: Literal["sum", "max", "min"],
+        axes: tuple[comm.Axis, ...] | None = None,
     ) -> Tensor:
-        """Every rank's ``values`` (one dimension) made one (collective over the sharded axes, or
-        over all of them).
+        """Every rank's ``values`` (one dimension) made one (collective over ``axes``; None: the
+        sharded ones).
 
         A maximum is taken of gathered values: NCCL's own drops a NaN, torch's keeps it.
         """
-        axes = [axis for axis in comm.mesh_axes(self.mesh) if axis.size > 1]
-        axes = axes if everywhere else list(self.axes)
+        axes = self.axes if axes is None else axes
         if values.is_meta or not axes:
             return values
         result = values.to(self.mesh.device_type)

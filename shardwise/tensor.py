@@ -209,6 +209,7 @@ class ShardedTensor(DTensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+        self._refuse_a_part()
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -216,10 +217,23 @@ class ShardedTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self.chunks()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
+        self._refuse_a_part()
+        return self.chunks()
+
+    def _refuse_a_part(self) -> None:
+        """DCP knows a tensor by its name alone, and other experts have the same name elsewhere."""
+        if self.cut.others is not None:
+            raise NotImplementedError(
+                f"'{self.cut.name}' holds some experts, and other ranks hold other experts under "
+                f"the same name: torch.distributed.checkpoint would keep those of one rank for "
+                f"all. Use sw.save and sw.load, or sw.full_state_dict for one plain file"
+            )
+
+    def chunks(self) -> list[Any]:
         """This rank's boxes, by arithmetic; none where it holds nothing.
 
         Asked of every rank when a checkpoint is planned, saved or loaded: a load will write, and

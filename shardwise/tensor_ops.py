@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.tensor_reduce import norms, whole_value
 
@@ -406,7 +407,8 @@ class Operations:
         for cut in cuts:
             within = cut.mesh.size() < widest.mesh.size()
             over = widest if within else cut
-            value = over.reduce(found_inf.reshape(1), "max", everywhere=within)
+            axes = comm.mesh_axes(over.mesh) if within else over.axes
+            value = over.reduce(found_inf.reshape(1), "max", axes)
             found_inf.copy_(value.view_as(found_inf))
 
 

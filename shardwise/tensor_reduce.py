@@ -36,26 +36,26 @@ def norms(
     whole: list[int] = []
     meshes: dict[Any, list[int]] = {}
     for index, cut in enumerate(cuts):
-        if cut is None or not cut.axes:
+        if cut is None or not cut.norm_axes:
             whole.append(index)
         else:
-            meshes.setdefault((cut.mesh, cut.sharded), []).append(index)
+            meshes.setdefault((cut.mesh, cut.norm_axes), []).append(index)
     if whole:
         found = torch._foreach_norm([locals_[index] for index in whole], order, dtype=dtype)
         for index, norm in zip(whole, found, strict=True):
             result[index] = norm
-    for members in meshes.values():
+    for (_, axes), members in meshes.items():
         cut = cuts[members[0]]
         assert cut is not None
         partials = _partial_norms([locals_[index] for index in members], order)
         if order == math.inf:
-            values = cut.reduce(partials, "max")
+            values = cut.reduce(partials, "max", axes)
         elif order == -math.inf:
-            values = cut.reduce(partials, "min")
+            values = cut.reduce(partials, "min", axes)
         elif order == 0:
-            values = cut.reduce(partials, "sum")
+            values = cut.reduce(partials, "sum", axes)
         else:
-            values = cut.reduce(partials.pow_(order), "sum").pow_(1 / order)
+            values = cut.reduce(partials.pow_(order), "sum", axes).pow_(1 / order)
         targets = [dtype or locals_[index].dtype.to_real() for index in members]
         if len(set(targets)) == 1:
             values = values.to(targets[0])

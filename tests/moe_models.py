@@ -71,7 +71,6 @@ def build(way: Way) -> nn.Module:
     if way.ep > 1:
         net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"))
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=sw.zero(3))
-        net.moe.experts.set_gradient_divide_factor(net.moe.gradient_divisor(way.ranks))  # type: ignore[operator]
     flat = init_device_mesh("cpu", (way.ranks,), mesh_dim_names=("dp",))
     sw.fully_shard(net, mesh=flat, placements=sw.zero(3))
     return net

@@ -31,6 +31,7 @@ from shardwise.checkpoint.files import Window, open_listed, read_listed
 from shardwise.checkpoint.manifest import METADATA, STATE, Manifest
 from shardwise.checkpoint.state import State, model_key
 from shardwise.layout import Shape
+from shardwise.tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def _boxes(tensor: Tensor) -> list[ChunkStorageMetadata]:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
-        chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()
+        ours = isinstance(tensor, ShardedTensor)
+        chunks = tensor.chunks() if ours else tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         return [chunk for chunk in chunks if chunk.sizes.numel()]
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
 

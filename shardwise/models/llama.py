@@ -267,7 +267,8 @@ def hf_config(
     if config.num_experts:
         values |= {
             "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.balance_coefficient,
+            # Their loss counts tokens per expert, ours choices: it is so many times as large.
+            "router_aux_loss_coef": config.balance_coefficient / config.experts_per_token,
         }
     return values
 
@@ -301,7 +302,8 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
             "num_experts": num_experts,
             "experts_per_token": values["num_experts_per_tok"],
             "expert_hidden_dim": values[width],
-            "balance_coefficient": values.get("router_aux_loss_coef", 0.001),
+            "balance_coefficient": values.get("router_aux_loss_coef", 0.001)
+            * values["num_experts_per_tok"],
         }
     if kind == "qwen3_moe":
         experts |= {

@@ -75,13 +75,11 @@ def squared_relu() -> Activation:
 # ------------------------------------------------------------------------------ gate and up
 
 
-def check_block(block: int | None, width: int) -> None:
+def check_block(block: int | None, width: int = 0) -> None:
     """Whether gate and up, ``width`` columns each, can be interleaved by ``block``."""
-    if block is not None and (not isinstance(block, int) or isinstance(block, bool)):
+    if block is not None and (type(block) is not int or block < 0):
         raise ValueError(f"gate_up_block={block!r}: a whole number of rows, or 0 (stacked)")
-    if block is None or block == 0:
-        return
-    if block < 0 or width % block:
+    if block and width % block:
         raise ValueError(
             f"gate_up_block={block}: gate and up have {width} rows each, which blocks of {block} "
             f"do not divide; choose 0 (stacked) or a divisor of {width}"
@@ -121,9 +119,14 @@ def convert_gate_up(value: Tensor, stored: int, wanted: int, dim: int = -1) -> T
 # ------------------------------------------------------------------------------ the definition
 
 
+def wide(value: Tensor) -> Tensor:
+    """In the dtype that sums and activations are computed in: fp32, or float64 where it is that."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
 def activate(z: Tensor, p: Tensor, activation: Activation, block: int) -> Tensor:
     """``act(z)·p`` [rows, width], in fp32 inside; z [rows, columns], p [rows] fp32."""
-    return (_forward(z.float(), activation, block) * p[:, None]).to(z.dtype)
+    return (_forward(wide(z), activation, block) * p[:, None]).to(z.dtype)
 
 
 def _forward(z: Tensor, activation: Activation, block: int) -> Tensor:
@@ -140,7 +143,7 @@ def activate_backward(
     dh: Tensor, z: Tensor, p: Tensor, activation: Activation, block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dz``, the recomputed ``h = act(z)·p``, and ``dp``, the row sums of ``dh·act(z)``."""
-    dh32, z32 = dh.float(), z.float()
+    dh32, z32 = wide(dh), wide(z)
     scaled = dh32 * p[:, None]
     if not activation.gated:
         positive = z32.clamp(min=0)

@@ -8,15 +8,20 @@ The parameters are no inputs of the autograd node then: autograd would tell thei
 are done before they are. Each one's completion is fired here instead, once, after the last of its
 gradients: autograd says when the last use of the module is through, by a leaf that every use has
 among its inputs.
+
+Two mistakes are refused: an optimizer that steps before ``backward_dw``, and parameters that were
+swapped for others meanwhile, whose owner has reduced the gradients that it found.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.moe.weights import ExpertTensor, WriteGradient
 
@@ -28,6 +33,7 @@ class DelayedGradients:
         # one list per backward: (parameters, how to write their gradient), second linear first
         self._owed: list[list[tuple[ExpertTensor, WriteGradient]]] = []
         self._anchor: Tensor | None = None
+        self._module: weakref.ref[nn.Module] | None = None  # whose gradients they are
         self._through = True  # whether no use of the module is still to come in this backward
         # Paid in part: parameters whose memory is fresh no longer, and whom to tell in the end.
         self._seen: set[int] = set()
@@ -36,9 +42,10 @@ class DelayedGradients:
     def __reduce__(self) -> tuple[type[DelayedGradients], tuple[()]]:
         return DelayedGradients, ()  # a copy of a module owes nothing
 
-    def anchor(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    def anchor(self, x: Tensor, module: nn.Module) -> Tensor:
         """Brings backward to a node whose parameters are no inputs of it; and tells them."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._module = weakref.ref(module)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             return torch.empty(0, device=x.device)
         for parameter in trained:
@@ -58,6 +65,9 @@ class DelayedGradients:
     def owe(self, gradients: list[tuple[ExpertTensor, WriteGradient]]) -> None:
         self._owed.append(gradients)
         self._through = False
+        if not _owing:
+            _watch_steps()
+        _owing.add(self)
         for experts, _ in gradients:
             experts.owe()
 
@@ -66,6 +76,8 @@ class DelayedGradients:
         """Compute all that is owed, position by position; after the last use of the module in a
         backward, complete each parameter once."""
         owed, self._owed = self._owed, []
+        _owing.discard(self)
+        self._refuse_strangers(owed)
         for position in range(max(map(len, owed), default=0)):
             for gradients in owed:
                 experts, write = gradients[position]
@@ -80,11 +92,60 @@ class DelayedGradients:
     def forget(self) -> None:
         """After an exception in backward: drop what is owed."""
         self._owed = []
+        _owing.discard(self)
         self._through = True
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._seen, self._completions = set(), {}
+
+    def _refuse_strangers(self, owed: list[list[tuple[ExpertTensor, WriteGradient]]]) -> None:
+        """Parameters that the module has no longer, and that nobody waits for."""
+        module = self._module() if self._module is not None else None
+        here = {id(parameter) for parameter in module.parameters()} if module is not None else set()
+        for experts, _ in [each for gradients in owed for each in gradients]:
+            for parameter in experts.parameters:
+                if id(parameter) not in here and not hasattr(type(parameter), "owe"):
+                    self.forget()
+                    raise RuntimeError(
+                        f"{self} has other parameters than in forward: they were swapped, as "
+                        f"torch's own fully_shard does, and their gradients were reduced before "
+                        f"the delayed ones came. Wrap it with shardwise.fully_shard, or build it "
+                        f"with delay_weight_gradient=False"
+                    )
+
+    def __str__(self) -> str:
+        module = self._module() if self._module is not None else None
+        if module is None:
+            return "a module that is gone"
+        names = [name for name, _ in module.named_parameters()]
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        return f"{type(module).__name__.removeprefix('FSDP')} ({shown})"
+
+    def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of the module."""
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        module = self._module() if self._module is not None else None
+        return module is not None and any(id(one) in held for one in module.parameters())
+
+
+_owing: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()  # those that owe gradients now
+_watching: list[Any] = []
+
+
+def _watch_steps() -> None:
+    """Have every optimizer's step refused that comes before gradients it is to use."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_refuse_early_step))
+
+
+def _refuse_early_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    late = [delayed for delayed in _owing if delayed.trained_by(optimizer)]
+    if late:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: the weight gradients of {', '.join(map(str, late))} "
+            f"are still to come: call backward_dw() after the backward, before the step"
+        )
 
 
 def _all_through(owner: weakref.ref[DelayedGradients]) -> None:

@@ -92,8 +92,10 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
     )
 
 
-def check_share(num_experts: int, size: int) -> int:
+def check_share(num_experts: int, size: int, rank: int = 0) -> int:
     """Experts per rank."""
+    if type(size) is not int or size < 1 or rank not in range(size):
+        raise ValueError(f"keep_share(size={size!r}, rank={rank!r}): rank is one of size ranks")
     if num_experts % size:
         divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise ValueError(

@@ -23,10 +23,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise import comm
 from shardwise.moe import keys
-from shardwise.moe.activation import check_block, convert_gate_up
+from shardwise.moe.activation import check_block, convert_gate_up, wide
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.inputs import check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.inputs import (
+    apply,
+    check_inputs,
+    check_path,
+    check_sizes,
+    choose_path,
+    compute_dtype,
+)
 from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import (
     ExpertTensor,
@@ -34,6 +42,7 @@ from shardwise.moe.weights import (
     as_neighbours,
     as_one,
     declare_matrices,
+    saved_by,
 )
 
 LayoutName = Literal["grouped", "indexed"]
@@ -68,16 +77,17 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"layout {wrong[0]!r}: choose 'grouped' or 'indexed'")
         sizes = {"num_experts": num_experts, "in_features": in_features,
                  "out_features": out_features}  # fmt: skip
-        if small := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
-            raise ValueError(f"GroupedLinear({', '.join(small)}): sizes are 1 or more")
+        check_sizes("GroupedLinear", **sizes)
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
             raise ValueError(
                 f"dtype={dtype}: expert parameters are floating point of 16 bits or more "
                 f"(MXFP8 comes by sw.Precision(weights='mxfp8'))"
             )
         self.num_experts, self.in_features, self.out_features = sizes.values()
-        # Where experts are spread over ranks: the number of the first one here, and of all.
+        # Where experts are spread over ranks: the number of the first one here, and of all; and the
+        # ranks that have them together, where they exchange tokens.
         self.first_expert, self.total_experts = 0, num_experts
+        self.axis: comm.Axis | None = None
         self.has_bias = bias
         self.layouts: dict[str, LayoutName] = {"weight": weight_layout}
         if bias:
@@ -142,9 +152,14 @@ class GroupedLinear(nn.Module):
         for parameter in self.experts("bias").parameters if self.has_bias else ():
             parameter.zero_()
 
-    def spread(self, first: int, count: int) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on."""
-        if self.num_experts != self.total_experts:
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks have other experts."""
+        return self.num_experts < self.total_experts
+
+    def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
+        if self.is_spread:
             raise ValueError(
                 f"{self.num_experts} of {self.total_experts} experts are here, from number "
                 f"{self.first_expert} on: they are spread already (axis=, spread or keep_share). "
@@ -163,7 +178,7 @@ class GroupedLinear(nn.Module):
             kept[name] = whole[first : first + count].clone(), trained
         for name in list(self._parameters):
             delattr(self, name)
-        self.num_experts, self.first_expert = count, first
+        self.num_experts, self.first_expert, self.axis = count, first, axis
         for name, (values, trained) in kept.items():
             self._register(name, values)
             for parameter, trains in zip(self.experts(name).parameters, trained, strict=True):
@@ -202,9 +217,9 @@ class GroupedLinear(nn.Module):
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [delayed.anchor(x, inputs)]
-        return _Linear.apply(  # type: ignore[no-any-return]
-            x, ends.contiguous(), bundles, self.products_for(x), delayed, *inputs
+            inputs = [delayed.anchor(x, self)]
+        return apply(  # type: ignore[no-any-return]
+            _Linear, x, ends.contiguous(), bundles, self.products_for(x), delayed, *inputs
         )
 
     def backward_dw(self) -> None:
@@ -222,17 +237,43 @@ class GroupedLinear(nn.Module):
     # ------------------------------------------------------------------ state dicts
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
+        problem = self._other_experts(state_dict, prefix)
+        if problem is not None and strict:
+            errors.append(problem)
+            return
         self._normalise(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._load_normal(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._declare()  # ``assign=True`` brings other parameters
+
+    def _load_normal(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """From keys in this layout."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _other_experts(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """A sentence, where a state dict has another number of experts."""
+        here = str(self.num_experts)
+        if self.is_spread:
+            here += f" of {self.total_experts} (from number {self.first_expert} on)"
+        for name, bundle in ((name, self.experts(name)) for name in self.layouts):
+            ndim = bundle.parameters[0].dim() - (1 if bundle.grouped else 0)
+            count = keys.num_experts(state_dict, prefix, name, ndim)
+            if count not in (None, self.num_experts, self.total_experts):
+                return f"'{prefix}{name}' has {count} experts, this module has {here}"
+        return None
 
     def _normalise(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Bring the keys to this layout; of the experts of all ranks, take those that are here."""
         for name, layout in self.layouts.items():
-            spread = self.num_experts < self.total_experts
-            if spread and keys.holds(state_dict, prefix, name, self.total_experts):
+            if self.is_spread and keys.holds(state_dict, prefix, name, self.total_experts):
                 keys.one_by_one(state_dict, prefix, name, self.total_experts)
                 keys.from_one_by_one(
                     state_dict, prefix, name, self.num_experts,
@@ -275,18 +316,8 @@ class GateUpLinear(GroupedLinear):
                 f"convert weights and optimizer states with shardwise.moe.convert_gate_up"
             )
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        rest = (local_metadata, strict, missing, unexpected, errors)
-        self._normalise(state_dict, prefix)
+    def _load_normal(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        errors: list[str] = rest[-1]
         mine = {f"{prefix}{name}" for name, _ in self.named_parameters(recurse=False)}
         here = [key for key in state_dict if key in mine]
         extra = state_dict.get(f"{prefix}_extra_state")
@@ -308,7 +339,7 @@ class GateUpLinear(GroupedLinear):
                     continue  # torch reports the shape
                 state_dict[key] = convert_gate_up(value, stored, self.gate_up_block, dim)
             state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_normal(state_dict, prefix, *rest)
 
 
 class _Linear(torch.autograd.Function):
@@ -328,15 +359,16 @@ class _Linear(torch.autograd.Function):
         rows = x.to(dtype).contiguous()
         y = products.linear(rows, bundles[0].value(dtype), ends)
         if len(bundles) > 1:
-            y = (y.float() + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
-        ctx.save_for_backward(rows, ends, *inputs)
+            y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
+        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
+        ctx.save_for_backward(rows, ends, *parameters)  # those to be guarded against changes
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, ends, *_ = ctx.saved_tensors
+        rows, ends, *_ = saved_by(ctx)
         bundles, products = ctx.bundles, ctx.products
         dy = dy.contiguous()
         dx = None

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.moe.activation import Activation
+from shardwise import comm
+from shardwise.moe.activation import Activation, wide
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.moe.grouped_linear import (
     GateUpLinear,
@@ -32,9 +33,16 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import check_inputs, check_path, choose_path, compute_dtype
+from shardwise.moe.inputs import (
+    apply,
+    check_inputs,
+    check_path,
+    check_sizes,
+    choose_path,
+    compute_dtype,
+)
 from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
-from shardwise.moe.weights import ExpertTensor
+from shardwise.moe.weights import ExpertTensor, saved_by
 
 
 class FullPrecision:
@@ -80,6 +88,7 @@ class GroupedMLP(nn.Module):
             )
         if gate_up_block and not activation.gated:
             raise ValueError(f"gate_up_block={gate_up_block}: {activation.kind} has no gate")
+        check_sizes("GroupedMLP", num_experts=num_experts, hidden=hidden, width=width)
         self.num_experts, self.hidden, self.width = num_experts, hidden, width
         self.activation, self.gate_up_block = activation, gate_up_block
         options: dict[str, Any] = {
@@ -129,7 +138,7 @@ class GroupedMLP(nn.Module):
         self._run_inner_hooks()
         bundles = self._bundles()
         check_inputs(x, ends, bundles, self.num_experts, self.hidden)
-        if p.shape != (len(x),) or p.dtype != torch.float32:
+        if p.shape != (len(x),) or p.dtype not in (torch.float32, wide(x).dtype):
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
@@ -142,20 +151,20 @@ class GroupedMLP(nn.Module):
         delayed = self.delayed if delays else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
-            inputs = [delayed.anchor(x, inputs)]
+            inputs = [delayed.anchor(x, self)]
         form = Form(self.activation, self.gate_up_block)
         spec = _Spec(bundles, self._chosen[1], form, delayed)
-        return _MLP.apply(x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
+        return apply(_MLP, x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
 
     @property
     def ep(self) -> int:
         """Over how many ranks all experts are spread."""
         return self.fc1.total_experts // self.num_experts
 
-    def spread(self, first: int, count: int) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on."""
+    def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
+        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
         for linear in (self.fc1, self.fc2):
-            linear.spread(first, count)
+            linear.spread(first, count, axis)
         self.num_experts = count
 
     def _bundles(self) -> list[ExpertTensor]:
@@ -205,18 +214,18 @@ class _MLP(torch.autograd.Function):
         z, h = spec.products.activated(rows, w1, b1, p, ends, spec.form)
         y = spec.products.linear(h, w2, ends)
         if biases:
-            y = torch.addcmul(
-                y.float(), p[:, None], biases[1][expert_of(ends, len(rows))].float()
-            ).to(dtype)
+            y, b2 = wide(y), wide(biases[1][expert_of(ends, len(rows))])
+            y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(dtype)
         # The parameters are saved to be guarded against changes; backward reads them as they are.
-        ctx.save_for_backward(rows, z, p, ends, *inputs)
+        parameters = [parameter for bundle in spec.bundles for parameter in bundle.parameters]
+        ctx.save_for_backward(rows, z, p, ends, *parameters)
         ctx.spec, ctx.x_dtype = spec, x.dtype
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, z, p, ends, *_ = ctx.saved_tensors
+        rows, z, p, ends, *_ = saved_by(ctx)
         ctx.maybe_clear_saved_tensors()  # z goes when it was read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
@@ -226,7 +235,8 @@ class _MLP(torch.autograd.Function):
         del dh, z
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
-            dp = dp + (dy.float() * b2.float()).sum(-1)
+            dp = dp + (wide(dy) * wide(b2)).sum(-1)
+        dp = dp.to(p.dtype)
         owed = [
             (bundles[1], weight_writer(products, dy, h, ends, bundles[1].dtype)),
             (bundles[0], weight_writer(products, dz, rows, ends, bundles[0].dtype)),

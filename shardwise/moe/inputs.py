@@ -6,14 +6,24 @@ Everything here is asked before a kernel runs, and refused by name.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from shardwise.kernels.grouped import interpreted
 from shardwise.moe.products import PathName, path_problems
 from shardwise.moe.weights import ExpertTensor, InCodes
+
+
+def check_sizes(owner: str, **sizes: int) -> None:
+    """At construction."""
+    wrong = [
+        f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1
+    ]
+    if wrong:
+        raise ValueError(f"{owner}({', '.join(wrong)}): a whole number, 1 or more")
 
 
 def check_inputs(
@@ -85,7 +95,23 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocasts(x: Tensor) -> bool:
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    """Whether autocast chooses the dtype; it leaves float64 alone."""
+    if x.is_meta or x.dtype == torch.float64:
+        return False
+    return torch.is_autocast_enabled(x.device.type)
+
+
+def apply(function: type[torch.autograd.Function], x: Tensor, *rest: Any) -> Any:
+    """A node of the graph. torch.compile does not trace into it on the CPU: its grouped product
+    takes nothing but bf16 in a trace, and the loop reads counts."""
+    if torch.compiler.is_compiling() and x.device.type == "cpu":
+        return _untraced(function, x, *rest)
+    return function.apply(x, *rest)  # type: ignore[no-untyped-call]
+
+
+@_disable_dynamo
+def _untraced(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    return function.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
 def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -> None:

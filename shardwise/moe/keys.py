@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.moe.activation import check_block
+
 StateDict = MutableMapping[str, Any]
 
 
@@ -42,6 +44,18 @@ def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
         return bool(value.dim()) and value.shape[0] == num_experts
     members = indexed_keys(prefix, name, num_experts)
     return all(key in state for key in members) and f"{prefix}{name}{num_experts}" not in state
+
+
+def num_experts(state: StateDict, prefix: str, name: str, ndim: int) -> int | None:
+    """How many experts a state dict has, each of ``ndim`` dimensions; None where that is not
+    clear."""
+    value = state.get(f"{prefix}{name}")
+    if value is not None:
+        return value.shape[0] if getattr(value, "ndim", 0) == ndim + 1 else None
+    stem = f"{prefix}{name}"
+    tails = [key[len(stem) :] for key in state if key.startswith(stem)]
+    numbers = sorted(int(tail) for tail in tails if tail.isdecimal())
+    return len(numbers) if numbers and numbers == list(range(len(numbers))) else None
 
 
 def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
@@ -127,6 +141,7 @@ def from_one_by_one(
 
 def declare_gate_up(state: StateDict, prefix: str, block: int) -> None:
     """Say in which order gate and up stand in a foreign first linear (0: stacked)."""
+    check_block(block)
     key = f"{prefix}_extra_state"
     if key in state and state[key] != {"gate_up_block": block}:
         raise ValueError(f"'{key}' says {state[key]}, not gate_up_block={block}")

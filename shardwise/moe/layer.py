@@ -48,6 +48,7 @@ class MixtureOfExperts(nn.Module):
         **experts: Any,
     ) -> None:
         super().__init__()
+        _check_axis("MixtureOfExperts(axis", axis)
         self.axis = axis if axis is not None and axis.size > 1 else None
         local = check_share(routing.num_experts, 1 if self.axis is None else self.axis.size)
         self.router = Router(routing, hidden, axis=self.axis, device=device, dtype=dtype)
@@ -58,25 +59,27 @@ class MixtureOfExperts(nn.Module):
         self._dispatcher = Dispatcher(self.axis)
         for linear in (self.experts.fc1, self.experts.fc2):
             linear.first_expert = 0 if self.axis is None else self.axis.rank * local
-            linear.total_experts = routing.num_experts
+            linear.total_experts, linear.axis = routing.num_experts, self.axis
 
     def spread(self, axis: comm.Axis | None, tokens: comm.Axis | None = None) -> None:
         """Keep this rank's share of the experts, of all that are here now. Before sharding.
 
         ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
         """
+        _check_axis("spread(axis", axis)
+        _check_axis("spread(tokens", tokens)
         if axis is not None and axis.size > 1:
-            self.keep_share(axis.size, axis.rank)
+            self.keep_share(axis.size, axis.rank, axis)
             self.axis = axis
             self._dispatcher = Dispatcher(axis)
         tokens = tokens or axis
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
-    def keep_share(self, size: int, rank: int = 0) -> None:
+    def keep_share(self, size: int, rank: int = 0, axis: comm.Axis | None = None) -> None:
         """Keep one of ``size`` equal shares of the experts. By itself that makes a layer to plan
         with: as large as on one rank, and without anybody to send rows to."""
-        local = check_share(self.router.routing.num_experts, size)
-        self.experts.spread(rank * local, local)
+        local = check_share(self.router.routing.num_experts, size, rank)
+        self.experts.spread(rank * local, local, axis)
 
     @property
     def first_expert(self) -> int:
@@ -127,6 +130,14 @@ class MixtureOfExperts(nn.Module):
     def gradient_divisor(self, data_ranks: int) -> float:
         """What to divide expert gradients by, after the sum over ranks with the same experts."""
         return float(data_ranks)
+
+
+def _check_axis(what: str, axis: Any) -> None:
+    if axis is not None and not isinstance(axis, comm.Axis):
+        raise ValueError(
+            f"{what}={type(axis).__name__}): an axis of ranks is needed, such as "
+            f"sw.comm.as_axis(mesh.get_group('ep'), 'ep')"
+        )
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile
 from shardwise.moe import activation as define
-from shardwise.moe.activation import Activation
+from shardwise.moe.activation import Activation, wide
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 
@@ -89,7 +89,7 @@ class LoopProducts:
         """``dyᵀ·x`` [experts, out, in] of each expert's rows, zeros where it has none."""
         out = into.memory(dy, x, ends)
         for left, right, part in zip(_parts(dy, ends), _parts(x, ends), out, strict=True):
-            value = left.float().T @ right.float()
+            value = wide(left).T @ wide(right)
             part.add_(value) if into.add else part.copy_(value)
         return out
 
@@ -99,7 +99,7 @@ class LoopProducts:
         """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
         z = self.linear(x, weight, ends)
         if bias is not None:
-            z = (z.float() + bias[expert_of(ends, len(x))]).to(z.dtype)
+            z = (wide(z) + bias[expert_of(ends, len(x))]).to(z.dtype)
         return z, define.activate(z, p, form.activation, form.block)
 
     def activation_backward(
@@ -110,7 +110,7 @@ class LoopProducts:
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
         """[experts, out] fp32: the sum of each expert's rows, times p where it is given."""
-        values = dy.float() if p is None else dy.float() * p[:, None]
+        values = wide(dy) if p is None else wide(dy) * p[:, None]
         total = values.new_zeros(len(ends), dy.shape[1])
         return total.index_add_(0, expert_of(ends, len(dy)), values)
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.moe.activation import wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ class Router(nn.Module):
         kind = "cpu" if tokens.is_meta else tokens.device.type
         with torch.autocast(kind, enabled=False):
             # fp32: bf16 would tie experts that differ.
-            logits = F.linear(tokens.float(), self.weight.float())  # [tokens, experts]
+            rows = wide(tokens)
+            logits = F.linear(rows, self.weight.to(rows.dtype))  # [tokens, experts]
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
         ranked = scores.detach()
         if routing.bias_rate:
@@ -206,7 +208,7 @@ class Router(nn.Module):
     def _loss(self, logits: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
         routing = self.routing
         loss = logits.new_zeros(())
-        total = wanted.float()
+        total = wanted.to(logits.dtype)
         if routing.balance_loss and self.axis is not None:
             comm.all_reduce(total, self.axis).wait()  # by ranks without tokens too
         if len(logits) == 0:
@@ -230,17 +232,19 @@ class Router(nn.Module):
         Without a ``bias_rate`` it only starts the counts anew.
         """
         if self.routing.bias_rate:
-            weight = self.weight
-            if self.axis is None and isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
-                raise RuntimeError(
-                    f"this router is wrapped over {weight.device_mesh.size()} ranks, and each "
-                    f"would move its bias by its own tokens: call MixtureOfExperts.spread(None, "
-                    f"tokens) before wrapping, with the axis of all ranks that have tokens"
-                )
-            if self.axis is not None:
-                comm.all_reduce(self.load, self.axis).wait()
+            for axis in self._bias_axes():
+                comm.all_reduce(self.load, axis).wait()
             self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()
         self.forget_load()
+
+    def _bias_axes(self) -> tuple[comm.Axis, ...]:
+        """The ranks whose biases move together: ``axis``, or all that share the router's weight
+        where those are more."""
+        own = () if self.axis is None else (self.axis,)
+        weight = self.weight
+        if not isinstance(weight, DTensor) or weight.device_mesh.size() <= sum(a.size for a in own):
+            return own
+        return comm.mesh_axes(weight.device_mesh)
 
     def forget_load(self) -> None:
         """Count anew."""

@@ -170,6 +170,19 @@ class ExpertTensor:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
+def saved_by(ctx: Any) -> tuple[Tensor, ...]:
+    """What a node saved, its parameters among it, none of it changed since."""
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the weights of experts or the rows they were given changed in place between forward "
+            f"and backward; step the optimizer after backward. torch says: {error}"
+        ) from error
+
+
 class InCodes:
     """What a parameter is, besides, whose values are kept as ``coded`` and have no memory."""
 

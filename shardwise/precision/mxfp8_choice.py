@@ -36,6 +36,18 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
+def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
+    """A problem, of all parameters of a model: a format that none of them is stored in."""
+    if format is None or not rows or any(row.format for row in rows):
+        return []
+    reasons = [f"'{row.name}' {list(row.shape)}: {row.why}" for row in rows]
+    more = f", and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+    return [
+        f"nothing would be stored in {format} ({'; '.join(reasons[:4])}{more}): both sides of a "
+        f"weight are multiples of 32. Change them or the patterns, or train with weights='bf16'"
+    ]
+
+
 def ineligible(
     name: str,
     shape: Sequence[int],

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from shardwise.precision.mxfp8 import MXFP8Error
 from shardwise.precision.mxfp8_choice import patterns_of
 from shardwise.precision.mxfp8_tensor import Matrices
 
@@ -92,6 +93,11 @@ class Precision:
             object.__setattr__(self, field, patterns_of(getattr(self, field), field))
         for field in ("reduce", "main", "outputs"):
             object.__setattr__(self, field, as_dtype(getattr(self, field), field))
+        if self.format is not None and not self.include:
+            raise MXFP8Error(
+                f"include=(): nothing would be stored in {self.format}; leave it out (every "
+                f"linear), name weights, or choose weights='bf16'"
+            )
         if self.format is None:
             object.__setattr__(self, "weights", as_dtype(self.weights, "weights"))
             if (self.include, self.exclude) != (("*",), ()):

@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
 from shardwise.buffer import Ranks
+from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_native import native_problem
@@ -83,9 +85,75 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
                 f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
                 f"train in float32, bfloat16 or float16"
             )
+        elif parameter.requires_grad and any(getattr(m, "sparse", None) is True for m in f.modules):
+            problems.append(
+                f"'{f.name}' belongs to a {f.owners[0].__name__}(sparse=True): gradients are "
+                f"summed over ranks in dense buffers; build it with sparse=False"
+            )
         elif parameter.numel() == 0:
             problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
     return problems
+
+
+def spread_linear(found: Found) -> GroupedLinear | None:
+    """The linear whose experts a parameter holds, where other ranks have other experts."""
+    linears = [module for module in found.modules if isinstance(module, GroupedLinear)]
+    return next((linear for linear in linears if linear.is_spread), None)
+
+
+def experts_axis(found: Sequence[Found]) -> comm.Axis | None:
+    """The axis over which the experts among the parameters of one mesh are spread."""
+    linears = [linear for f in found if (linear := spread_linear(f)) is not None]
+    return next((linear.axis for linear in linears if linear.axis is not None), None)
+
+
+def expert_problems(
+    roots: Sequence[nn.Module], found: Sequence[Found], meshes: Sequence[DeviceMesh]
+) -> list[str]:
+    """Experts are cut over ranks that hold the same ones; all else over ranks with other tokens."""
+    inside = [one for root in roots for one in root.modules() if isinstance(one, GroupedLinear)]
+    peers = {one.axis.peers for one in inside if one.is_spread and one.axis is not None}
+    mixed: list[str] = []
+    partial: list[str] = []
+    for f, mesh in zip(found, meshes, strict=True) if peers else ():
+        ranks, linear = sorted(mesh.mesh.flatten().tolist()), spread_linear(f)
+        if linear is None:
+            apart = [list(each) for each in peers if not {*each} <= {*ranks}]
+            if apart:
+                partial.append(
+                    f"'{f.name}' is no expert: ranks {apart[0]} exchange tokens, so its gradient "
+                    f"is summed over all of them, and this mesh has ranks {ranks}. Give it a mesh "
+                    f"of all ranks that have tokens"
+                )
+        elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
+            mixed.append(
+                f"'{f.name}' holds {share_of(f)}, and this mesh of ranks {ranks} has ranks with "
+                f"other experts. Wrap experts by themselves, over the ranks that hold the same "
+                f"ones: fully_shard(layer.experts, mesh=grid['dp']) before the modules around "
+                f"them, or data_parallel(..., meshes={{'*.experts': grid['dp']}})"
+            )
+    axes = {(mesh, one.axis.peers) for f, mesh in zip(found, meshes, strict=True)
+            if (one := spread_linear(f)) is not None and one.axis is not None}  # fmt: skip
+    several = [f"experts spread over different ranks, {sorted(each for _, each in axes)}, share a "
+               f"mesh: wrap those of each layer by themselves"]  # fmt: skip
+    return [
+        f"{these[0]} (and so for {len(these) - 1} more)" if len(these) > 1 else these[0]
+        for these in (
+            mixed,
+            partial,
+            several if len(axes) > len({mesh for mesh, _ in axes}) else (),
+        )
+        if these
+    ]
+
+
+def share_of(found: Found) -> str:
+    """Which experts a parameter holds, where other ranks have other experts."""
+    linear = spread_linear(found)
+    if linear is None:
+        return ""
+    first, last = linear.first_expert, linear.first_expert + linear.num_experts - 1
+    return f"experts {first} to {last} of {linear.total_experts}"
 
 
 def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
@@ -170,5 +238,6 @@ def describe_parameter(found: Found, grain: GrainChoice | None, precision: Preci
     stored = stored_as(found, precision)
     return (
         f"{found.name} {list(parameter.shape)} {parameter.dtype} by {grain_of(found, grain)} "
-        f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''}"
+        f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''} "
+        f"{share_of(found)}"
     )

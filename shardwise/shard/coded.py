@@ -125,7 +125,7 @@ class CodedGroup(Group):
         device = self._whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
-            parameter.data = one.expand(item.shape)
+            parameter.show(one.expand(item.shape))
 
     @property
     def blocks(self) -> list[Memory]:

@@ -34,16 +34,20 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import parcels_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
+from shardwise.precision.mxfp8_choice import stores_nothing
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.shard.bucketed import BucketedUnit, stages_of
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.shard.checks import (
     bucket_problems,
     check_types,
+    expert_problems,
+    experts_axis,
     mesh_problems,
     module_problems,
     option_problems,
     product_problems,
+    share_of,
 )
 from shardwise.shard.coded import GROUPS
 from shardwise.shard.find import Found, find_parameters
@@ -115,8 +119,11 @@ def data_parallel(
     homes, problems = _homes(found, meshes, mesh)
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
     problems += module_problems([model], found) + mesh_problems(mesh, placements)
+    problems += expert_problems([model], found, homes)
     problems += option_problems(unused_parameters, memory, None)
+    stored = [stored_as(f, precision) for f in found]
     problems += precision.unmatched([f.name for f in found])
+    problems += stores_nothing(precision.format, stored)
     problems += product_problems(precision, device_of(mesh))
     for other in dict.fromkeys(home for home in homes if home != mesh):
         problems += mesh_problems(other, placements)
@@ -129,8 +136,8 @@ def data_parallel(
         f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
         f"over {home.mesh_dim_names} {tuple(home.shape)} "
         f"{'trainable' if f.parameter.requires_grad else 'frozen'} "
-        f"{stored_as(f, precision).format or ''}"
-        for f, home in zip(found, homes, strict=True)
+        f"{one.format or ''} {share_of(f) if home == mesh else ''}"
+        for f, home, one in zip(found, homes, stored, strict=True)
     ]
     raise_together(_VERB, problems, description, ranks.axes, same="wrap the same module")
 
@@ -138,13 +145,13 @@ def data_parallel(
     places_of: dict[int, tuple[int, int]] = {}
     groups: list[Group] = []
     values: dict[int, Tensor] = {}
-    spread = {home: Ranks(home) for home in dict.fromkeys(homes)}
-    for home, over in spread.items():
+    spread = {}
+    for home in dict.fromkeys(homes):
         chosen = [position for position, other in enumerate(homes) if other == home]
+        over = spread[home] = Ranks(home, experts_axis([found[position] for position in chosen]))
         same = same_values([found[position] for position in chosen], over, device)
         values.update(zip(chosen, same, strict=True))
     measured = kernels_everywhere(device, ranks.axes)
-    stored = [stored_as(f, precision) for f in found]
     formats = [one.format for one in stored]
     shards = {home: over.num_shards(placements.main) for home, over in spread.items()}
     for home, members, bucket in planned_buckets(

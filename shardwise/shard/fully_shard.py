@@ -27,6 +27,8 @@ from shardwise.precision.mxfp8_tensor import Format
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,
+    expert_problems,
+    experts_axis,
     forward_problems,
     mesh_problems,
     module_problems,
@@ -101,8 +103,9 @@ def fully_shard(
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     found = find_parameters(roots, ignored_params or set())
-    ranks = Ranks(mesh)
+    ranks = Ranks(mesh, experts_axis(found))
     problems = module_problems(roots, found) + mesh_problems(mesh, placements)
+    problems += expert_problems(roots, found, [mesh] * len(found))
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
@@ -146,6 +149,8 @@ def fully_shard(
                 pin=pin,
             )
         )
+        if ranks.others is not None:  # gradients of experts are sums over the tokens of all of them
+            groups[-1].gradients.divisor = float(mesh.size() * ranks.others.size)
     del values
     places = [
         (parameters, name, *where[position])

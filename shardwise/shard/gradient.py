@@ -38,6 +38,13 @@ from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, turn_s
 from shardwise.shard.runtime import Runtime
 from shardwise.tensor import ShardedTensor
 
+_DATA: Any = torch.Tensor.data
+LOST = (
+    "weights are made from the main weights by every gather, so what forward writes to them is "
+    "lost. Write to the parameter outside of forward, under torch.no_grad(): the next forward "
+    "sees it"
+)
+
 
 class WholeParameter(nn.Parameter):
     """A parameter as forward sees it: a view of gathered memory.
@@ -54,12 +61,43 @@ class WholeParameter(nn.Parameter):
     _gradients: weakref.ref[Gradients] | None
     _index: int
     _added: bool
+    # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
+    _lent: tuple[Tensor, ...] = ()
+    _counted = 0  # the version up to which writes are known
 
     @staticmethod
     def empty(requires_grad: bool) -> WholeParameter:
         parameter = WholeParameter(torch.empty(0), requires_grad=requires_grad)
         parameter._gradients, parameter._index, parameter._added = None, 0, False
         return parameter
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        lent: Tensor = _DATA.__get__(self)
+        self._lent += (lent,)
+        return lent
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(f"{self.name_here}.data = ...: {LOST}")
+
+    def show(self, memory: Tensor) -> None:
+        """Make this parameter a view of gathered memory. Its version counter stays its own, so a
+        gather is no in-place change to autograd."""
+        _DATA.__set__(self, memory)
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to the values since this was last asked."""
+        lent, known, version = self._lent, self._counted, self._version
+        if not lent and version == known:
+            return False
+        self._lent, self._counted = (), version
+        return version != known or any(one._version for one in lent)
+
+    @property
+    def name_here(self) -> str:
+        """As its group knows it, for errors."""
+        return f"'{self._home.layout.items[self._index].name}'"
 
     @property
     def main_grad(self) -> Tensor:

@@ -32,7 +32,7 @@ from shardwise.memory import Block, Caching
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Phase
-from shardwise.shard.gradient import Gradients, WholeParameter
+from shardwise.shard.gradient import LOST, Gradients, WholeParameter
 from shardwise.shard.runtime import Runtime
 
 
@@ -182,15 +182,14 @@ class Group:
         )
 
     def _point_at_whole(self) -> None:
-        """Make the unsharded parameters views of ``whole``. Assigning ``.data`` keeps their version
-        counters apart from the buffer's, so a gather is no in-place change to autograd."""
+        """Make the unsharded parameters views of ``whole``."""
         self._plan = None
         if not self.whole.flat.is_meta:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
     def show_whole(self) -> None:
         for index, parameter in enumerate(self.unsharded):
-            parameter.data = self.whole.view(index).detach()
+            parameter.show(self.whole.view(index).detach())
 
     def adopt(self) -> None:
         """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
@@ -365,6 +364,17 @@ class Group:
             self._compute_filled = self.main.state
         return self.compute
 
+    def lost_writes(self) -> list[str]:
+        """The parameters whose whole weights somebody wrote to, where these are not main's; before
+        a release."""
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [one for one in self.unsharded if one.was_written()]
+            memory = _storage(self.whole.flat) if self.aliased else None
+            lost = [one.name_here for one in written if _storage(one) != memory]
+            if lost:
+                self.show_whole()  # somebody may have moved them elsewhere
+        return lost
+
     def follow_trainability(self) -> None:
         """``requires_grad_`` on a parameter at rest reaches the one that forward uses."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -375,6 +385,12 @@ class Group:
     @property
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.unsharded)
+
+
+def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
+    """What to raise where somebody wrote to whole weights; asked before they are released."""
+    names = [name for group in groups for name in group.lost_writes()]
+    return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
 
 def _storage(tensor: Tensor) -> int:

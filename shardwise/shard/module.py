@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.moe.delayed import DelayedGradients
+from shardwise.shard.group import lost_writes
 from shardwise.shard.unit import Unit, start_runtime
 
 
@@ -80,7 +82,10 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Release them again."""
+        lost = lost_writes(self._shardwise_unit.groups)
         self._shardwise_unit.rest()
+        if lost is not None:
+            raise lost
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop the iteration, gradients included."""
@@ -88,6 +93,10 @@ class ShardedModule(FSDPModule):
         if not unit.is_root:
             raise RuntimeError("reset_iter_state is for the root module: call it there")
         unit.runtime.reset()
+        for module in self.modules():  # type: ignore[attr-defined]
+            delayed = getattr(module, "delayed", None)
+            if isinstance(delayed, DelayedGradients):
+                delayed.forget()
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit

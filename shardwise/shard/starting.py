@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
+from shardwise.precision.mxfp8_choice import Stored, stores_nothing
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
         )
     for precision in dict.fromkeys(unit.precision for unit in units):
         _check_patterns(precision, [unit for unit in units if unit.precision == precision])
+    coded = [unit for unit in units if unit.precision.format is not None]
+    stored = [one for unit in coded for one in unit.stored.values()]
+    for problem in stores_nothing(coded[0].precision.format, stored) if coded else ():
+        raise ValueError(problem)
     _refuse_old_optimizers(entry for unit in units for entry in unit.forsaken)
     devices = {group.device for unit in units for group in unit.groups}
     if len(devices) > 1:

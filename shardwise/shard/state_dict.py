@@ -56,7 +56,7 @@ def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axi
     }
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear) and module.num_experts < module.total_experts:
+        if isinstance(module, GroupedLinear) and module.is_spread:
             axis = axes.get(module)
             if axis is None:
                 raise ValueError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from shardwise.shard.call import (
     in_recomputation,
     will_come,
 )
-from shardwise.shard.group import Group
+from shardwise.shard.group import Group, lost_writes
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.starting import refuse_problems
 from shardwise.streams import annotate
@@ -122,9 +122,8 @@ class Unit:
         self._passed = self._completed = False  # whether it went past it; whether it is through
         self._listeners: dict[tuple[int, int], Any] = {}
         self.gated = False  # whether any call's inputs passed through a gate
-        # (a module's attributes, name): tensors with a graph that forward left there; None: not
-        # looked for yet
-        self._side_outputs: list[tuple[dict[str, Any], str]] | None = None
+        # (module, attribute): tensors with a graph that forward left there; None: not looked for yet
+        self._side_outputs: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self.rebind()
 
     def rebind(self) -> None:
@@ -333,14 +332,12 @@ class Unit:
         keeps on itself (the loss of a router)."""
         if self._side_outputs is None:
             self._side_outputs = [
-                (vars(inner), name)
-                for reference in self.modules
-                if (module := reference()) is not None
-                for inner in module.modules()
+                (weakref.ref(inner), name)
+                for inner in self._own_modules()
                 for name, value in vars(inner).items()
                 if isinstance(value, Tensor) and value.grad_fn is not None
             ]
-        kept = [attributes.get(name) for attributes, name in self._side_outputs]
+        kept = [getattr(module(), name, None) for module, name in self._side_outputs]
         try:
             return call.watch_outputs(output, kept)
         except TypeError as error:
@@ -348,12 +345,24 @@ class Unit:
                 raise TypeError(f"unit '{self.name}': {error}") from None
             return False
 
+    def _own_modules(self) -> Iterator[nn.Module]:
+        """The modules of this unit, without those of wrapped modules inside it."""
+        waiting = [module for reference in self.modules if (module := reference()) is not None]
+        while waiting:
+            module = waiting.pop()
+            if getattr(module, "_shardwise_unit", self) is self:
+                yield module
+                waiting += module.children()
+
     def _end_forward(self, kept: bool) -> None:
+        lost = lost_writes(self.groups)
         with annotate(f"{self.name}: release after forward"):
             self.hide()
             if self._releases_after_forward:
                 self._release(kept)
         self._go(Phase.RESTING)
+        if lost is not None:
+            raise lost
 
     def end_forward(self) -> None:
         """The root's forward is over: a list of modules of which only some ran goes to rest too,

@@ -141,8 +141,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
 def spread_experts(
     model: nn.Module, config: TrainConfig, world: World, options: dict[str, Any]
 ) -> None:
-    """Experts over ``ep``: each rank's are cut and reduced over the ranks that hold the same ones,
-    and their gradients, sums over the tokens of all ranks, divided by the number of all."""
+    """Experts over ``ep``: each rank's are cut and reduced over the ranks that hold the same
+    ones."""
     axis = None
     if config.ep > 1:
         shape = config.expert_mesh_shape(world.size, world.num_nodes)
@@ -154,8 +154,6 @@ def spread_experts(
         layer.spread(axis, world.axis)
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
-            divisor = layer.gradient_divisor(world.size)
-            layer.experts.set_gradient_divide_factor(divisor)  # type: ignore[operator]
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

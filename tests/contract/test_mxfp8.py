@@ -63,6 +63,8 @@ def test_precision_refuses() -> None:
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(MXFP8Error, match="give a sequence of patterns"):
         sw.Precision(weights="mxfp8", include="*.mlp.*")
+    with pytest.raises(MXFP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
+        sw.Precision(weights="mxfp8", include=())
     with pytest.raises(ValueError, match=r"products='native'.*for weights in 'mxfp8'"):
         sw.Precision(weights="bf16", products="native")
 
@@ -161,6 +163,38 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
         assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
         assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.MXFP8Tensor" in codes
+
+
+def check_nothing_stored(rank: int, world_size: int) -> list[str]:
+    mesh, messages = mesh_of(world_size), []
+    odd = replace(MXFP8, include=("*.mpl.*",))
+    for precision, width in ((MXFP8, 30), (odd, 64)):
+        for placements in (sw.zero(3), sw.zero(1)):
+            model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+            for unit in (model[0], model):
+                sw.fully_shard(unit, mesh=mesh, placements=placements, precision=precision)
+            before = [p.full_tensor() for p in model.parameters()]
+            messages.append(raised(lambda m=model, w=width: m(torch.ones(2, w)), ValueError))
+            assert all(map(torch.equal, before, (p.full_tensor() for p in model.parameters())))
+        model = nn.Sequential(nn.Linear(width, width))
+        wrap = lambda m=model, p=precision: sw.data_parallel(m, mesh=mesh, precision=p)  # noqa: E731
+        messages.append(raised(wrap, ValueError))
+        assert type(model[0].weight) is nn.Parameter, "refused before anything changed"
+    some = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))  # one of two units stores something
+    for unit in (some[0], some):
+        sw.fully_shard(unit, mesh=mesh, precision=MXFP8)
+    some(torch.ones(2, 64))
+    sw.fully_shard(nn.Identity(), mesh=mesh, precision=MXFP8)(torch.ones(2))  # nothing to store
+    return messages
+
+
+def test_a_model_that_stores_nothing_in_mxfp8_is_refused() -> None:
+    for messages in run_ranks(check_nothing_stored, 2):
+        for message in messages[:3]:
+            assert "nothing would be stored in mxfp8" in message.lower(), message
+            assert "30 rows do not divide into blocks of 32" in message and "'bf16'" in message
+        for message in messages[3:]:
+            assert "'*.mpl.*' matches none of the" in message
 
 
 # ---------------------------------------------------------------------- parts kept for backward

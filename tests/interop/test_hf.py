@@ -22,6 +22,7 @@ from shardwise.models.llama import (
     model_type,
     to_hf,
 )
+from shardwise.moe import MixtureOfExperts
 
 LLAMA = GPTConfig(
     vocab_size=67,
@@ -231,3 +232,28 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     assert from_hf(theirs, replace(LLAMA, tied=True)).keys() == state.keys() - {"head.weight"}
     with pytest.raises(ValueError, match="no parameter of a GPT"):
         hf_names("blocks.0.bias", LLAMA)
+
+
+@pytest.mark.parametrize("choices", [1, 2, 3])
+def test_the_weight_of_the_balance_loss_is_theirs(choices: int) -> None:
+    """Their loss: experts x the sum over experts of (choices per token x mean chance)."""
+    values = hf_config(MODELS["mixtral"]) | {"num_experts_per_tok": choices}
+    values |= {"num_hidden_layers": 1, "num_local_experts": 5}
+    config = config_from_hf(values | {"router_aux_loss_coef": 0.02})
+    assert hf_config(config)["router_aux_loss_coef"] == pytest.approx(0.02)
+    layer = random_model(config).blocks[0].feed_forward
+    assert isinstance(layer, MixtureOfExperts)
+    torch.manual_seed(0)
+    tokens = torch.randn(30, config.dim)
+    _, routes = layer(tokens)
+    weight = layer.router.weight
+    chances = torch.nn.functional.linear(tokens, weight).softmax(-1)
+    chosen = torch.nn.functional.one_hot(routes.experts, config.num_experts).float()
+    theirs = config.num_experts * (chosen.mean(0) * chances.mean(0)).sum()  # [choices, experts]
+    expected, found = (
+        torch.autograd.grad(loss, weight)[0] for loss in (0.02 * theirs, routes.loss)
+    )
+    assert expected.abs().max() > 1e-5
+    torch.testing.assert_close(found, expected)
+    # An even spread costs nothing here, and choices times their coefficient there.
+    torch.testing.assert_close(routes.loss, 0.02 * (theirs - choices))

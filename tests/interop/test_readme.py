@@ -52,9 +52,8 @@ def spread_experts(rank: int, world_size: int, bucketed: bool) -> tuple[list[flo
         model.init_weights(0)
         names: dict[str, Any] = {"sw": sw, "model": model, "mesh": sw.init_mesh(dp=world_size)}
         code = snippet()
-        if bucketed:  # these two lines are then not needed
+        if bucketed:  # this line is then not needed
             code = code.replace("    sw.fully_shard(", "    ()  # ")
-            code = code.replace("    layer.experts.set_gradient", "    ()  # ")
         if spread:
             exec(code, names)
         if bucketed:

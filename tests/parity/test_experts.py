@@ -273,7 +273,6 @@ def spread_and_sharded(rank: int, world_size: int, delay: bool) -> None:
     net = Net(axis, delay_weight_gradient=delay)
     plain = Net()
     sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=sw.zero(3))
-    net.moe.experts.set_gradient_divide_factor(net.moe.gradient_divisor(world_size))  # type: ignore[operator]
     everybody = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     sw.fully_shard(net, mesh=everybody, placements=sw.zero(3))
     x, target = batch(world_size)

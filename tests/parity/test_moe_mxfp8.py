@@ -80,7 +80,6 @@ def train(
         net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"), comm.as_axis(flat.get_group()))
         options: Any = {"placements": sw.zero(int(strategy[-1])), "precision": precision}
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)
-        net.moe.experts.set_gradient_divide_factor(float(world_size))  # type: ignore[operator]
         sw.fully_shard(net, mesh=flat, **options)
     if weights == "mxfp8":
         stored = sw.precision_report(model).stored

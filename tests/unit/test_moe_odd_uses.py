@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
+from shardwise.moe import (
+    GroupedLinear,
+    GroupedMLP,
+    MixtureOfExperts,
+    Routing,
+    declare_gate_up,
+    swiglu,
+)
 
 ENDS = torch.tensor([5, 10, 15, 20], dtype=torch.int32)
 
@@ -66,7 +73,7 @@ def test_a_share_refuses_the_experts_of_a_larger_model(layout: Any) -> None:
     larger = GroupedMLP(8, 8, 8, activation=swiglu(), weight_layout="indexed")
     share = GroupedMLP(4, 8, 8, activation=swiglu(), weight_layout=layout)
     share.spread(2, 2)
-    with pytest.raises(RuntimeError, match="weight7"):
+    with pytest.raises(RuntimeError, match=r"has 8 experts, this module has 2 of 4 \(from"):
         share.load_state_dict(larger.state_dict())
 
 
@@ -164,3 +171,114 @@ def test_parameters_that_were_swapped_and_odd_numbers_are_named() -> None:
     for shape in ((8,), (3, 9)):
         with pytest.raises(ValueError, match=r"hidden states of shape .*\[\.\.\., tokens, 8\]"):
             layer(torch.randn(shape))
+
+
+# ------------------------------------------------------------------------------ dtypes
+
+
+def _reference(mlp: GroupedMLP, x: Tensor, p: Tensor) -> Tensor:
+    """Expert by expert in the dtype of the rows, by autograd."""
+    parts = []
+    for number, (rows, weights) in enumerate(zip(x.split(5), p.split(5), strict=True)):
+        z = rows @ mlp.fc1.weight[number].T + mlp.fc1.bias[number]
+        gate, up = z.chunk(2, -1)
+        h = gate * torch.sigmoid(gate) * up * weights[:, None]
+        parts.append(h @ mlp.fc2.weight[number].T + weights[:, None] * mlp.fc2.bias[number])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float64_is_computed_in_float64(dtype: torch.dtype, autocast: bool) -> None:
+    """Torch's own autocast leaves float64 alone."""
+    mlp = experts().double()
+    x = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
+    p = torch.rand(20).to(dtype).requires_grad_()
+    found, expected = [], []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for compute, into in ((lambda: mlp(x, ENDS, p), found), (None, expected)):
+            y = compute() if compute else _reference(mlp, x, p.double())
+            inputs = [x, p, *mlp.parameters()]
+            into += [y, *torch.autograd.grad(y.square().sum(), inputs)]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        limit = 1e-6 if other.dtype == torch.float32 else 1e-13
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+
+
+def test_a_linear_and_a_router_compute_float64_in_float64() -> None:
+    linear = experts().double().fc2
+    x = torch.randn(20, 8, dtype=torch.float64)
+    want = torch.cat([r @ w.T + b for r, w, b in zip(x.split(5), linear.weight, linear.bias)])  # noqa: B905
+    torch.testing.assert_close(linear(x, ENDS), want, rtol=1e-13, atol=1e-13)
+    layer = mixture(balance_loss=0.1, z_loss=0.1).double()
+    weight = layer.router.weight.detach()
+    y, routes = layer(x)
+    scores = (x @ weight.T).softmax(-1)
+    best = scores.gather(-1, routes.experts)
+    assert y.dtype == routes.weights.dtype == routes.loss.dtype == torch.float64
+    torch.testing.assert_close(
+        routes.weights, best / best.sum(-1, keepdim=True), rtol=1e-13, atol=0
+    )
+    (y.sum() + routes.loss).backward()
+
+
+# ------------------------------------------------------------------------------ torch.compile
+
+
+@pytest.mark.parametrize("module", ["mlp", "linear", "layer"])
+def test_experts_compile_on_the_cpu_in_fp32(module: str) -> None:
+    torch._dynamo.reset()
+    layer = mixture()
+    made: Any = {"mlp": layer.experts, "linear": layer.experts.fc1, "layer": layer}[module]
+    x = torch.randn(20, 8, requires_grad=True)
+    inputs = {"mlp": (x, ENDS, torch.rand(20)), "linear": (x, ENDS), "layer": (x,)}[module]
+    results = []
+    for call in (made, torch.compile(made, backend="eager")):
+        out = call(*inputs)
+        out = out[0] if isinstance(out, tuple) else out
+        results.append([out, *torch.autograd.grad(out.sum(), [x, layer.experts.fc1.weight0])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# ------------------------------------------------------------------------------ refused by name
+
+
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@pytest.mark.parametrize("stored", ["grouped", "indexed"])
+def test_other_numbers_of_experts_are_named_once(stored: Any, layout: Any) -> None:
+    def mlp(count: int, layout: Any) -> GroupedMLP:
+        return GroupedMLP(count, 8, 8, activation=swiglu(), bias=True, weight_layout=layout)
+
+    for here, there in ((8, 16), (16, 8), (8, 9)):
+        with pytest.raises(RuntimeError) as caught:
+            mlp(here, layout).load_state_dict(mlp(there, stored).state_dict())
+        lines = str(caught.value).splitlines()[1:]
+        for line, name in zip(lines, ("fc1", "fc2"), strict=True):
+            assert f"'{name}.weight' has {there} experts, this module has {here}" in line
+
+
+def test_what_is_no_axis_no_number_or_no_block_is_refused_by_name() -> None:
+    mesh = sw.init_mesh(dp=1)
+    for wrong in (mesh, mesh.get_group(), 3):
+        for given in ({"axis": wrong}, {"axis": None, "tokens": wrong}):
+            with pytest.raises(ValueError, match=r"spread\((axis|tokens)=.*comm.as_axis\(mesh"):
+                mixture().spread(**given)
+        with pytest.raises(ValueError, match=r"MixtureOfExperts\(axis=.*sw.comm.as_axis"):
+            MixtureOfExperts(mixture().router.routing, 8, 8, activation=swiglu(), axis=wrong)
+    for wrong in (2.5, True, 0, "4"):
+        with pytest.raises(ValueError, match=r"num_experts=.*: a whole number, 1 or more"):
+            GroupedMLP(wrong, 8, 8, activation=swiglu())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"hidden=.*: a whole number, 1 or more"):
+            GroupedMLP(4, wrong, 8, activation=swiglu())  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"in_features=.*: a whole number, 1 or more"):
+            GroupedLinear(4, wrong, 8)  # type: ignore[arg-type]
+    for size, rank in ((2.5, 0), (0, 0), (2, 5), (2, -1)):
+        with pytest.raises(ValueError, match=r"keep_share|cannot be spread"):
+            mixture().keep_share(size, rank)  # type: ignore[arg-type]
+    for block in (-1, 2.5, True, "x"):
+        state: dict[str, Any] = {}
+        with pytest.raises(ValueError, match=r"gate_up_block=.*0 \(stacked\)"):
+            declare_gate_up(state, "fc1.", block)  # type: ignore[arg-type]
+        assert not state

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts spread over ranks as users meet them: what is derived, and what is refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
+from tests.contract.helpers import raised
+from tests.models import mesh_of
+from tests.moe_models import EXPERTS, HIDDEN, WIDTH, Net, Way, batch
+from tests.ranks import run_ranks
+
+
+def grid(dp: int, ep: int) -> Any:
+    return init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
+
+
+def spread_net(mesh: Any, **way: Any) -> Net:
+    net = Net(Way(**way))
+    net.moe.spread(comm.as_axis(mesh.get_group("ep"), "ep"))
+    return net
+
+
+def wrapped(mesh: Any, placements: Any = None, **way: Any) -> Net:
+    net = spread_net(mesh, **way)
+    placements = placements or sw.zero(3)
+    sw.fully_shard(net.moe.experts, mesh=mesh["dp"], placements=placements)
+    sw.fully_shard(net, mesh=mesh_of(mesh.size()), placements=placements)
+    return net
+
+
+# ------------------------------------------------------------------------------------- wrapping
+
+
+def wrap_wrongly(rank: int, world_size: int) -> list[str]:
+    mesh, everybody = grid(world_size // 2, 2), mesh_of(world_size)
+    ways: list[Any] = [
+        lambda net: sw.fully_shard(net, mesh=everybody),
+        lambda net: sw.fully_shard(net.moe.experts.fc1, mesh=everybody, placements=sw.zero(0)),
+        lambda net: sw.data_parallel(net, mesh=everybody),
+        lambda net: sw.data_parallel(net, mesh=everybody, meshes={"*fc1*": mesh["dp"]}),
+    ]
+    messages = []
+    for wrap in ways:
+        net = spread_net(mesh)
+        messages.append(raised(lambda wrap=wrap, net=net: wrap(net), ValueError))
+        assert type(net.moe.experts.fc2.weight) is nn.Parameter, "nothing was changed"
+    # What is no expert sees the tokens of all ranks: reduced over some it drifts apart.
+    net = spread_net(mesh)
+    sw.fully_shard(net.moe.experts, mesh=mesh["dp"])
+    messages.append(raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError))
+    messages.append(raised(lambda: sw.fully_shard(spread_net(mesh).moe, mesh=mesh), ValueError))
+    return messages
+
+
+def test_spread_experts_are_not_wrapped_with_the_rest() -> None:
+    for messages in run_ranks(wrap_wrongly, 4):
+        for message in messages[:4]:
+            assert "of 4, and" in message and "ranks [0, 1, 2, 3]" in message, message
+            assert "fully_shard(layer.experts, mesh=grid['dp'])" in message
+            assert "meshes={'*.experts': grid['dp']}" in message
+        assert "'moe.experts.fc1.weight' holds" in messages[0]
+        assert "'moe.experts.fc2.weight' holds" in messages[3] and "fc1" not in messages[3]
+        for message in messages[4:]:
+            assert "is no expert" in message and "[0, 1] exchange tokens" in message
+        assert "'before.weight'" in messages[4] and "'router.weight'" in messages[5]
+
+
+def other_experts_by_hand(rank: int, world_size: int) -> str:
+    """Without an axis only the ranks together can tell that they hold different experts."""
+    mlp = GroupedMLP(4, 8, 8, activation=swiglu())
+    mlp.spread(2 * rank, 2)
+    return raised(lambda: sw.fully_shard(mlp, mesh=mesh_of(world_size)), ValueError)
+
+
+def test_ranks_with_other_experts_do_not_share_a_mesh() -> None:
+    for message in run_ranks(other_experts_by_hand, 2):
+        assert "experts 0 to 1 of 4" in message and "experts 2 to 3 of 4" in message
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def truth(ranks: int, pairs: int) -> tuple[Net, Tensor]:
+    """One process with all experts: gradients, and their norm. Shares are counted in pairs."""
+    plain = Net(Way())
+    for step in range(pairs):
+        part = torch.cat([batch(0, rank, ranks) for rank in (2 * step, 2 * step + 1)])
+        (plain(part) / pairs).backward()
+    return plain, nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+
+
+def gradients(rank: int, world_size: int, strategy: str, layout: str) -> list[float]:
+    """No divisor is set by hand; torch's own clipping sees all experts on every rank."""
+    pairs = world_size // 2
+    mesh, (plain, norm) = grid(pairs, 2), truth(world_size, pairs)
+    if strategy == "data_parallel":
+        net: Any = spread_net(mesh, weights=layout)
+        sw.data_parallel(net, mesh=mesh_of(world_size), meshes={"*.experts": mesh["dp"]})
+    else:
+        net = wrapped(mesh, sw.zero(int(strategy[-1])), weights=layout)
+    net(batch(0, rank, world_size)).backward()
+    first, named = net.moe.first_expert, dict(plain.named_parameters())
+    compared = 0
+    for name, parameter in net.named_parameters():
+        got = parameter.grad.full_tensor()
+        stem, number = name.rstrip("0123456789"), name[len(name.rstrip("0123456789")) :]
+        want = named[stem].grad
+        if ".experts." in name:
+            mine = slice(first, first + EXPERTS // 2)
+            want = want[first + int(number)] if number else want[mine]
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
+        compared += 1
+    assert compared >= 8
+    found = [
+        float(nn.utils.get_total_norm([p.grad for p in net.parameters()], foreach=foreach))
+        for foreach in (True, False)
+    ]
+    found.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+    found.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters()])))
+    return [*found, float(norm)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "layout"),
+    [(4, "zero3", "grouped"), (4, "data_parallel", "indexed"), (2, "zero1", "indexed")],
+)
+def test_expert_gradients_and_their_norm_are_those_of_one_process(
+    ranks: int, strategy: str, layout: str
+) -> None:
+    results = run_ranks(gradients, ranks, strategy, layout)
+    for foreach, one_by_one, clipped, after, norm in results:
+        assert foreach == one_by_one == clipped == pytest.approx(norm, rel=1e-5)
+        assert after == pytest.approx(0.5, rel=1e-4)
+    assert all(result == results[0] for result in results), "the same on every rank, bit for bit"
+
+
+def explicit_divisor(rank: int, world_size: int) -> None:
+    net = wrapped(grid(1, 2))
+    net.moe.experts.set_gradient_divide_factor(8.0)  # type: ignore[operator]
+    net(batch(0, rank, world_size)).backward()
+    plain, _ = truth(world_size, 1)
+    got = net.moe.experts.fc1.weight.grad.full_tensor()  # type: ignore[union-attr]
+    first = net.moe.first_expert
+    want = plain.moe.experts.fc1.weight.grad[first : first + 2] / 4  # type: ignore[index]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+
+
+def test_a_divisor_that_is_given_wins() -> None:
+    run_ranks(explicit_divisor, 2)
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def plain_checkpoint(rank: int, world_size: int, folder: str, how: str) -> str:
+    mesh = grid(1, 2)
+    net: Any = wrapped(mesh)
+    state: Any = {"model": net.state_dict()}
+    if how == "states":
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(batch(0, rank, world_size)).backward()
+        optimizer.step()
+        states = dict(enumerate(optimizer.state.values()))
+        state = {f"{n}.{k}": v for n, one in states.items() for k, v in one.items()}
+    with pytest.raises(dcp.api.CheckpointException, match=r"sw\.save") as caught:
+        dcp.save(state, checkpoint_id=folder)
+    if how == "wrapped":  # what was saved whole, elsewhere, is not read into a part either
+        whole = f"{folder}/whole"
+        dcp.save({"w": torch.ones(EXPERTS // 2, 2 * WIDTH, HIDDEN)}, checkpoint_id=whole)
+        with pytest.raises(dcp.api.CheckpointException, match=r"sw\.load"):
+            dcp.load({"w": net.moe.experts.fc1.weight}, checkpoint_id=whole)
+        assert float(net.moe.experts.fc1.weight.full_tensor().std()) > 0.1, "not written"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "states"])
+def test_a_plain_distributed_checkpoint_of_spread_experts_is_refused(how: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for message in run_ranks(plain_checkpoint, 2, folder, how):
+            assert "other ranks hold other experts" in message
+
+
+# ------------------------------------------------------------------------------------- router
+
+
+def biases(rank: int, world_size: int, wrapper: str) -> Tensor:
+    """``spread(ep)`` on dp x ep, without ``tokens``: the bias follows the tokens of all ranks."""
+    torch.manual_seed(0)
+    routing = Routing(num_experts=4, experts_per_token=2, bias_rate=0.1)
+    layer = MixtureOfExperts(routing, 8, 16, activation=swiglu())
+    mesh = grid(2, 2)
+    layer.spread(comm.as_axis(mesh.get_group("ep"), "ep"))
+    if wrapper == "torch":
+        torch_fully_shard(layer.experts, mesh=mesh["dp"])
+        torch_fully_shard(layer, mesh=mesh_of(world_size))
+    else:
+        sw.fully_shard(layer.experts, mesh=mesh["dp"])
+        if wrapper == "hsdp":
+            whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
+            sw.fully_shard(layer, mesh=whole, placements=sw.hsdp())
+        else:
+            sw.fully_shard(layer, mesh=mesh_of(world_size))
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(rank))
+    x += 3 if rank < 2 else -3  # other experts are busy in the other replica
+    layer(x)[0].sum().backward()
+    counted = layer.router.load.clone()
+    dist.all_reduce(counted)
+    layer.router.update_bias()
+    assert torch.equal(layer.router.expert_bias, 0.1 * (counted.mean() - counted).sign())
+    return layer.router.expert_bias
+
+
+@pytest.mark.parametrize("wrapper", ["zero3", "hsdp", "torch"])
+def test_router_biases_are_the_same_on_all_replicas(wrapper: str) -> None:
+    first, *others = run_ranks(biases, 4, wrapper)
+    assert first.abs().max() > 0 and all(torch.equal(first, other) for other in others)
+
+
+# ------------------------------------------------------------------------------------- delayed
+
+
+class Delayed(nn.Module):
+    """Experts without an exchange that would cover their weight gradients."""
+
+    def __init__(self, delay: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = GroupedMLP(2, HIDDEN, WIDTH, activation=swiglu())
+        self.experts.delay_weight_gradient = delay
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        return self.experts(self.before(x), ends, torch.ones(len(x))).square().mean()
+
+
+def rows(rank: int) -> Tensor:
+    return torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def delayed_net(wrapper: str, world_size: int) -> Any:
+    net: Any = Delayed()
+    mesh = mesh_of(world_size)
+    if wrapper == "data_parallel":
+        sw.data_parallel(net, mesh=mesh)
+    elif wrapper != "plain":
+        shard: Any = torch_fully_shard if wrapper == "torch" else sw.fully_shard
+        shard(net.experts, mesh=mesh)
+        shard(net, mesh=mesh)
+    return net
+
+
+def forgotten(rank: int, world_size: int, wrapper: str, kind: str) -> str:
+    net = delayed_net(wrapper, world_size)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if kind == "sw":
+        optimizer = sw.optimizer(net, matrix=sw.muon(), elementwise=sw.adamw(lr=0.1))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    before = [p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for p in net.parameters()]
+    net(rows(rank)).backward()
+    other.step()  # trains nothing of this model
+    message = raised(optimizer.step, RuntimeError)
+    if wrapper == "torch":
+        message += raised(net.experts.backward_dw, RuntimeError)
+    else:
+        net.experts.backward_dw()
+        optimizer.step()
+        for old, now in zip(before, net.parameters(), strict=True):
+            now = now.full_tensor() if hasattr(now, "full_tensor") else now
+            assert not torch.equal(old, now)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "kind"),
+    [("plain", "torch"), ("zero3", "sw"), ("data_parallel", "torch"), ("torch", "torch")],
+)
+def test_a_step_without_backward_dw_is_refused_at_once(wrapper: str, kind: str) -> None:
+    for message in run_ranks(forgotten, 2, wrapper, kind):
+        assert "GroupedMLP (fc1.weight, fc2.weight)" in message, message
+        assert "call backward_dw() after the backward" in message
+        assert ("torch's own fully_shard" in message) == (wrapper == "torch")
+
+
+def in_exchange(rank: int, world_size: int, unit: str) -> str:
+    """Under torch's own wrapper, inside a unit that ends after the exchange, nothing is late."""
+    mesh = mesh_of(world_size)
+    nets: list[Any] = []
+    for delay in (True, False):
+        net = Net(Way())
+        net.moe.experts.delay_weight_gradient = delay
+        net.moe.spread(comm.as_axis(mesh.get_group(), "ep"))
+        alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "dp"))["dp"]
+        torch_fully_shard(net.moe.experts if unit == "experts" else net, mesh=alone)
+        nets.append(net)
+    if unit == "experts":
+        return raised(lambda: nets[0](batch(0, rank, world_size)).backward(), RuntimeError)
+    for net in nets:
+        net(batch(0, rank, world_size)).backward()
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor())
+    return ""
+
+
+def test_delayed_gradients_under_torchs_own_units_are_right_or_refused() -> None:
+    assert run_ranks(in_exchange, 2, "model") == ["", ""]
+    for message in run_ranks(in_exchange, 2, "experts"):
+        assert "torch's own fully_shard" in message
+
+
+def after_a_failure(rank: int, world_size: int) -> None:
+    net, plain = delayed_net("zero3", world_size), Delayed(False)
+    net(rows(rank) * 3).backward()  # an iteration that is given up
+    net.reset_iter_state()
+    net(rows(rank)).backward()
+    net.experts.backward_dw()
+    for each in range(world_size):
+        (plain(rows(each)) / world_size).backward()
+    for (name, one), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)
+
+
+def test_an_iteration_that_was_given_up_owes_nothing() -> None:
+    run_ranks(after_a_failure, 2)
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_weights_that_change_before_their_backward_are_noticed(delay: bool) -> None:
+    for change in ("fc1", "fc2"):
+        net = Delayed(delay)
+        loss = net(rows(0))
+        with torch.no_grad():
+            getattr(net.experts, change).weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"weights of experts .* changed in place"):
+            loss.backward()
