@@ -205,18 +205,18 @@ class ShardedTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """This rank's boxes, by arithmetic; none where it holds nothing.
-
-        Asked of every rank when a checkpoint is planned, saved or loaded: a load will write, and
-        all ranks must count it, those with nothing to write too. After a save the version is one
-        too many, which costs a refresh.
-        """
+        """This rank's boxes, for a load: it will write, and all ranks must count that, those with
+        nothing to write too."""
         if self.version is not None:
             self.version.count += 1
+        return self._chunks()
+
+    def _chunks(self) -> list[Any]:
+        """This rank's boxes, by arithmetic; none where it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]

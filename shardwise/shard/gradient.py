@@ -243,7 +243,9 @@ class Gradients:
     def _count_references(self, main: Buffer) -> int:
         """To the memory of the main grad and to the tensors that show it, but for own views."""
         storage = main.flat.untyped_storage()
-        found: int = torch._C._storage_Use_Count(storage._cdata) - len(self._views.get(id(main), ()))  # type: ignore[attr-defined]
+        found: int = torch._C._storage_Use_Count(storage._cdata) - len(
+            self._views.get(id(main), ())
+        )  # type: ignore[attr-defined]
         for grad in self._dtensors:
             found += getrefcount(grad) + getrefcount(grad._local_tensor)
         return found

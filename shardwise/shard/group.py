@@ -211,9 +211,10 @@ class Group:
         if dtypes != {self.main.dtype}:
             self.parameter_dtype = next(iter(dtypes))
         self._born_late = self._born_late or self.main.flat.is_meta
-        turns = self.main.version.turns
+        version = self.main.version
         self._build_main(dtypes.pop(), device)
-        self.main.version.turns = turns  # an optimizer that is there already still takes them
+        self.main.version.turns = version.turns  # an optimizer that is there already takes them
+        self.main.version.count = version.count + 1  # other weights than a graph may know
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)

@@ -19,6 +19,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.shard.find import Found
 from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.starting import Members
 from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def install(
         root.register_forward_hook(_post_forward)
         root.register_state_dict_pre_hook(_rest_first)
         root.register_load_state_dict_pre_hook(_rest_before_load)
+    unit.members = Members(unit)
     for f in found:
         unit.forsaken.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]

@@ -71,6 +71,7 @@ class ShardedModule(FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own parameters (not those of wrapped modules inside it)."""
         unit = self._ready_unit()
+        unit.refuse_changes()
         if not async_op:
             unit.expose("forward")
             return None

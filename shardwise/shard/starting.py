@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the units of a model are asked together, when its first forward begins."""
+"""What the units of a model are asked together, when its first forward begins; and whether modules
+still hold the parameters that they were wrapped with, before every forward."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
@@ -85,3 +87,105 @@ def _refuse_old_optimizers(forsaken: Iterable[tuple[str, ref[Tensor]]]) -> None:
                     f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
                     f"would update nothing. Build the optimizer after wrapping"
                 )
+
+
+# ------------------------------------------------------------------------------ after wrapping
+
+
+class Wrapped(Protocol):
+    """A unit, as far as the modules below it are concerned."""
+
+    name: str
+    modules: list[ref[nn.Module]]
+    places: list[tuple[dict[str, Any], str, int, int]]
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
+
+
+class Members:
+    """What a unit's modules held when they were wrapped. Whoever replaces a parameter later, adds
+    one or takes one away would train without it: each is refused by name.
+
+    Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
+    """
+
+    def __init__(self, unit: Wrapped) -> None:
+        self._record(unit)
+
+    def _record(self, unit: Wrapped) -> None:
+        modules = [module for _, module in _below(unit)]
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        named = [(each, name) for each in self._parameters for name in each]
+        self._empty = [(each, name) for each, name in named if each[name] is None]
+        ours = {(id(parameters), name) for parameters, name, *_ in unit.places}
+        self._ignored = {(id(each), name) for each, name in named if each[name] is not None} - ours
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        """Every module below, every name of a parameter, and what names without one hold."""
+        return [
+            *chain.from_iterable(each.values() for each in self._children),
+            *chain.from_iterable(self._parameters),
+            *(each.get(name) for each, name in self._empty),
+        ]
+
+    def refuse_changes(self, unit: Wrapped) -> None:
+        """Raise where a parameter is not the one that was wrapped. Microseconds, where none is."""
+        for parameters, name, number, index in unit.places:
+            group, held = unit.groups[number], parameters.get(name)
+            if held is not group.sharded[index] and held is not group.unsharded[index]:
+                self._refuse_all(unit)
+        if self._now() != self._known:
+            self._refuse_all(unit)
+            self._record(unit)  # modules without parameters, or with units of their own
+
+    def _refuse_all(self, unit: Wrapped) -> None:
+        problems = []
+        lost = {
+            (id(parameters), name): (unit.groups[number], index)
+            for parameters, name, number, index in unit.places
+        }
+        for path, module in _below(unit):
+            for name, held in module._parameters.items():
+                key = (id(module._parameters), name)
+                if key in lost and held is not None:
+                    group, index = lost.pop(key)
+                    if held is not group.sharded[index] and held is not group.unsharded[index]:
+                        problems.append(
+                            f"'{path}{name}' was replaced, and what replaced it would be dropped: "
+                            f"write values into the parameter instead (with torch.no_grad(): "
+                            f"parameter.copy_(values) takes the whole tensor), or replace and tie "
+                            f"parameters before wrapping"
+                        )
+                elif held is not None and key not in self._ignored and key not in lost:
+                    problems.append(
+                        f"'{path}{name}' was added, and is neither sharded nor reduced: add it "
+                        f"before wrapping (ignored_params leaves it alone), or wrap its module "
+                        f"with fully_shard"
+                    )
+        problems += [
+            f"'{group.items[index].name}' is gone, and the optimizer would go on with it: remove "
+            f"parameters before wrapping"
+            for group, index in lost.values()
+        ]
+        if problems:
+            raise RuntimeError(
+                f"the parameters of unit '{unit.name}' changed after it was wrapped: "
+                + "; ".join(problems)
+            )
+
+
+def _below(unit: Wrapped) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit and those below that no inner unit owns, with the paths to them."""
+    roots = [root for reference in unit.modules if (root := reference()) is not None]
+    waiting = [("", root) for root in roots][::-1]
+    seen: set[int] = set()
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen or getattr(module, "_shardwise_unit", unit) is not unit:
+            continue
+        seen.add(id(module))
+        yield path, module
+        waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]

@@ -29,10 +29,17 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.call import Call, cast_floats, in_checkpoint, in_recomputation, will_come
+from shardwise.shard.call import (
+    Call,
+    cast_floats,
+    in_checkpoint,
+    in_recomputation,
+    recomputes_inside,
+    will_come,
+)
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime, SharedLanes
-from shardwise.shard.starting import refuse_problems
+from shardwise.shard.starting import Members, refuse_problems
 from shardwise.streams import annotate
 
 
@@ -88,6 +95,7 @@ class Unit:
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
         self.forsaken: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.members: Members | None = None  # of the modules, once they are wrapped
         self.phase = Phase.RESTING
         self.is_root = False
         self.sync = True
@@ -250,7 +258,7 @@ class Unit:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         self._to_run = (self._to_run or len(self.modules)) - 1
         awaited = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self) if awaited else None
+        call = Call(self, self._weights) if awaited else None
         self._running.append(call)
         if awaited and not recomputing and in_checkpoint():
             for group in self.groups:
@@ -262,6 +270,7 @@ class Unit:
 
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        self.refuse_changes()
         if self._owed:
             names = [self.groups[number].items[index].name for number, index in sorted(self._owed)]
             raise RuntimeError(
@@ -276,6 +285,11 @@ class Unit:
                 leaf.delayed = leaf.delayed and self.expects_backward
         self._listen()
         self._tidy = True
+
+    def refuse_changes(self) -> None:
+        """Raise where the modules hold other parameters than they were wrapped with."""
+        if self.members is not None:
+            self.members.refuse_changes(self)
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
@@ -294,6 +308,7 @@ class Unit:
         return cast_floats(output, self.precision.output_dtype)
 
     def _end_forward(self, kept: bool) -> None:
+        self.refuse_changes()
         with annotate(f"{self.name}: release after forward"):
             self.hide()
             if self._releases_after_forward:
@@ -314,6 +329,8 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
+        if call.enters() and self.gather_in_backward and call.weights != self._weights:
+            self._refuse_written(call)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
@@ -324,20 +341,54 @@ class Unit:
             if call.gated and not call.finished:
                 self._open_calls.append(call)
 
+    @property
+    def _weights(self) -> list[tuple[int, int]]:
+        """The versions of the main weights."""
+        return [group.main.state for group in self.groups]
+
+    def _refuse_written(self, call: Call) -> None:
+        names = [
+            item.name
+            for group, seen in zip(self.groups, call.weights, strict=True)
+            for item in group.items
+            if group.main.state != seen
+        ]
+        raise RuntimeError(
+            f"weights of unit '{self.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
+            f"were written between a forward and its backward, whose gradients would be those of "
+            f"neither the old weights nor the new: step, load or write after backward, or run "
+            f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
+        )
+
     def _enter_backward(self) -> None:
+        self.refuse_changes()
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
         self._go(Phase.BACKWARD)
-        self._expect_gradients(will_come if self.unused == "zeros" else _surely)
+        self._expect_gradients(self._foresight())
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
                 self._reached = True
                 if not self._passed:  # else it was done then, when other ranks did
                     self._prefetch_backward()
+
+    def _foresight(self) -> Callable[[Tensor], bool]:
+        """Which gradients to wait for. Where that cannot be told, all; the end of backward knows
+        which have not come."""
+        if self.unused == "zeros" and (
+            all(map(will_come, self._leaves)) or not recomputes_inside(self)
+        ):
+            return will_come
+        return _surely
+
+    @property
+    def _leaves(self) -> list[Tensor]:
+        """The whole parameters that are trained."""
+        return [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -366,7 +417,7 @@ class Unit:
             self._rest()
         if self.phase is not Phase.RESTING:
             return
-        leaves = [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+        leaves = self._leaves
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
