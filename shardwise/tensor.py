@@ -146,6 +146,17 @@ class ShardedTensor(DTensor):
             f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
         )
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refused for parameters: forward computes with another tensor, so no backward would call
+        the hook."""
+        if isinstance(self, torch.nn.Parameter):
+            raise NotImplementedError(
+                f"'{self.cut.name}'.register_hook(...) would never be called: forward computes with "
+                f"gathered weights. register_post_accumulate_grad_hook sees the reduced gradient "
+                f"and may change it in place; a hook on a module's output sees activations"
+            )
+        return super().register_hook(hook)
+
     # ------------------------------------------------------------------ DTensor's methods
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:

@@ -78,8 +78,12 @@ class Call:
 
 def _open(call: Call, grad: Tensor) -> None:
     unit = call.unit()
-    if unit is not None:
-        unit.pre_backward(call)
+    if unit is None:
+        raise RuntimeError(
+            "backward came to a wrapped module that was deleted since its forward: its gradients "
+            "would reach nobody. Keep the model until backward is through"
+        )
+    unit.pre_backward(call)
 
 
 class _InputGate(torch.autograd.Function):

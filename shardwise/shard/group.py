@@ -320,12 +320,14 @@ class Group:
             self._compute_filled = self.main.state
         return self.compute
 
-    def follow_trainability(self) -> None:
-        """``requires_grad_`` on a parameter at rest reaches the one that forward uses."""
+    def follow_trainability(self, *, freezing: bool = False) -> None:
+        """``requires_grad_`` on a parameter at rest reaches the one that forward uses; ``freezing``:
+        where it was frozen since forward, whose graph has no others."""
         with torch._C.DisableTorchFunctionSubclass():
             for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
-                if sharded.requires_grad != whole.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
+                wanted = sharded.requires_grad
+                if wanted != whole.requires_grad and not (freezing and wanted):
+                    whole.requires_grad_(wanted)
 
     @property
     def trainable(self) -> bool:

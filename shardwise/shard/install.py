@@ -99,6 +99,7 @@ def install(
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
         root.register_state_dict_pre_hook(_rest_first)
+        root.register_state_dict_post_hook(_go_on)
         root.register_load_state_dict_pre_hook(_rest_before_load)
     unit.members = Members(unit)
     for f in found:
@@ -153,6 +154,13 @@ def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     unit = unit_of(module)
     if unit is not None:
         unit.hide()
+
+
+def _go_on(module: nn.Module, *_: Any) -> None:
+    """A state dict was asked for inside forward or backward, which needs the whole weights."""
+    unit = unit_of(module)
+    if unit is not None:
+        unit.show_again()
 
 
 def _rest_before_load(

@@ -368,6 +368,8 @@ class Unit:
             for unit in runtime.order.before(self):
                 unit.pass_by()
         self._go(Phase.BACKWARD)
+        for group in self.groups:
+            group.follow_trainability(freezing=True)
         self._expect_gradients(self._foresight())
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
@@ -550,9 +552,17 @@ class Unit:
         for group in self.groups:
             group.wait(runtime)
         if not self._exposed:
-            for parameters, name, number, index in self.places:
-                parameters[name] = self.groups[number].unsharded[index]
-            self._exposed = True
+            self._show()
+
+    def _show(self) -> None:
+        for parameters, name, number, index in self.places:
+            parameters[name] = self.groups[number].unsharded[index]
+        self._exposed = True
+
+    def show_again(self) -> None:
+        """After a look at the parameters at rest: the modules hold what their phase needs."""
+        if self.phase is not Phase.RESTING and not self._exposed:
+            self._show()
 
     def hide(self, force: bool = False) -> None:
         """The modules hold the parameters at rest again."""
