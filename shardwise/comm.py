@@ -12,7 +12,8 @@ point-to-point messages: that is 2 to 4 times as fast as gloo's own (its reduce-
 all-reduce inside), any sizes work, and sums are taken in rank order in at least fp32, so the bits
 of a gradient depend neither on the strategy nor on who computes them.
 
-Every call is counted: ``with record() as calls`` lists operation, axis and bytes.
+Every call is counted: ``with record() as calls`` lists operation, axis and bytes. Only checks, of a
+few bytes (``agree``, ``any_rank``), are not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import streams
+from shardwise.lockstep import Journal, Ticket
 from shardwise.memory import counted
 from shardwise.pending import Flight
 from shardwise.pending import Pending as Pending
@@ -40,8 +42,7 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-_TAG_LIMIT = 1 << 30  # gloo takes 31 bits
+_SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
 # Below this an all-reduce is one exchange of everything, above it a reduce-scatter and a gather.
 _ONE_ROUND_BYTES = 1 << 16
 
@@ -56,7 +57,7 @@ class Axis:
     rank: int
     backends: dict[str, str]  # by device type
     peers: tuple[int, ...]  # global ranks, by rank on the axis
-    _sent: dict[str, int] = field(default_factory=dict, repr=False)
+    journal: Journal = field(repr=False)
 
     @property
     def pretends(self) -> bool:
@@ -65,12 +66,6 @@ class Axis:
 
     def backend_for(self, tensor: Tensor) -> str | None:
         return self.backends.get(tensor.device.type)
-
-    def next_tag(self, operation: str) -> int:
-        """Messages of one operation are matched by their count, the same on all ranks. Operations
-        count apart: a rank that reduces late still gathers in step with the others."""
-        count = self._sent[operation] = self._sent.get(operation, 0) + 1
-        return (count * len(_OPERATIONS) + _OPERATIONS.index(operation)) % _TAG_LIMIT
 
     def separate(self) -> Axis:
         """The same ranks on a communicator of their own (collective over the default group):
@@ -96,7 +91,8 @@ class Axis:
             made = dist.new_group(list(peers))
             group = made if peers == mine else group
         rank = mine.index(self.peers[self.rank])
-        return Axis(name, group, len(mine), rank, self.backends, mine)
+        journal = Journal(group, rank, len(mine))
+        return Axis(name, group, len(mine), rank, self.backends, mine, journal)
 
 
 GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
@@ -114,14 +110,15 @@ def as_axis(group: GroupLike, name: str | None = None) -> Axis:
     if name is None:
         name = first.name if first is not None else "group"
     if name not in known:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
         known[name] = Axis(
             name=name,
             group=group,
-            size=dist.get_world_size(group),
-            rank=dist.get_rank(group),
+            size=size,
+            rank=rank,
             backends=_backends(group),
             peers=tuple(dist.get_process_group_ranks(group)),
-            _sent=first._sent if first is not None else {},
+            journal=first.journal if first is not None else Journal(group, rank, size),
         )
     return known[name]
 
@@ -186,11 +183,19 @@ def _uncounted() -> Iterator[None]:
         _recorders[:] = open_now
 
 
-def _count(operation: str, axis: Axis, nbytes: int) -> None:
+# The unit whose collectives are issued now, in words. Ranks compare it where they wait too long.
+purpose = ""
+
+
+def _count(operation: str, axis: Axis, nbytes: int) -> Ticket:
     if _recorders:
         call = Call(operation, axis.name, axis.size, nbytes)
         for calls in _recorders:
             calls.append(call)
+    # The sizes of an all-to-all differ between ranks.
+    size = "" if operation == "all_to_all" else f"{nbytes} bytes"
+    what = f"{purpose} ({size})" if purpose and size else purpose or size
+    return axis.journal.add(operation, what)
 
 
 # ------------------------------------------------------------------------------ messages
@@ -199,14 +204,16 @@ _DONE = Pending()
 
 
 def _messages(
-    operation: str,
+    ticket: Ticket,
     axis: Axis,
     outgoing: Sequence[Tensor | None],
     incoming: Sequence[Tensor | None],
     finish: Callable[[], None] | None = None,
+    second_round: bool = False,
 ) -> Pending:
     """Send ``outgoing[peer]`` and receive ``incoming[peer]``, skipping this rank and empty ones."""
-    tag = axis.next_tag(operation)
+    tag = ticket.tag + (_SECOND_ROUND if second_round else 0)
+    operation = ticket.operation
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
     works: list[Any] = []
     # Start with the next rank, so that not everybody talks to rank 0 first.
@@ -222,7 +229,7 @@ def _messages(
     if watcher is not None and works:
         received = sum(m.nbytes for m in incoming if m is not None)
         works = [Flight(works, watcher.flight(operation, axis.name, received))]
-    return Pending(what, works, finish)
+    return Pending(what, works, finish, ticket)
 
 
 def _room_for(message: Tensor) -> Tensor:
@@ -280,7 +287,7 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return _DONE
-    _count("all_gather", axis, out.nbytes)
+    ticket = _count("all_gather", axis, out.nbytes)
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
@@ -293,16 +300,11 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
         parts = list(out.view(-1).chunk(axis.size))
         if parts[axis.rank].data_ptr() != shard.data_ptr():
             parts[axis.rank].copy_(shard)
-        return _gather_messages(axis, parts)
+        return _messages(ticket, axis, [parts[axis.rank]] * axis.size, parts)
     if out.element_size() == 1:
         out, shard = out.view(torch.uint8), shard.view(torch.uint8)
     _native("all_gather_single", "all_gather_into_tensor")(out, shard, group=axis.group)
     return _DONE
-
-
-def _gather_messages(axis: Axis, parts: list[Tensor]) -> Pending:
-    mine = parts[axis.rank]
-    return _messages("all_gather", axis, [mine] * axis.size, parts)
 
 
 def reduce_scatter(
@@ -319,7 +321,7 @@ def reduce_scatter(
         if divisor not in (None, 1):
             out.div_(divisor)
         return _DONE
-    _count("reduce_scatter", axis, full.nbytes)
+    ticket = _count("reduce_scatter", axis, full.nbytes)
     if _imagined(axis, full):
         return _DONE
     if (place := _elsewhere(axis, full)) is not None:
@@ -329,7 +331,7 @@ def reduce_scatter(
         out.copy_(moved)
         return _DONE
     if _by_messages(axis, full):
-        return _reduce_messages(axis, out, full, divisor)
+        return _reduce_messages(ticket, axis, out, full, divisor)
     operation, rest = _native_sum(axis, divisor)
     _native("reduce_scatter_single", "reduce_scatter_tensor")(
         out, full, op=operation, group=axis.group
@@ -339,7 +341,9 @@ def reduce_scatter(
     return _DONE
 
 
-def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | None) -> Pending:
+def _reduce_messages(
+    ticket: Ticket, axis: Axis, out: Tensor, full: Tensor, divisor: float | None
+) -> Pending:
     parts = list(full.view(-1).chunk(axis.size))
     received = [
         parts[peer] if peer == axis.rank else _room_for(parts[peer]) for peer in range(axis.size)
@@ -348,7 +352,7 @@ def _reduce_messages(axis: Axis, out: Tensor, full: Tensor, divisor: float | Non
     def finish() -> None:
         _sum_in_rank_order(out, received, divisor)
 
-    return _messages("reduce_scatter", axis, parts, received, finish)
+    return _messages(ticket, axis, parts, received, finish)
 
 
 def reduce_parts(
@@ -426,7 +430,7 @@ def all_reduce(
         if divisor not in (None, 1):
             tensor.div_(divisor)
         return _DONE
-    _count("all_reduce", axis, tensor.nbytes)
+    ticket = _count("all_reduce", axis, tensor.nbytes)
     if _imagined(axis, tensor):
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
@@ -436,7 +440,7 @@ def all_reduce(
         tensor.copy_(moved)
         return _DONE
     if _by_messages(axis, tensor):
-        return _all_reduce_messages(axis, tensor, op, divisor)
+        return _all_reduce_messages(ticket, axis, tensor, op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
     dist.all_reduce(tensor, op=operation, group=axis.group)
     if rest is not None:
@@ -445,7 +449,7 @@ def all_reduce(
 
 
 def _all_reduce_messages(
-    axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
+    ticket: Ticket, axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
 ) -> Pending:
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_ROUND_BYTES:
@@ -454,7 +458,7 @@ def _all_reduce_messages(
         def add_up() -> None:
             _sum_in_rank_order(flat, terms, divisor, op)
 
-        return _messages("all_reduce", axis, [terms[axis.rank]] * axis.size, terms, add_up)
+        return _messages(ticket, axis, [terms[axis.rank]] * axis.size, terms, add_up)
 
     length = -(-flat.numel() // axis.size)
     parts = [flat[r * length : (r + 1) * length] for r in range(axis.size)]
@@ -463,9 +467,9 @@ def _all_reduce_messages(
 
     def share() -> None:
         _sum_in_rank_order(mine, received, divisor, op)
-        _messages("all_reduce", axis, [mine] * axis.size, parts).wait()
+        _messages(ticket, axis, [mine] * axis.size, parts, second_round=True).wait()
 
-    return _messages("all_reduce", axis, parts, received, share)
+    return _messages(ticket, axis, parts, received, share)
 
 
 def all_to_all(
@@ -478,7 +482,7 @@ def all_to_all(
         out.copy_(source)
         return _DONE
     remote = sum(size for peer, size in enumerate(sizes) if peer != axis.rank)
-    _count("all_to_all", axis, remote * source.element_size())
+    ticket = _count("all_to_all", axis, remote * source.element_size())
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
@@ -488,19 +492,13 @@ def all_to_all(
         out.copy_(moved)
         return _DONE
     if _by_messages(axis, out):
-        return _all_to_all_messages(axis, out, source, out_sizes, sizes)
+        outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
+        incoming[axis.rank].copy_(outgoing[axis.rank])
+        return _messages(ticket, axis, outgoing, incoming)
     if out.element_size() == 1:
         out, source = out.view(torch.uint8), source.view(torch.uint8)
     dist.all_to_all_single(out, source, list(out_sizes), list(sizes), group=axis.group)
     return _DONE
-
-
-def _all_to_all_messages(
-    axis: Axis, out: Tensor, source: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
-) -> Pending:
-    outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
-    incoming[axis.rank].copy_(outgoing[axis.rank])
-    return _messages("all_to_all", axis, outgoing, incoming)
 
 
 def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
@@ -520,6 +518,44 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     dist.broadcast(wire, axis.peers[source], group=axis.group)
     return _DONE
+
+
+def any_rank(facts: Sequence[bool], group: GroupLike) -> list[bool]:
+    """Whether each fact holds on any rank of the axis: for checks in every step, a bit each. The
+    hosts exchange them in log2(size) rounds; no device is waited for."""
+    axis = as_axis(group)
+    if axis.size == 1 or axis.pretends or not facts:
+        return list(facts)
+    link, size = _host_group(axis), -(-len(facts) // 8)
+    known = sum(1 << position for position, fact in enumerate(facts) if fact)
+    what = f"a check of {len(facts)} facts"
+    ticket = axis.journal.add("all_reduce", what)
+    step = 1
+    while step < axis.size:  # each round doubles the ranks whose facts a rank knows
+        target, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+        sent = torch.frombuffer(bytearray(known.to_bytes(size, "little")), dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        works = [
+            dist.irecv(received, axis.peers[source], link, ticket.tag),
+            dist.isend(sent, axis.peers[target], link, ticket.tag),
+        ]
+        Pending(what, works, ticket=ticket).wait()
+        known |= int.from_bytes(received.numpy().tobytes(), "little")
+        step *= 2
+    return [bool(known >> position & 1) for position in range(len(facts))]
+
+
+_HOST_GROUPS: dict[Axis, Any] = {}
+
+
+def _host_group(axis: Axis) -> Any:
+    """A group of the same ranks that carries host memory."""
+    if axis.backends.get("cpu") == "gloo":
+        return axis.group
+    if axis not in _HOST_GROUPS:
+        ranks = list(axis.peers)
+        _HOST_GROUPS[axis] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _HOST_GROUPS[axis]
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
-from shardwise import streams
+from shardwise import lockstep, streams
 
 # Long for messages that peers have sent or will read; short where a peer hangs, because whoever
 # restarts a failed run waits for this process to end.
@@ -33,15 +33,16 @@ class Pending:
     blocks the host until the messages are through, then runs what is left to do locally.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_what", "_works")
+    __slots__ = ("__weakref__", "_finish", "_ticket", "_what", "_works")
 
     def __init__(
         self,
         what: str = "",
         works: Sequence[Any] = (),
         finish: Callable[[], None] | None = None,
+        ticket: lockstep.Ticket | None = None,
     ) -> None:
-        self._what, self._works, self._finish = what, works, finish
+        self._what, self._works, self._finish, self._ticket = what, works, finish, ticket
         if works:
             _under_way.add(self)
 
@@ -52,8 +53,9 @@ class Pending:
         self._works, self._finish = (), None
         with streams.stalling(self._what):
             try:
-                for work in works:
-                    work.wait()
+                with lockstep.watched(self._ticket, works):
+                    for work in works:
+                        work.wait()
             except RuntimeError as error:
                 raise RuntimeError(f"{self._what} failed: {error}") from error
             if finish is not None:

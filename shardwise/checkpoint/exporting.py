@@ -30,7 +30,7 @@ from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
 from shardwise.checkpoint.reading import Checkpoint, read_whole
 from shardwise.checkpoint.state import model_key
-from shardwise.checkpoint.values import dtype_name
+from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
 from shardwise.moe import convert_gate_up
@@ -64,7 +64,8 @@ def export(
     A checkpoint whose config describes its ``"model"`` (the fields of ``GPTConfig``) becomes what
     ``transformers`` loads. For any other pass ``convert``, which gives names and forms, and
     ``config`` for ``config.json``; without, names stay as they are. ``dtype`` converts
-    floating-point tensors. Every byte is checked against its sha256 before it is used, and ``out``
+    floating-point tensors; without it each has the dtype that its parameter came with, before it
+    was wrapped. Every byte is checked against its sha256 before it is used, and ``out``
     appears whole or not at all.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
@@ -114,7 +115,8 @@ def _as_gpt(
         written = hf_config(model)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    stored = {entry.dtype for key, entry in checkpoint.index.items() if key.startswith("model.")}
+    names = (key.removeprefix("model.") for key in checkpoint.index if key.startswith("model."))
+    stored = {_dtype_of(checkpoint, name) for name in names}
     kind = dtype or max(stored, key=lambda found: found.itemsize)
     orders = checkpoint.values["extra_states"]
 
@@ -147,12 +149,22 @@ class _Converter:
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         made = {name: tensor} if self._convert is None else self._convert(name, tensor)
-        if self._dtype is None:
-            return made
+        wanted = self._dtype or _dtype_of(self._checkpoint, name)
         return {
-            key: value.to(self._dtype) if value.is_floating_point() else value
+            key: value.to(wanted) if value.is_floating_point() else value
             for key, value in made.items()
         }
+
+
+def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    """The dtype that a parameter came with; the stored one, where main weights have that too."""
+    noted = checkpoint.values.get("dtypes", {})
+    if not isinstance(noted, dict):
+        raise CheckpointError(
+            f"{checkpoint.path}: 'dtypes' of its state is a {type(noted).__name__}"
+        )
+    known = noted.get(name)
+    return dtype_of(known, name) if known else checkpoint.index[model_key(name)].dtype
 
 
 def _plan(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:

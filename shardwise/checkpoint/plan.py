@@ -106,7 +106,8 @@ class LayoutPlanner(SavePlanner):
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return ()  # a tensor of other ranks
-        sharded = [placement.is_shard() for placement in tensor.placements]
+        # Whatever does not replicate cuts: torch's strided shards are not called shards.
+        sharded = [not placement.is_replicate() for placement in tensor.placements]
         where = tuple(
             position if cut else slice(None)
             for position, cut in zip(coordinate, sharded, strict=True)

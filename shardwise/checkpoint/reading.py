@@ -112,8 +112,8 @@ class _Copy:
             self.target.copy_(part)
         else:
             taken, put = self.rows
-            device = self.target.device
-            self.target.index_copy_(0, put.to(device), part.index_select(0, taken).to(device))
+            target = self.target
+            target.index_copy_(0, put.to(target.device), part.index_select(0, taken).to(target))
 
 
 class Copies:

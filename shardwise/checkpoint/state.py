@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.experts import Stack, stacks_of
-from shardwise.checkpoint.values import encode
+from shardwise.checkpoint.values import dtype_name, encode
 from shardwise.optim.muon import convert_momentum
 from shardwise.optim.storage import local_of
 from shardwise.shard.module import units_of
@@ -54,6 +54,7 @@ class State:
     tied: dict[str, str] = field(default_factory=dict)  # a further name -> the one that is saved
     extra_states: dict[str, Any] = field(default_factory=dict)  # of modules that have any
     names: dict[int, str] = field(default_factory=dict)  # of parameters, by identity
+    dtypes: dict[str, str] = field(default_factory=dict)  # came with, where main has another
     stacks: dict[str, Stack] = field(default_factory=dict)  # expert parameters, by name
     members: dict[str, Stack] = field(default_factory=dict)  # how their tensors are stored, by key
     problems: list[str] = field(default_factory=list)
@@ -135,6 +136,11 @@ def of_model(model: nn.Module) -> State:
             else:
                 state.names[id(value)] = name
             state.problems += tensor_problems(name, value)
+    for group in (group for unit in units_of(model) for group in unit.groups):
+        if group.parameter_dtype != group.main.dtype:
+            named = (state.names[id(p)] for p in group.sharded if id(p) in state.names)
+            stored = (key for name in named for key in state.stored_names(name))
+            state.dtypes |= dict.fromkeys(stored, dtype_name(group.parameter_dtype))
     return state
 
 
@@ -360,7 +366,8 @@ def as_saved(state: State, optimizer: dict[str, Any] | None) -> Any:
                 encode(optimizer[part], f"the optimizer's {part}")
             except CheckpointError as error:
                 state.problems.append(str(error))
-    return {"tied": state.tied, "extra_states": state.extra_states, "optimizer": optimizer}
+    values = {"tied": state.tied, "extra_states": state.extra_states, "optimizer": optimizer}
+    return values | {"dtypes": state.dtypes}
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from shardwise.agreement import raise_together
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.routing import Route, split_of
+from shardwise.optim.routing import as_matrix, recall_routes
 from shardwise.optim.sharded import (
     SAME,
     ShardedOptimizer,
-    axes_of,
     matrix_defaults,
     matrix_group,
     parameter_problems,
     summary,
 )
+from shardwise.optim.storage import axes_of
 
 _SETTINGS = {entry.name for entry in fields(MuonSettings)}
 
@@ -60,7 +60,8 @@ class Muon(ShardedOptimizer):
             counts[id(parameter)] = counts.get(id(parameter), 0) + 1
             if counts[id(parameter)] == 2:
                 problems.append(f"{name} is given twice")
-        whole = [(name, p, _as_matrix(p)) for name, p in found]
+        recall_routes()
+        whole = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in found]
         problems += parameter_problems(found, whole)
         counted = [group | {"params": len(group["params"])} for group in groups]
         mine = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
@@ -74,10 +75,6 @@ class Muon(ShardedOptimizer):
         if param_group.get("kind", "matrix") != "matrix":
             raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
         super().add_param_group(self.defaults | param_group)
-
-
-def _as_matrix(parameter: Tensor) -> Route:
-    return Route(kind="matrix", reason="given to sw.Muon", split=split_of(parameter))
 
 
 def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:

@@ -5,23 +5,27 @@
     all homes   added up, root taken
 
 Replicas hold the same gradients, so they are not added; ranks that hold different pieces are, each
-once (replicas too, where they take turns). So are ranks outside a parameter's mesh: they hold other
-experts. The sums are float64: the norm, and with it the clipped gradient, is then the same float32
-whatever the sharding. A NaN or an infinity anywhere makes the norm so on every rank.
+once (replicas too, where they take turns). So are ranks outside the mesh of experts, which hold
+other experts; those outside the mesh of a DTensor hold copies. The sums are float64: the norm, and
+with it the clipped gradient, is then the same float32 whatever the sharding. A NaN or an infinity
+anywhere makes the norm so on every rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.optim.gradients import Gradients, gradient_home, gradient_of
 from shardwise.optim.storage import Home, local_of
-from shardwise.optim.turns import gradient_home, gradient_of
+from shardwise.tensor import ShardedTensor
+
+SPREAD = "_shardwise_spread"  # an attribute of parameters of which other ranks hold other experts
 
 
 class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
@@ -29,24 +33,24 @@ class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
 
 
 def clip_grad_norm(
-    parameters: Iterable[Tensor],
+    gradients: Gradients,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is ``max_norm`` at most; the norm before.
 
-    Collective over the shard axes of all parameters, whether they have gradients or not.
+    Collective over the axes of all parameters, whether they have gradients or not.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
-    parameters = list(parameters)
-    norm = grad_norm(parameters, norm_type)
+    gradients.settle()
+    norm = grad_norm(gradients.parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
-    locals_ = [local_of(p.grad) for p in parameters if p.grad is not None]
+    locals_ = [local_of(p.grad) for p in gradients.parameters if p.grad is not None]
     by_place: dict[Any, list[Tensor]] = {}
     for local in locals_:
         if local.numel():
@@ -57,25 +61,26 @@ def clip_grad_norm(
     return norm
 
 
-def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, float32, on every rank the same."""
+    everywhere = [gradient_home(parameter) for parameter in parameters]
+    widest = max(everywhere, key=_num_ranks, default=None)
     homes: dict[Any, tuple[Home, list[Tensor]]] = {}
     device = torch.device("cpu")
-    for parameter in parameters:
-        home = gradient_home(parameter)
-        members = homes.setdefault(home.key, (home, []))[1]
+    for parameter, home in zip(parameters, everywhere, strict=True):
+        apart = _others_hold_others(parameter) and 0 < _num_ranks(home) < _num_ranks(widest)
+        members = homes.setdefault((home.key, apart), (home, []))[1]
         device = parameter.device
         grad = gradient_of(parameter)
         if grad is not None:
             members.append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
-    widest = max((home for home, _ in homes.values()), key=_num_ranks, default=None)
-    for home, members in homes.values():
+    for (_, apart), (home, members) in homes.items():
         value = _partial(members, norm_type, device)
         axes = home.axes
-        if widest is not None and 0 < _num_ranks(home) < _num_ranks(widest):
-            # An expert mesh: everybody adds its part of its experts, copies sharing theirs.
+        if apart:  # everybody adds its part of its experts, copies sharing theirs
+            assert widest is not None
             axes = widest.every_axis
             value = value if largest else value / home.num_replicas
         for axis in axes:
@@ -92,8 +97,16 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
-def _num_ranks(home: Home) -> int:
-    return math.prod(home.sizes) if home.mesh is not None else 0
+def _others_hold_others(parameter: Tensor) -> bool:
+    """Whether ranks outside a parameter's mesh hold other experts in its place, and not copies.
+
+    Of torch's DTensors nothing but experts of ours does (``sw.optimizer`` marks them): placements
+    say what an axis holds, and ranks beside the mesh (of tensor parallelism) hold copies."""
+    return isinstance(parameter, ShardedTensor) or bool(getattr(parameter, SPREAD, False))
+
+
+def _num_ranks(home: Home | None) -> int:
+    return math.prod(home.sizes) if home is not None and home.mesh is not None else 0
 
 
 def _partial(members: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

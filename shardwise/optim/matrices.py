@@ -22,8 +22,10 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.optim import muon, resident
 from shardwise.optim.exchange import Exchange, Freight, freight_of
+from shardwise.optim.gradients import gradient_of
 from shardwise.optim.newton_schulz import has_kernels, newton_schulz, preset_of, price
 from shardwise.optim.owners import waves_of
+from shardwise.optim.routing import Route
 from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import (
     Home,
@@ -34,7 +36,7 @@ from shardwise.optim.storage import (
     pieces_of,
 )
 from shardwise.optim.tensor_parallel import Blocks
-from shardwise.optim.turns import conformed, gradient_of, like, take_turns
+from shardwise.optim.turns import conformed, like, take_turns
 from shardwise.tensor import ShardedTensor
 
 
@@ -44,18 +46,23 @@ class Matrix:
 
     name: str
     parameter: Tensor
-    split: Split | None
+    route: Route
     group: dict[str, Any]  # its parameter group: learning rate and all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What shards cut (a block, under tensor parallelism), as its matrices are seen."""
+        return self.route.shape_of(block_shape(self.parameter))
 
     @cached_property
     def held(self) -> tuple[Split | None, bool]:
         """The split of what this rank's shard axis holds (a block, under tensor parallelism), and
         whether its matrices are whole there."""
-        home = home_of(self.parameter)
-        if self.split is None or not any(home.tensor):
-            return self.split, not any(home.tensor)
+        home, split = home_of(self.parameter), self.route.split
+        if split is None or not any(home.tensor):
+            return split, not any(home.tensor)
         shape = tuple(self.parameter.shape)
-        found = self.split.within(shape, home.tensor_dim, home.num_blocks, home.block)
+        found = split.within(shape, home.tensor_dim, home.num_blocks, home.block)
         assert found is not None, "refused at construction"
         return found
 
@@ -101,21 +108,22 @@ def freight(
         found += freight_of(
             matrix.name,
             position,
-            parcels_of(block_shape(parameter), matrix.held[0]),
+            parcels_of(matrix.shape, matrix.held[0]),
             pieces_of(parameter),
             partial(price, preset=preset, form=group["form"], measured=measured),
-            pinned=kept_whole(parameter),
+            pinned=kept_whole(matrix),
             wave=waves[position] if waves is not None else 0,
         )
     return found
 
 
-def kept_whole(parameter: Tensor) -> bool:
+def kept_whole(matrix: Matrix) -> bool:
     """Whether the layout keeps every matrix on one rank on purpose; a stack is cut between them."""
+    parameter = matrix.parameter
     if not isinstance(parameter, ShardedTensor):
         return False
     grain = parameter.cut.layout.items[parameter.cut.index].grain
-    return grain.kind == "tensor" and (grain.count == 1 or parameter.ndim == 3)
+    return grain.kind == "tensor" and (grain.count == 1 or len(matrix.shape) == 3)
 
 
 class Fleet:
@@ -149,8 +157,6 @@ class Fleet:
         cut = home.blocks
         whole = cut is None or first.held[1]
         self.blocks = None if whole else Blocks(cut, home.tensor_dim, mode)  # type: ignore[arg-type]
-        between = (self.exchange.shards, self.exchange.replicas, self.blocks)
-        self.communicates = any(one is not None for one in between)
         # With kernels: the parcels of parameters that never travel, by position.
         self.resident: dict[int, list[Parcel]] = {}
         self.fused = resident.kernels_serve([local_of(matrix.parameter) for matrix in matrices])
@@ -176,14 +182,10 @@ class Fleet:
     def step(self, state: dict[Tensor, dict[str, Any]]) -> Iterator[list[Tensor]]:
         """One step, wave by wave; the parameters that each has written.
 
-        A parameter without a gradient is left alone where nobody else takes part. Else it counts as
-        zeros: whether other ranks have one can't be known here, and all must exchange alike.
+        A parameter without a gradient, which no other rank has then either, is left alone. What is
+        exchanged stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
-        taking = {
-            id(matrix)
-            for matrix in self.matrices
-            if self.communicates or matrix.parameter.grad is not None
-        }
+        taking = {id(one) for one in self.matrices if one.parameter.grad is not None}
         ids = {id(self.matrices[position]) for position in self.resident}
         held = [one for one in self.matrices if local_of(one.parameter).numel()]
         moving = {id(one) for one in held if id(one) in taking and id(one) not in ids}
@@ -234,7 +236,8 @@ class Fleet:
         for matrix in members:
             weight = local_of(matrix.parameter).view(-1)
             grad = gradient_of(matrix.parameter)
-            given = torch.zeros_like(weight) if grad is None else grad.reshape(-1)
+            assert grad is not None
+            given = grad.reshape(-1)
             momentum = local_of(state[matrix.parameter]["momentum_buffer"]).view(-1)
             position = position_of[id(matrix)]
             begin = self.exchange.begins[position]
@@ -269,7 +272,8 @@ class Fleet:
                 workspaces[id(matrix)] = torch.empty_like(local)
             if buffer.numel():
                 grad = gradient_of(matrix.parameter)
-                grads.append(torch.zeros_like(buffer) if grad is None else grad)
+                assert grad is not None
+                grads.append(grad)
                 buffers.append(buffer)
                 advanced.append(matrix)
         if not buffers:

@@ -84,7 +84,7 @@ def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> Rout
         shape = tuple(one.parameter.shape)
         shapes: tuple[tuple[int, int], ...] = ()
         if _orthogonalised(one):
-            parcels = parcels_of(shape, one.route.split)
+            parcels = parcels_of(one.route.shape_of(shape), one.route.split)
             shapes = tuple(each for parcel in parcels for each in parcel.shapes)
         frozen = not one.parameter.requires_grad
         rows.append(
@@ -120,7 +120,7 @@ def _owners(found: Sequence[Routed], settings: MuonSettings) -> dict[int, tuple[
     for one in found:
         home = home_of(one.parameter)
         members = homes.setdefault(home.key, (home, []))[1]
-        members.append(Matrix(one.name, one.parameter, one.route.split, group))
+        members.append(Matrix(one.name, one.parameter, one.route, group))
     result: dict[int, tuple[str, ...]] = {}
     for home, members in homes.values():
         if home.mesh is None:

@@ -4,31 +4,43 @@ optimizers alike.
 
     2-D and [experts, out, in] weights                         matrix
     embeddings, by type or name; whatever is tied to one       elementwise
-    the output head: by name, or shaped like an embedding      elementwise
+    the output head: by name, or the last matrix of a model    elementwise
+      where it is shaped like the embedding of its vocabulary
     convolutions, norms, biases, vectors, a single row         elementwise
+
+A convolution that ``route`` sends to the matrices is one matrix [out, rest].
 
 A module may have declared how a parameter of its own falls into matrices (``matrix_blocks``: gate
 and up of experts), or that it is none (their biases, a row for each expert).
 
 The answer depends on module types, names and global shapes, never on how a parameter is cut: it is
-the same before and after sharding. ``route`` overrides it and hangs it on the parameters, which
-carry their attributes through ``fully_shard``.
+the same before and after sharding. ``route`` overrides it and notes it on the parameters, and by
+name on the modules that hold them: torch's own ``fully_shard`` and ``parallelize_module`` put other
+parameters in their place.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from shardwise.optim.split import Split
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.optim.split import Shape, Split
 
 Kind = Literal["matrix", "elementwise"]
 Selector: TypeAlias = "str | nn.Module | Tensor | Callable[[str, Tensor], bool]"
-ATTRIBUTE = "_shardwise_route"
+ATTRIBUTE = "_shardwise_route"  # of a parameter: its Route
+_BY_NAME = (
+    "_shardwise_routes"  # of a module: those of the parameters it holds, by their names there
+)
+_ROUTED: WeakSet[nn.Module] = WeakSet()  # the modules that have it
 
 _HEADS_ANYWHERE = {"lm_head", "unembed", "unembedding", "embed_out", "output_head", "out_head"}
 _HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # not inside a layer
@@ -36,7 +48,12 @@ _WRAPPERS = {"model", "module", "transformer", "decoder", "_orig_mod"}
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NAMED_EMBEDDINGS = ("embedding", "embeddings")  # classes of others that hold a table
-_FUSED_NAMES = ("qkv", "c_attn", "in_proj", "gate_up", "w13", "query_key_value", "kv_proj")
+_FUSED_NAMES = (
+    *("qkv", "c_attn", "in_proj", "query_key_value", "kv_proj", "kv_a_proj", "kv_b_proj", "w_pack"),
+    *("gate_up", "up_gate", "w13", "linear_fc1"),
+)
+_RECURRENT = re.compile(r"(^|_)(a_log|log_a|time_decay|time_first|time_mix|decay|state)", re.I)
+_POSITIONS = re.compile(r"rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|table|emb)", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +63,11 @@ class Route:
     kind: Kind
     reason: str
     split: Split | None = None
+    flat: bool = False  # one matrix [out, rest], whatever its dimensions: a convolution
+
+    def shape_of(self, shape: Sequence[int]) -> Shape:
+        """A parameter's shape as its matrices are seen."""
+        return (shape[0], math.prod(shape[1:])) if self.flat else tuple(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +87,14 @@ def route(
     elementwise: Selector | Sequence[Selector] = (),
     split: Mapping[str, Split] | None = None,
 ) -> dict[str, Route]:
-    """Decide for every parameter, and remember it on the parameter. Before or after sharding.
+    """Decide for every parameter, and remember it, by name: before or after sharding, by this
+    library or by torch.
 
     Args:
         matrix, elementwise: what to send there against the default: name patterns
             (``"*.router.*"``), modules, parameters, or functions ``(name, parameter) -> bool``.
-            Of a module that goes to ``matrix``, vectors stay where they were.
+            Of a module that goes to ``matrix``, vectors stay where they were. A convolution there
+            is one matrix, [out, everything else].
         split: for fused weights, how they fall into matrices, by name pattern.
 
     Returns the routes by name. Calling it again starts from the default.
@@ -90,7 +114,7 @@ def route(
                 chosen[name].setdefault(kind, _named(selector))
     splits = _splits(split or {}, names, problems)
     routes: dict[str, Route] = {}
-    vocabularies = _vocabularies(model)
+    known = _known(places)
     for name, parameter, modules in places:
         by_user = chosen[name]
         if len(by_user) == 2:
@@ -103,31 +127,49 @@ def route(
             kind, selector = next(iter(by_user.items()))
             reason = f"chosen by {selector}"
         else:
-            kind, reason = _default(name, parameter, modules, vocabularies)
+            kind, reason = _default(name, parameter, modules, known)
         blocks = splits.get(name) or _declared(parameter, kind)
-        routes[name] = Route(kind=kind, reason=reason, split=blocks)  # type: ignore[arg-type]
+        folded = parameter.ndim > 3 or any(isinstance(one, _CONVOLUTIONS) for one in modules)
+        flat = kind == "matrix" and folded and parameter.ndim > 2
+        routes[name] = Route(kind=kind, reason=reason, split=blocks, flat=flat)  # type: ignore[arg-type]
         problems += route_problems(name, tuple(parameter.shape), routes[name])
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))
     for name, parameter in names.items():
         setattr(parameter, ATTRIBUTE, routes[name])
+    for module in model.modules():
+        held = {n: vars(p)[ATTRIBUTE] for n, p in module._parameters.items() if p is not None}
+        if held:
+            setattr(module, _BY_NAME, held)
+            _ROUTED.add(module)
     return routes
 
 
 def routes_of(model: nn.Module) -> list[Routed]:
     """Every parameter with its route: as ``route`` left it, else the default."""
-    vocabularies = _vocabularies(model)
+    recall_routes(model.modules())
+    places = _places(model)
+    known = _known(places)
     found = []
-    for name, parameter, modules in _places(model):
+    for name, parameter, modules in places:
         chosen = recorded(parameter)
         if chosen is None:
-            kind, reason = _default(name, parameter, modules, vocabularies)
+            kind, reason = _default(name, parameter, modules, known)
             chosen = Route(kind=kind, reason=reason, split=_declared(parameter, kind))
-        shape = tuple(parameter.shape)
-        found.append(
-            Routed(name, parameter, chosen, _suspicions(name, shape, chosen, vocabularies))
-        )
+        found.append(Routed(name, parameter, chosen, _suspicions(name, parameter, chosen, known)))
     return found
+
+
+def recall_routes(modules: Iterable[nn.Module] | None = None) -> None:
+    """Note routes, and what modules declare, on the parameters that stand in the place of those
+    they were noted on; ``modules``: of a model, or all that were routed."""
+    for module in list(_ROUTED) if modules is None else modules:
+        if isinstance(module, GroupedLinear):
+            module._declare()
+        for name, chosen in vars(module).get(_BY_NAME, {}).items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and recorded(parameter) is None:
+                setattr(parameter, ATTRIBUTE, chosen)
 
 
 def recorded(parameter: Tensor) -> Route | None:
@@ -136,10 +178,12 @@ def recorded(parameter: Tensor) -> Route | None:
     return found if isinstance(found, Route) else None
 
 
-def split_of(parameter: Tensor) -> Split | None:
-    """How a parameter that is a matrix falls into several."""
+def as_matrix(parameter: Tensor, reason: str) -> Route:
+    """The route of a parameter that an optimizer is to take as a matrix, or as several."""
     chosen = recorded(parameter)
-    return chosen.split if chosen is not None else _declared(parameter, "matrix")
+    split = chosen.split if chosen is not None else _declared(parameter, "matrix")
+    flat = parameter.ndim > 3 or (chosen is not None and chosen.flat)
+    return Route(kind="matrix", reason=reason, split=split, flat=flat)
 
 
 def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str]:
@@ -148,20 +192,42 @@ def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str
         if chosen.split is not None:
             return [f"'{name}' has a split {chosen.split} but goes to the elementwise optimizer"]
         return []
-    if len(shape) not in (2, 3):
+    seen = chosen.shape_of(shape)
+    if len(seen) not in (2, 3):
         return [
             f"'{name}' of shape {list(shape)} is no matrix [out, in] and no stack of them "
             f"[experts, out, in]; send it to the elementwise optimizer"
         ]
-    reason = chosen.split.problem(shape) if chosen.split is not None else None
+    reason = chosen.split.problem(seen) if chosen.split is not None else None
     return [f"'{name}' of shape {list(shape)}: {reason}"] if reason else []
 
 
 # ------------------------------------------------------------------------------ the default
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What a default needs to know of the whole model."""
+
+    vocabularies: frozenset[Shape]  # of embedding tables; positions are none
+    last: int  # the id of its last parameter of two dimensions or more
+
+
+def _known(places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]]) -> _Known:
+    tables = [
+        tuple(parameter.shape)
+        for _, parameter, modules in places
+        if any(isinstance(module, _EMBEDDINGS) for module in modules)
+    ]
+    most = {width: max(rows for rows, other in tables if other == width) for _, width in tables}
+    # A table as high as wide, or lower than another of its width, is one of positions or types.
+    words = {(rows, width) for rows, width in tables if rows == most[width] != width}
+    wide = [id(parameter) for _, parameter, _ in places if parameter.ndim > 1]
+    return _Known(frozenset(words), wide[-1] if wide else 0)
+
+
 def _default(
-    name: str, parameter: Tensor, modules: Sequence[nn.Module], vocabularies: set[tuple[int, ...]]
+    name: str, parameter: Tensor, modules: Sequence[nn.Module], known: _Known
 ) -> tuple[Kind, str]:
     shape = tuple(parameter.shape)
     if getattr(parameter, "matrix_blocks", None) == ():
@@ -184,7 +250,7 @@ def _default(
     outside = all(part in _WRAPPERS for part in path[:-1])
     if last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and outside):
         return "elementwise", "output head, by name"
-    if shape in vocabularies:
+    if shape in known.vocabularies and id(parameter) == known.last:
         return "elementwise", "output head, shaped like an embedding"
     if min(shape[-2:]) == 1:
         return "elementwise", "a single row or column"
@@ -196,27 +262,37 @@ def _declared(parameter: Tensor, kind: str) -> Split | None:
     return Split(sizes=blocks) if blocks and kind == "matrix" else None
 
 
-def _suspicions(
-    name: str, shape: tuple[int, ...], chosen: Route, vocabularies: set[tuple[int, ...]]
-) -> tuple[str, ...]:
+def _suspicions(name: str, parameter: Tensor, chosen: Route, known: _Known) -> tuple[str, ...]:
     found = []
+    shape = chosen.shape_of(parameter.shape)
+    leaf = name.rpartition(".")[2]
     if chosen.kind == "matrix":
         if chosen.split is None and any(word in name.lower() for word in _FUSED_NAMES):
             found.append("looks like a fused weight and has no split")
-        if shape in vocabularies:
+        if shape in known.vocabularies:
             found.append("is shaped like an embedding: such weights do better with AdamW")
+        elif _maps_to_vocabulary(shape, id(parameter) == known.last, known.vocabularies):
+            found.append("looks like an output head: such weights do better with AdamW")
+        if _RECURRENT.search(leaf):
+            found.append("looks like the state of a recurrence, which is no matrix")
+        if _POSITIONS.search(name):
+            found.append("looks like a table of positions, which is no matrix")
         if min(shape[-2:]) < 8:
             found.append(f"has a side of {min(shape[-2:])}: orthogonalising it means little")
-    elif chosen.reason.startswith("chosen") and len(shape) == 2 and shape not in vocabularies:
+    elif chosen.reason.startswith("chosen") and len(shape) == 2 and shape not in known.vocabularies:
         found.append("is a matrix that was sent to the elementwise optimizer")
     return tuple(found)
 
 
-def _vocabularies(model: nn.Module) -> set[tuple[int, ...]]:
-    """Shapes of embedding tables."""
-    return {
-        tuple(module.weight.shape) for module in model.modules() if isinstance(module, _EMBEDDINGS)
-    }
+def _maps_to_vocabulary(shape: Shape, last: bool, vocabularies: Iterable[Shape]) -> bool:
+    """Whether a matrix has a few rows more than an embedding of its width, as padded heads have;
+    or stands last and has far more rows than columns."""
+    slack = 0.25 if last else 0.02
+    near = any(
+        shape[1:] == (width,) and rows < shape[0] <= rows * (1 + slack)
+        for rows, width in vocabularies
+    )
+    return near or (last and len(shape) == 2 and shape[0] > 8 * shape[1])
 
 
 # ------------------------------------------------------------------------------ names and selectors

@@ -13,6 +13,7 @@ and state dicts are torch's.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -21,16 +22,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
 from shardwise.agreement import raise_together
+from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.optim import adamw as elementwise_step
 from shardwise.optim import clip, matrices
 from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.gradients import Gradients, quoted
 from shardwise.optim.matrices import Fleet, Matrix, fleets_of
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.routing import Route, route_problems, routes_of, split_of
-from shardwise.optim.storage import buffer_of, home_of, local_of, problem_of, written
+from shardwise.optim.routing import (
+    Route,
+    Routed,
+    as_matrix,
+    recall_routes,
+    route_problems,
+    routes_of,
+)
+from shardwise.optim.storage import (
+    axes_of,
+    buffer_of,
+    cut_along_rows,
+    home_of,
+    local_of,
+    problem_of,
+    written,
+)
 from shardwise.optim.turns import take_turns, turns_of
+
+logger = logging.getLogger(__name__)
 
 # Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
 # __torch_function__, which some torch versions give our DTensors.
@@ -49,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._names = names  # by id of the parameter
         self._fleets: list[Fleet] | None = None
         super().__init__(groups, defaults or {})
+        self._warn_of_narrow_weights()
         self._launch()
 
     # ------------------------------------------------------------------ construction
@@ -85,12 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group = _plain(_SETTINGS[kind](**own)) | group
         except ValueError as error:
             problems.append(str(error))
+        recall_routes()
         found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
-        whole = [
-            (name, p, Route(kind="matrix", reason="added", split=split_of(p)))
-            for name, p in found
-            if kind == "matrix"
-        ]
+        whole = [(name, p, as_matrix(p, "added")) for name, p in found if kind == "matrix"]
         problems += parameter_problems(found, whole)
         mine = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
         raise_together(
@@ -106,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Plan who computes what, and put momenta there (collective where parameters are
         sharded)."""
         found = [
-            Matrix(self._name(parameter), parameter, split_of(parameter), group)
+            Matrix(self._name(parameter), parameter, as_matrix(parameter, ""), group)
             for group in self.param_groups
             if group["kind"] == "matrix"
             for parameter in group["params"]
@@ -115,15 +132,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for matrix in found:
             before = self.state.get(matrix.parameter, {})
             self.state[matrix.parameter] = matrices.state_of(matrix.parameter, before)
-        self._turns = [(p, turns_of(p)) for group in self.param_groups for p in group["params"]]
+        every = [p for group in self.param_groups for p in group["params"]]
+        self._turns = [(p, turns_of(p)) for p in every]
+        self._gradients = Gradients(every, self._name)
+
+    def _warn_of_narrow_weights(self) -> None:
+        every = [p for group in self.param_groups for p in group["params"]]
+        names = [self._name(p) for p in every if p.itemsize < torch.float32.itemsize]
+        if names:
+            logger.warning(
+                "%d parameters that an optimizer trains are stored in 16 bits (%s), which round "
+                "away steps of less than 1/256 of a weight, and momenta likewise. sw.fully_shard "
+                "and sw.data_parallel keep fp32 main weights of what is trainable when they wrap "
+                "it, unless Precision(main=...) says otherwise; without them train model.float() "
+                "under torch.autocast",
+                len(names),
+                quoted(names),
+            )
 
     def _check_turns(self) -> None:
         """Gradients are reduced for one optimizer: the last that was built."""
         lost = [self._name(p) for p, turns in self._turns if turns_of(p) != turns]
         if lost:
-            names = ", ".join(f"'{name}'" for name in lost[:4]) + (", ..." if lost[4:] else "")
             raise RuntimeError(
-                f"another optimizer was built for {names} after this one, and gradients are "
+                f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
                 f"reduced to where that one needs them: step that one, or build this one anew"
             )
 
@@ -134,7 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter; compute weights are refreshed once, by the next gather.
+        """Update every parameter that has a gradient, and leave the others alone, states and all;
+        compute weights are refreshed once, by the next gather.
 
         Elementwise groups come first, then matrices in waves. Weights of what is done may be on
         their way (``overlap_gather="step"``) while the matrices after it are orthogonalised.
@@ -145,6 +178,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         assert self._fleets is not None
         self._check_turns()
+        with _plain_attributes():
+            self._gradients.settle()
         groups = [group for group in self.param_groups if group["kind"] == "elementwise"]
         # (what a stage may write, who advances it), in order; the waves of fleets side by side
         stages: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
@@ -176,9 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Clip the gradients of all groups by one global norm, before anything is orthogonalised;
         the norm before clipping, the same on every rank."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
         with _plain_attributes():
-            return clip.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+            return clip.clip_grad_norm(self._gradients, max_norm, norm_type, error_if_nonfinite)
 
     # ------------------------------------------------------------------ state dicts
 
@@ -236,6 +270,10 @@ def optimizer(
         problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
         problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
+    for module in model.modules():
+        if isinstance(module, GroupedLinear) and module.total_experts > module.num_experts:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, clip.SPREAD, True)
     routed = routes_of(model)
     found = [one for one in routed if one.parameter.requires_grad]
     if not found:
@@ -248,9 +286,8 @@ def optimizer(
             "sw.routing_report); pass matrix=None, or route some with sw.route"
         )
     if rest and elementwise is None:
-        names = ", ".join(f"'{one.name}'" for one in rest[:4])
-        more = f" and {len(rest) - 4} more" if len(rest) > 4 else ""
-        problems.append(f"{names}{more} belong to no optimizer: pass elementwise=sw.adamw(...)")
+        names = quoted([one.name for one in rest])
+        problems.append(f"{names} belong to no optimizer: pass elementwise=sw.adamw(...)")
     problems += parameter_problems(
         [(one.name, one.parameter) for one in found],
         [(one.name, one.parameter, one.route) for one in whole],
@@ -264,12 +301,28 @@ def optimizer(
         axes_of(one.parameter for one in routed),
         same=SAME,
     )
+    if matrix is not None:
+        _warn_of_routes(found)
     groups = []
     if matrix is not None:
         groups.append(matrix_group(matrix, [one.parameter for one in whole]))
     if rest and elementwise is not None:
         groups.append(elementwise_group(elementwise, [one.parameter for one in rest]))
     return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+
+
+def _warn_of_routes(found: Sequence[Routed]) -> None:
+    """One warning of what looks as if it were with the wrong optimizer, and was not chosen."""
+    names: dict[str, list[str]] = {}
+    for one in found:
+        for warning in () if one.route.reason.startswith("chosen") else one.warnings:
+            names.setdefault(warning, []).append(one.name)
+    if names:
+        logger.warning(
+            "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
+            "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
+            "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
+        )
 
 
 def matrix_group(settings: MuonSettings, parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -293,17 +346,6 @@ def _plain(settings: MuonSettings | AdamWSettings) -> dict[str, Any]:
     return {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
 
 
-def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
-    """Every axis that they are spread over, once, in order."""
-    found: dict[int, comm.Axis] = {}
-    for parameter in parameters:
-        mesh = home_of(parameter).mesh
-        for axis in comm.mesh_axes(mesh) if mesh is not None else ():
-            if axis.size > 1:
-                found.setdefault(id(axis.group), axis)
-    return list(found.values())
-
-
 def summary(facts: Sequence[Any]) -> str:
     """Of one fact for each parameter: small, and different where one of them is."""
     return f"{len(facts)} parameters (checksum {zlib.crc32(repr(facts).encode()):08x})"
@@ -321,7 +363,12 @@ def parameter_problems(
         if not parameter.is_floating_point():
             problems.append(f"'{name}' is {parameter.dtype}, which has no orthogonal form")
         home = home_of(parameter)
-        if not wrong and chosen.split is not None and any(home.tensor):
+        if chosen.flat and not wrong and not cut_along_rows(parameter):
+            problems.append(
+                f"'{name}' of shape {list(shape)} is taken as one matrix [out, rest], and "
+                f"{parameter.placements} cut it otherwise than along its first dimension"  # type: ignore[attr-defined]
+            )
+        elif not wrong and chosen.split is not None and any(home.tensor):
             side, count = home.tensor_dim, home.num_blocks
             if chosen.split.within(shape, side, count, home.block) is None:
                 what = ("rows", "columns")[side]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -151,6 +151,15 @@ def home_of(parameter: Tensor) -> Home:
     return _NOWHERE
 
 
+def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
+    """Every axis that they are spread over, once, in order."""
+    found: dict[int, comm.Axis] = {}
+    for parameter in parameters:
+        for axis in home_of(parameter).every_axis:
+            found.setdefault(id(axis.group), axis)
+    return list(found.values())
+
+
 def _tensor_dims(parameter: DTensor) -> list[int | None]:
     """For each mesh axis: along which side of the matrix it cuts blocks, if that is what it does.
 
@@ -158,7 +167,7 @@ def _tensor_dims(parameter: DTensor) -> list[int | None]:
     the rows of its blocks (torch's strided shards), and inside stacked matrices.
     """
     names = parameter.device_mesh.mesh_dim_names or ("",) * parameter.device_mesh.ndim
-    strided = [type(placement).__name__ == "_StridedShard" for placement in parameter.placements]
+    strided = [_is_strided(placement) for placement in parameter.placements]
     found: list[int | None] = []
     for name, placement, again in zip(names, parameter.placements, strided, strict=True):
         side = placement.dim - (parameter.ndim - 2) if _is_shard(placement) else -1  # type: ignore[attr-defined]
@@ -168,7 +177,18 @@ def _tensor_dims(parameter: DTensor) -> list[int | None]:
 
 
 def _is_shard(placement: Any) -> bool:
-    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"
+    return bool(placement.is_shard()) or _is_strided(placement)
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def cut_along_rows(parameter: Tensor) -> bool:
+    """Whether every axis that cuts a DTensor does so along its first dimension."""
+    foreign = isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor)
+    placements = parameter.placements if foreign else ()  # type: ignore[attr-defined]
+    return all(one.dim == 0 for one in placements if _is_shard(one))
 
 
 def problem_of(name: str, parameter: Tensor, *, matrix: bool = False) -> str | None:
@@ -230,14 +250,18 @@ def _packed_pieces(parameter: ShardedTensor) -> list[Piece]:
 
 
 def _chunked_pieces(parameter: DTensor) -> list[Piece]:
-    """Rows as torch cuts them: axis by axis, outer first, each piece of ceil(rows / size)."""
+    """Rows as torch cuts them: axis by axis, outer first (strided ones last), each piece of
+    ceil(rows / size)."""
     home = home_of(parameter)
-    sizes = [size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded]
+    cuts = zip(home.sizes, home.sharded, parameter.placements, strict=True)
+    every = [(size, _is_strided(placement)) for size, sharded, placement in cuts if sharded]
+    order = sorted(range(len(every)), key=lambda number: every[number][1])
     shape = block_shape(parameter)
     row = math.prod(shape[1:])
     found = []
     for rank, coordinate in enumerate(home.coordinates):
-        begin, end = chunk_range(shape[0], sizes, coordinate)
+        sizes, places = [every[n][0] for n in order], [coordinate[n] for n in order]
+        begin, end = chunk_range(shape[0], sizes, places)
         if begin < end:
             found.append((rank, begin * row, end * row))
     return sorted(found, key=lambda piece: piece[1])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.cut import Cut
-from shardwise.optim.storage import Home, home_of, local_of
+from shardwise.optim.storage import local_of
 from shardwise.placements import Turns
 from shardwise.tensor import ShardedTensor
 
@@ -54,21 +54,6 @@ def state_cut(parameter: ShardedTensor) -> Cut:
     """Where the gradient and the momentum of a parameter lie."""
     turns = turns_of(parameter)
     return parameter.cut if turns is None else parameter.cut.turned(turns)
-
-
-def gradient_home(parameter: Tensor) -> Home:
-    """Where its gradient lies: with replicas that take turns, no two ranks hold the same of it."""
-    home = home_of(parameter)
-    turned = turns_of(parameter) is not None
-    return Home(home.mesh, (True,) * len(home.sharded)) if turned else home
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """This rank's piece of the gradient, of its turn where replicas take turns."""
-    grad = parameter.grad
-    if not isinstance(parameter, ShardedTensor) or not isinstance(grad, ShardedTensor):
-        return None if grad is None else local_of(grad)
-    return state_cut(parameter).within(grad.cut, grad._local_tensor)
 
 
 def like(parameter: Tensor) -> Tensor:

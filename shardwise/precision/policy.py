@@ -46,7 +46,8 @@ def short_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own.
+    """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own, except
+    for ``main``.
 
     Args:
         weights: the compute weights that forward and backward read. ``"mxfp8"`` (a plane of 1x32
@@ -55,7 +56,10 @@ class Precision:
             embedding too where ``include`` names it; whatever else there is stays bf16.
             ``sw.precision_report(model)`` lists which, and why.
         reduce: gradients on the wire. ``None``: the dtype of ``weights``.
-        main: the main weights, their gradients and (by way of them) the optimizer state.
+        main: the main weights, their gradients and (by way of them) the optimizer state. ``None``:
+            fp32 for a parameter that is trained and came in bf16 or fp16 (as Hugging Face models
+            do), whose steps those dtypes would round away; any other keeps its own. Decided when
+            the module is wrapped; ``.to(dtype)`` afterwards changes main weights too.
         outputs: floating-point outputs of a wrapped module are cast to it.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
         include, exclude: shell patterns of the parameters that MXFP8 is for, by their names in the
@@ -140,9 +144,10 @@ class Precision:
         """Of the compute weight of a parameter; integer parameters are never cast."""
         return _choose(self.weights_dtype, parameter, parameter)
 
-    def main_dtype(self, parameter: torch.dtype) -> torch.dtype:
+    def main_dtype(self, parameter: torch.dtype, trainable: bool = True) -> torch.dtype:
         """Of the main weight of a parameter, and of its gradient as the optimizer sees it."""
-        return _choose(self.main, parameter, parameter)
+        narrow = trainable and parameter.itemsize < torch.float32.itemsize
+        return _choose(self.main, torch.float32 if narrow else parameter, parameter)
 
     def wire_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """Of the gradient while it is reduced."""
@@ -151,4 +156,6 @@ class Precision:
 
 def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> torch.dtype:
     assert not isinstance(wanted, str)
-    return default if wanted is None or not parameter.is_floating_point else wanted
+    if not parameter.is_floating_point:
+        return parameter
+    return default if wanted is None else wanted

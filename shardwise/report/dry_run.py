@@ -217,7 +217,7 @@ def _start(model: nn.Module) -> list[Unit]:
         for path, module in model.named_modules()
         for unit in (getattr(module, "_shardwise_unit", None),)
     }
-    runtime = Runtime(torch.device("meta"), list(units), lanes=_PretendedLanes())
+    runtime = Runtime(torch.device("meta"), list(units), (), lanes=_PretendedLanes())
     for unit in units:
         unit.is_root = unit is unit_of(model)
         unit.name = names[id(unit)] or type(model).__name__.removeprefix("FSDP")

@@ -168,7 +168,7 @@ def owners_of(
         waves = waves_of([buffers[id(p)] for p in found], [p.numel() for p in found])
     for position, one in enumerate(taken(routes)):
         group, index = places[id(one.parameter)]
-        key = (id(group), index, one.route.split)
+        key = (id(group), index, one.route.split, one.route.flat)
         if key not in known:  # layers that are alike are cut alike
             layout = group.layout
             pieces = [
@@ -188,7 +188,7 @@ def owners_of(
                 for freight in freight_of(
                     "",
                     0,
-                    parcels_of(tuple(one.parameter.shape), one.route.split),
+                    parcels_of(one.route.shape_of(one.parameter.shape), one.route.split),
                     pieces,
                     priced,
                     pinned=grain.kind == "tensor" and grain.count == 1,

@@ -141,7 +141,7 @@ def footprint(
     """
     coded = coded_planes(layout, format, SHARD not in placements.compute)
     compute, wire = precision.compute_dtype(dtype), precision.wire_dtype(dtype)
-    main = precision.main_dtype(dtype)
+    main = precision.main_dtype(dtype, trainable)
     numel, shards = layout.numel, mesh.num_shards(placements.main)
     aliased = shards == 1 and compute == main and coded is None
     persistent = SHARD not in placements.compute

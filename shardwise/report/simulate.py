@@ -62,7 +62,7 @@ class Step:
         self.doing = "at rest"
         self.timeline: list[tuple[str, str, int]] = []
         self._flying: deque[tuple[Callable[[], None], Callable[[], None], bool]] = deque()
-        self.order: Order
+        self.order: Order[SimulatedUnit]
 
     def send(self, calls: Iterable[Call]) -> None:
         for call in calls:
@@ -318,7 +318,7 @@ class SimulatedUnit:
         if any(group.size.trainable for group in self.groups):
             self.step.order.ready(self)
 
-    # ------------------------------------------------------------------ shard.order.Member
+    # ------------------------------------------------------------------ what the order asks
 
     @property
     def expects_backward(self) -> bool:
@@ -344,15 +344,6 @@ class SimulatedUnit:
         for group in self.groups:
             if group.size.trainable:
                 group.reduce(self._last)
-
-    def pass_by(self, ended: bool = False) -> None:
-        """Only where parameters may go unused; here all are used."""
-
-    def end_forward(self) -> None:
-        """Every module of a unit runs."""
-
-    def end_backward(self) -> list[str]:
-        return []
 
     def release_unused(self, graph_kept: bool = False) -> None:
         """After backward: what forward left for one that never came, through frozen layers."""

@@ -107,7 +107,8 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
         if wrap is not None or id(model) not in units or not _replannable(list(units.values())):
             raise ValueError(
                 f"{type(model).__name__} is wrapped already, and that can be planned only where "
-                f"fully_shard took single modules and the model last, with no main= of its own: "
+                f"fully_shard took single modules and the model last, and main weights have the "
+                f"dtypes that parameters came with: "
                 f"plan the model before wrapping, built anew under torch.device('meta')"
             )
         for unit in units.values():
@@ -171,7 +172,9 @@ def _replannable(units: Sequence[Unit]) -> bool:
     have the dtypes that they came with."""
     alone = len({id(unit) for unit in units}) == len(units)
     return alone and not any(
-        isinstance(unit, BucketedUnit) or unit.precision.main is not None for unit in units
+        isinstance(unit, BucketedUnit)
+        or any(group.main.dtype != group.parameter_dtype for group in unit.groups)
+        for unit in units
     )
 
 
@@ -278,7 +281,7 @@ def planned_group(
             opens_early=size.trainable and any(fact.by_kernel for fact in chosen),
             reads_again=any(fact.recomputed for fact in chosen),
         ),
-        dtype=precision.main_dtype(dtype),
+        dtype=precision.main_dtype(dtype, size.trainable),
         stored=_stored(size, format, precision.compute_dtype(dtype)),
         matrices=tuple(fact.matrix for fact in chosen),
     )

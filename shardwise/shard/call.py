@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Protocol
 from weakref import ref
 
+import numpy
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -58,21 +63,28 @@ class Call:
         if not through:
             return args, kwargs
         self.gated = True
-        behind = iter(_InputGate.apply(self, *through))  # type: ignore[no-untyped-call]
+        behind = iter(_InputGate.apply(self, sentinel, *through))  # type: ignore[no-untyped-call]
         return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
-    def watch_outputs(self, output: Any) -> bool:
-        """Have the unit told when the first gradient of an output comes; whether one can come."""
-        watched = False
+    def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
+        """Have the unit told when the first gradient of an output comes; whether one can come.
 
-        def watch(tensor: Tensor) -> Tensor:
-            nonlocal watched
-            if tensor.requires_grad:
-                tensor.register_hook(partial(_open, self))
-                watched = True
-            return tensor
-
-        map_tensors(watch, output)
+        Raises TypeError where no tensor is found and an object may hide one: its backward would
+        read weights that are no longer there.
+        """
+        watched, closed = False, []
+        for found in (*_look_into(output, set()), *_look_into(more, set())):
+            if isinstance(found, Tensor):
+                if found.requires_grad:
+                    found.register_hook(partial(_open, self))
+                    watched = True
+            else:
+                closed.append(type(found).__name__)
+        if closed and not watched:
+            raise TypeError(
+                f"forward returned a {type(output).__name__} with a {closed[0]} inside, in which "
+                f"no tensor can be found: return tensors, or containers or objects of them"
+            )
         return watched
 
 
@@ -91,7 +103,7 @@ class _InputGate(torch.autograd.Function):
     all."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, sentinel: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         return inputs
 
@@ -100,7 +112,54 @@ class _InputGate(torch.autograd.Function):
         unit = ctx.call.unit()
         if unit is not None:
             unit.inputs_done(ctx.call)
-        return (None, *grads)
+        return (None, None, *grads)
+
+
+# A leaf behind every gate. A backward for all leaves comes to it, with nothing in hand; one for
+# chosen inputs (torch.autograd.grad) does not.
+sentinel = torch.zeros((), requires_grad=True)
+_SENTINEL = torch.autograd.graph.get_gradient_edge(sentinel).node
+
+
+def reaches_all_leaves() -> bool:
+    """Whether the backward that runs now is for all leaves of a graph with a gate in it."""
+    return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
+
+
+def _look_into(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors inside ``value``, and objects that cannot be looked into."""
+    if value is None or isinstance(value, (Tensor, *_SIMPLE)):
+        if isinstance(value, Tensor):
+            yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inside: Iterable[Any] = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        inside = value
+    elif isinstance(value, _CLOSED) or not (hasattr(value, "__dict__") or _slots(value)):
+        leaves, _ = tree_flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            yield value
+            return
+        inside = leaves
+    else:
+        names = [*getattr(value, "__dict__", ()), *_slots(value)]
+        inside = [getattr(value, name, None) for name in names]
+    for item in inside:
+        yield from _look_into(item, seen)
+
+
+def _slots(value: Any) -> list[str]:
+    found = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    return [name for names in found for name in ([names] if isinstance(names, str) else names)]
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range)
+_SIMPLE += (slice, type, enum.Enum, numpy.ndarray, numpy.generic, nn.Module, ModuleType)  # type: ignore[assignment]
+_CLOSED = (FunctionType, BuiltinFunctionType, MethodType, GeneratorType, partial)
 
 
 def in_checkpoint() -> bool:
@@ -121,6 +180,21 @@ def _packed_by(hooks: type) -> bool:
         return False
     pack = found[0]  # defined in the constructor of the hooks
     return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)
+
+
+def calls_on_stack(modules: Sequence[nn.Module]) -> int:
+    """How many calls of these modules run now, by Python's own stack. Walks all of it: for rare
+    cases."""
+    found, frame = 0, sys._getframe()
+    while frame is not None:
+        # torch's register_fsdp_forward_method makes methods of that name.
+        if frame.f_code in _CALLS or frame.f_code.co_name == "wrapped_method":
+            found += any(frame.f_locals.get("self") is module for module in modules)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+_CALLS = (nn.Module._call_impl.__code__,)
 
 
 def will_come(leaf: Tensor) -> bool:

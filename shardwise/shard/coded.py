@@ -165,6 +165,7 @@ class CodedGroup(Group):
         if not missing:
             return
         lanes = runtime.lanes
+        comm.purpose = self.label
         with lanes.on("gather"):
             for pending in self._coming:
                 pending.wait()
@@ -183,6 +184,7 @@ class CodedGroup(Group):
             elif rest:
                 self._gather_staged(rest, runtime)
             self._ready = lanes.mark("gather")
+        comm.purpose = ""
         for plane in missing:
             plane.filled = self.main.state
 

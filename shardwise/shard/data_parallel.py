@@ -214,7 +214,11 @@ def planned_buckets(
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         parameters = [found[position].parameter for position in positions]
         items = [
-            Item(found[position].name, tuple(parameter.shape), _grain(parameter, whole))
+            Item(
+                found[position].name,
+                tuple(parameter.shape),
+                _grain(routes[id(parameter)].shape_of(parameter.shape), whole),
+            )
             for position, parameter in zip(positions, parameters, strict=True)
         ]
         if whole:
@@ -231,10 +235,11 @@ def planned_buckets(
     return sorted(planned, key=lambda entry: -min(entry[1]))
 
 
-def _grain(parameter: Tensor, whole: bool) -> Any:
+def _grain(seen: Sequence[int], whole: bool) -> Any:
+    """``seen``: the shape of a parameter as its matrices are seen."""
     if not whole:
         return ELEMENT
-    return TENSOR if parameter.ndim < 3 else tensor_fraction(parameter.shape[0])
+    return TENSOR if len(seen) < 3 else tensor_fraction(seen[0])
 
 
 def matrix_cost(
@@ -242,7 +247,7 @@ def matrix_cost(
 ) -> int:
     """What Newton-Schulz spends on all matrices of one parameter."""
     one = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
-    parcels = parcels_of(tuple(shape), route.split)
+    parcels = parcels_of(route.shape_of(shape), route.split)
     return sum(one(rows, cols) for parcel in parcels for rows, cols in parcel.shapes)
 
 

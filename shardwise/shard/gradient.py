@@ -15,8 +15,9 @@ Over an axis of replicas gradients are all-reduced, but for those at which an op
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 
-A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its values
-as in plain torch: the main grad's memory is left to the holder and the next gradients get another.
+A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
+values as in plain torch: the main grad's memory is left to the holder, and the next gradients get
+another.
 """
 
 from __future__ import annotations
@@ -117,6 +118,9 @@ class Gradients:
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
         self.sum_only = False  # sum on the wire and divide after, never in one pass
+        self.label = ""  # the group's, for messages
+        # By parameter, whether a gradient came in this backward; empty where it reduced nothing.
+        self.came: list[bool] = []
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = Caching()
@@ -155,10 +159,6 @@ class Gradients:
         undefined."""
         target = self._open_target()
         return self._views_of(target)[index], self._open_fresh and index not in self._written
-
-    def holds(self, index: int) -> bool:
-        """Whether a kernel has written this parameter's gradient in this microbatch."""
-        return index in self._written
 
     def _open_target(self) -> Buffer:
         if self._open is None:
@@ -299,12 +299,13 @@ class Gradients:
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that take turns share a step between two collectives.
         number = len(self._steps[last]) * (2 if self._turns else 1)
-        runtime.launch(collectives, number, self._finish(target, last))
+        runtime.launch(collectives, number, self._finish(target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
         views = self._views_of(target)
         into, values = [], []
+        self.came = [True] * len(self.unsharded)
         for index, parameter in enumerate(self.unsharded):
             grad, parameter.grad = parameter.grad, None
             if parameter._added:
@@ -312,8 +313,10 @@ class Gradients:
             elif grad is not None:
                 into.append(views[index])
                 values.append(grad)
-            elif self._open_fresh:
-                views[index].zero_()
+            else:
+                self.came[index] = False
+                if self._open_fresh:
+                    views[index].zero_()
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
@@ -502,10 +505,24 @@ class Gradients:
                 f"set_requires_gradient_sync(True) before the last backward of a step"
             )
 
+    def unreduced(self) -> list[int]:
+        """Parameters whose gradient of this microbatch has come and was not reduced."""
+        with _plain_attributes():
+            leaves = enumerate(self.unsharded)
+            return [i for i, leaf in leaves if leaf.grad is not None or i in self._written]
+
+    def kept(self) -> list[int]:
+        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
+        waiting = self._stamp is not None
+        with _plain_attributes():
+            return [i for i, one in enumerate(self.sharded) if waiting or one.grad is not None]
+
     def discard(self) -> None:
-        """Forget everything that was accumulated (``reset_iter_state``)."""
+        """Forget all gradients, those that were accumulated too (``reset_iter_state``)."""
+        for parameter in (*self.sharded, *self.unsharded):
+            parameter.grad = None
         for parameter in self.unsharded:
-            parameter.grad, parameter._added = None, False
+            parameter._added = False
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))

@@ -38,6 +38,7 @@ from shardwise.shard.runtime import Runtime
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
+    label = ""  # what others call it in messages, once its unit has a name
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
     saved_by_autograd = True  # whether graphs hold views of the whole weights' memory
@@ -68,7 +69,7 @@ class Group:
         meta = any(value.is_meta for value in values)
         self._born_late = False
         self._build_main(
-            precision.main_dtype(self.parameter_dtype),
+            precision.main_dtype(self.parameter_dtype, any(v.requires_grad for v in values)),
             torch.device("meta") if meta else self._home,
         )
         if not meta:
@@ -157,6 +158,11 @@ class Group:
             self.whole.block.release(Caching())
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether the whole weights are released between their uses."""
+        return not (self.persistent or self.aliased)
+
+    @property
     def blocks(self) -> list[Block]:
         """The memory of the whole weights."""
         return [self.whole.block]
@@ -227,6 +233,7 @@ class Group:
         self._build_compute()
         before, self.gradients = self.gradients, self._build_gradients()
         self.gradients.divisor, self.gradients.sum_only = before.divisor, before.sum_only
+        self.gradients.label = before.label
         self._point_at_whole()
         self._rest()
 
@@ -260,6 +267,7 @@ class Group:
         if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
             return
         lanes = runtime.lanes
+        comm.purpose = self.label
         with lanes.on("gather"):
             if self._pending is not None:
                 self._pending.wait()
@@ -273,6 +281,7 @@ class Group:
                     self._plan = source.gather_plan(self.whole)
                 self._pending = self._plan.run()
             self._ready = lanes.mark("gather")
+        comm.purpose = ""
         self._filled = self.main.state
 
     def wait(self, runtime: Runtime) -> None:

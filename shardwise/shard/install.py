@@ -98,6 +98,7 @@ def install(
     for root in roots:
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
+        root.register_forward_hook(_after_failure, always_call=True)
         root.register_state_dict_pre_hook(_rest_first)
         root.register_state_dict_post_hook(_go_on)
         root.register_load_state_dict_pre_hook(_rest_before_load)
@@ -147,6 +148,15 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
     return unit.post_forward(output)
+
+
+@_uncompiled
+def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward is over, or raised. Then the parameters at rest come back at once: whoever catches the
+    exception and calls ``model.zero_grad()`` means those."""
+    unit = unit_of(module)
+    if unit is not None and unit.running and not unit.runtime.in_backward:
+        unit.drop_dead_calls(entering=True)
 
 
 def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -99,12 +99,6 @@ class ShardedModule(FSDPModule):
         if not unit.is_root:
             raise RuntimeError("reset_iter_state is for the root module: call it there")
         unit.runtime.reset()
-        for inner in units_of(self):  # type: ignore[arg-type]
-            inner.rest()
-            for group in inner.groups:
-                group.gradients.discard()
-                for parameter in group.sharded:
-                    parameter.grad = None
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit

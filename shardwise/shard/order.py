@@ -13,53 +13,34 @@ gathers and reduces for them then, as the others do that enter them.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 from weakref import ref
 
-from shardwise.precision.mxfp8_tensor import Phase
 
-
-class Member(Protocol):
+class InTurn(Protocol):
     """A unit, as far as the order of units is concerned."""
-
-    @property
-    def expects_backward(self) -> bool:
-        """Whether a forward of it waits for its backward."""
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        """Whether that backward will read its weights."""
 
     @property
     def holds_turn(self) -> bool:
         """Whether others must wait for it: it is in backward, or other ranks may be."""
 
-    def prefetch(self, reads: Phase) -> None: ...
-
-    def tidy(self) -> None: ...
-
-    def pass_by(self, ended: bool = False) -> None: ...
-
     def reduce(self) -> None: ...
 
-    def end_forward(self) -> None: ...
 
-    def end_backward(self) -> list[str]: ...
-
-    def release_unused(self, graph_kept: bool) -> None: ...
+M = TypeVar("M", bound=InTurn)
 
 
-class Order:
+class Order(Generic[M]):
     """The order in which the units of one model ran, and will run."""
 
-    def __init__(self, units: list[Member]) -> None:
+    def __init__(self, units: list[M]) -> None:
         self._expected = [ref(unit) for unit in units]  # entries of the last forward
-        self._entries: list[ref[Member]] = []
-        self._exits: list[ref[Member]] = []
-        self._arrivals: list[ref[Member]] = []
-        self._turns: list[ref[Member]] = []
+        self._entries: list[ref[M]] = []
+        self._exits: list[ref[M]] = []
+        self._arrivals: list[ref[M]] = []
+        self._turns: list[ref[M]] = []
         self._turn = 0
-        self._ready: list[Member] = []
+        self._ready: list[M] = []
 
     # ------------------------------------------------------------------ forward
 
@@ -69,7 +50,7 @@ class Order:
             self._expected = self._entries
         self._entries, self._exits = [], []
 
-    def entered(self, unit: Member) -> Member | None:
+    def entered(self, unit: M) -> M | None:
         """Note that ``unit`` runs now, and say which one is expected next."""
         position = len(self._entries)
         self._entries.append(ref(unit))
@@ -78,10 +59,10 @@ class Order:
             return expected[position + 1]()
         return None
 
-    def left(self, unit: Member) -> None:
+    def left(self, unit: M) -> None:
         self._exits.append(ref(unit))
 
-    def ran(self) -> list[Member]:
+    def ran(self) -> list[M]:
         """The units of this forward, in order of entry."""
         return [unit for unit in map(_alive, self._entries) if unit is not None]
 
@@ -92,16 +73,16 @@ class Order:
         self._turns = _once(self._entries)[::-1]
         self._turn, self._ready = 0, []
 
-    def after(self, unit: Member) -> Member | None:
+    def after(self, unit: M) -> M | None:
         """Which unit backward is expected to enter after ``unit``."""
         for position, reference in enumerate(self._arrivals[:-1]):
             if reference() is unit:
                 return self._arrivals[position + 1]()
         return None
 
-    def before(self, unit: Member) -> list[Member]:
+    def before(self, unit: M) -> list[M]:
         """Which units backward should have entered before ``unit``."""
-        earlier: list[Member] = []
+        earlier: list[M] = []
         for other in map(_alive, self._arrivals):
             if other is unit:
                 return earlier
@@ -109,7 +90,7 @@ class Order:
                 earlier.append(other)
         return []
 
-    def ready(self, unit: Member) -> None:
+    def ready(self, unit: M) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
         if unit in (_alive(reference) for reference in self._turns[self._turn :]):
             self._ready.append(unit)
@@ -117,11 +98,11 @@ class Order:
         else:  # not of this forward, or its turn was passed over
             unit.reduce()
 
-    def waiting(self) -> list[Member]:
+    def waiting(self) -> list[M]:
         """Units whose turn has not come, in turn."""
         return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
 
-    def unreached(self) -> list[Member]:
+    def unreached(self) -> list[M]:
         """The same, as backward would have entered them."""
         waiting = self.waiting()
         arrivals = map(_alive, self._arrivals)
@@ -140,10 +121,10 @@ class Order:
             self._turn += 1
 
 
-def _alive(reference: ref[Member]) -> Member | None:
+def _alive(reference: ref[M]) -> M | None:
     return reference()
 
 
-def _once(references: list[ref[Member]]) -> list[ref[Member]]:
+def _once(references: list[ref[M]]) -> list[ref[M]]:
     """Each unit where it comes first."""
     return list(dict.fromkeys(references))

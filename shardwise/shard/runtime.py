@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.memory import Caching, Source, TracePool
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
-from shardwise.shard.order import Member, Order
+from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
 
 
@@ -34,9 +36,60 @@ class _Reduction:
     collectives: Iterator[comm.Pending]
     finish: Callable[[], None]
     issued: bool  # whether nothing is left to issue: waiting is then all that is left
+    label: str
     current: comm.Pending | None = None
     done: Any = None
     held: list[Tensor] = field(default_factory=list)
+
+
+class _Ending:
+    """Autograd calls this when a backward is over, and drops it uncalled when one raised."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.end_backward()
+
+
+class Member(InTurn, Protocol):
+    """A unit, as its runtime and the other units see it."""
+
+    sync: bool
+    gated: bool
+
+    def trainable_leaves(self) -> list[Tensor]: ...
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether a forward of it waits for its backward, and that will read its weights."""
+
+    def tidy(self) -> None: ...
+
+    def prefetch(self, reads: Phase) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def pass_by(self, ended: bool = False) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def left_behind(self) -> list[str]: ...
+
+    def missing_gradients(self) -> list[bool]:
+        """For each parameter, whether this backward should have brought a gradient and did not."""
+
+    def parameter_names(self) -> list[str]: ...
+
+    def release_unused(self, graph_kept: bool) -> None: ...
+
+    def drop_dead_calls(self, entering: bool) -> None: ...
+
+    def kept_gradients(self) -> list[str]: ...
+
+    def reset(self) -> None: ...
 
 
 class SharedLanes:
@@ -54,6 +107,7 @@ class Runtime:
         self,
         device: torch.device,
         units: list[Member],
+        axes: Sequence[comm.Axis],
         *,
         lanes: Lanes | None = None,
         memory: str = "caching",
@@ -67,15 +121,23 @@ class Runtime:
         self._launching: _Reduction | None = None
         self._reduce_axes: dict[comm.Axis, comm.Axis] = {}
         self._units = [weakref.ref(unit) for unit in units]
+        self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
         self.forward = 0  # the number of the root's last
+        self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
-        self._backward_task: int | None = None
+        # Set from the first unit of a backward to its end; dead where that backward raised.
+        self._ending: Callable[[], _Ending | None] | None = None
         self.settle_after_backward = False
         self.after_optimizer: Any = None
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
+
+    @property
+    def units(self) -> list[Member]:
+        """The units that are still alive, outer before inner."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
 
     # ------------------------------------------------------------------ forward
 
@@ -83,10 +145,8 @@ class Runtime:
         """The root's forward starts."""
         self.order.begin_forward()
         self.forward += 1
-        for reference in self._units:
-            unit = reference()
-            if unit is not None:
-                unit.tidy()  # all before the first gather: their memory is free for it
+        for unit in self.units:
+            unit.tidy()  # all before the first gather: their memory is free for it
         # A gather must see what the optimizer wrote; and only that, where the user marked its end.
         if self.after_optimizer is not None:
             self.lanes.wait("gather", self.after_optimizer)
@@ -113,15 +173,20 @@ class Runtime:
                 self._reduce_axes[axis] = axis.separate()
 
     def launch(
-        self, collectives: Iterator[comm.Pending], number: int, finish: Callable[[], None]
+        self,
+        collectives: Iterator[comm.Pending],
+        number: int,
+        finish: Callable[[], None],
+        label: str,
     ) -> None:
         """Start a reduction of ``number`` collectives. On a device all of it is issued now; on the
         host the first collective is, and the rest follows when somebody waits."""
         lanes = self.lanes
-        reduction = _Reduction(collectives, finish, issued=lanes.asynchronous or number <= 1)
+        issued = lanes.asynchronous or number <= 1
+        reduction = _Reduction(collectives, finish, issued, label)
         lanes.join("reduce", "compute")  # the gradients were packed there
         self._launching = reduction
-        reduction.current = next(collectives, None)
+        self._issue(reduction)
         if lanes.asynchronous:
             self._complete(reduction)
             lanes.join("outer", "reduce")
@@ -153,7 +218,12 @@ class Runtime:
     def _complete(self, reduction: _Reduction) -> None:
         while reduction.current is not None:
             reduction.current.wait()
-            reduction.current = next(reduction.collectives, None)
+            self._issue(reduction)
+
+    def _issue(self, reduction: _Reduction) -> None:
+        comm.purpose = reduction.label
+        reduction.current = next(reduction.collectives, None)
+        comm.purpose = ""
 
     # ------------------------------------------------------------------ backward
 
@@ -164,23 +234,42 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """The first unit of a backward: be called when autograd is done, once."""
-        if self._backward_task is not None:
-            return
-        self._backward_task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self._ending is not None:
+            if self._ending() is not None:
+                return
+            self.recover()  # the backward before this one raised
         self.order.begin_backward()
+        self.for_inputs = self._is_for_inputs()
+        ending = _Ending(self)
+        self._ending = weakref.ref(ending)
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.queue_callback(self._end_backward)
+        engine.queue_callback(ending)
 
-    def _end_backward(self) -> None:
-        """Join the lanes and check; what is missing is named, on every rank that misses it."""
-        self._backward_task = None
-        units = [unit for reference in reversed(self._units) if (unit := reference()) is not None]
-        missing: list[str] = []
+    def _is_for_inputs(self) -> bool:
+        """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
+        if reaches_all_leaves() or not any(unit.gated for unit in self.units):
+            return False
+        leaves = (leaf for unit in self.units for leaf in unit.trainable_leaves())
+        return not any(map(will_come, leaves))
+
+    @property
+    def failed(self) -> bool:
+        """Whether a backward began and never ended, because something raised inside it. Asked
+        outside of backward."""
+        return self._ending is not None
+
+    def end_backward(self) -> None:
+        """Join the lanes and check. Gradients that are missing, or that were not reduced, are
+        named."""
+        self._ending = _dead  # until all of this is done: hooks of the user's may raise here
+        units = self.units[::-1]
         for unit in self.order.unreached():
             unit.pass_by(ended=True)
         for unit in [*self.order.waiting(), *units]:
-            missing += unit.end_backward()
+            unit.end_backward()
         self.drain()
+        left = [name for unit in units for name in unit.left_behind()]
+        missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
             unit.release_unused(kept)
@@ -189,6 +278,13 @@ class Runtime:
             self.lanes.settle()
         if isinstance(self.source, TracePool):
             self.source.step_done(graph_kept=kept)
+        if left:
+            raise RuntimeError(
+                f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
+                f"shardwise lost track of the order of its units. Call reset_iter_state() on the "
+                f"root to go on, and please report the order in which your model calls them"
+            )
+        self._ending = None
         if missing:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
@@ -200,15 +296,45 @@ class Runtime:
 
     def settle_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
-        if self._backward_task is None and not self.in_backward:
+        if self._ending is None and not self.in_backward:
             self.drain()
 
+    def _missing(self, units: Sequence[Member]) -> list[str]:
+        """Parameters without a gradient that should have one, on any rank: all ranks raise."""
+        found = [flag for unit in units for flag in unit.missing_gradients()]
+        if any(unit.sync for unit in units) and not self.for_inputs:
+            for axis in self.axes:
+                found = comm.any_rank(found, axis)
+        names = [name for unit in units for name in unit.parameter_names()] if any(found) else []
+        return [name for name, missing in zip(names, found, strict=False) if missing]
+
+    # ------------------------------------------------------------------ after an exception
+
+    def recover(self) -> None:
+        """Go on after a backward that raised. Nothing may be lost by it: gradients must have been
+        dropped by the user before."""
+        kept = [name for unit in self.units for name in unit.kept_gradients()]
+        if kept:
+            raise RuntimeError(
+                f"the last backward raised an exception and left a part of its gradients "
+                f"({', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}). Drop them before the "
+                f"next forward: call reset_iter_state() on the root module, or zero_grad() where "
+                f"no microbatch before it was accumulated without gradient sync"
+            )
+        self.reset()
+
     def reset(self) -> None:
-        """Forget an iteration that failed half way."""
+        """Forget an iteration that failed half way, its gradients included."""
         for reduction in self._reductions:
             if reduction.current is not None:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
-        self._backward_task = None
+        self._ending = None
         self.walked = {0}
         self.order.begin_forward()
+        for unit in self.units:
+            unit.reset()
+
+
+def _dead() -> None:
+    """What a reference to an ending answers that autograd has dropped."""

@@ -31,6 +31,7 @@ from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.call import (
     Call,
+    calls_on_stack,
     cast_floats,
     in_checkpoint,
     in_recomputation,
@@ -121,6 +122,10 @@ class Unit:
         self._reached = False  # whether this backward has gathered for this unit
         self._passed = self._completed = False  # whether it went past it; whether it is through
         self._listeners: dict[tuple[int, int], Any] = {}
+        self.gated = False  # whether any call's inputs passed through a gate
+        # (a module's attributes, name): tensors with a graph that forward left there; None: not
+        # looked for yet
+        self._side_outputs: list[tuple[dict[str, Any], str]] | None = None
         self.rebind()
 
     def rebind(self) -> None:
@@ -244,6 +249,8 @@ class Unit:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime
         recomputing = runtime.in_backward
+        if not recomputing and (runtime.failed or self._running):
+            self._recover()
         with annotate(f"{self.name}: gather for forward"):
             if not recomputing:
                 if self.is_root:
@@ -267,6 +274,29 @@ class Unit:
         return (
             call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
         )
+
+    def _recover(self) -> None:
+        """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
+        if self.runtime.failed:
+            self.runtime.recover()
+        for unit in self.runtime.units:
+            unit.drop_dead_calls(entering=unit is self)
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward of this unit has begun and not ended."""
+        return bool(self._running)
+
+    def drop_dead_calls(self, entering: bool) -> None:
+        """Forget calls that an exception ended. ``entering``: one more has begun just now."""
+        if not self._running:
+            return
+        modules = [module for reference in self.modules if (module := reference()) is not None]
+        alive = calls_on_stack(modules) - entering
+        del self._running[alive:]
+        if not self._running:
+            self._expected = [one for one in self._expected if one != self.runtime.forward]
+            self._rest()
 
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
@@ -302,10 +332,31 @@ class Unit:
             self._end_forward(kept=call is not None)
             if self.is_root:
                 runtime.end_forward()
-        if call is not None and call.watch_outputs(output):
+        if call is not None and self._watch(call, output):
             call.forward = 0 if runtime.in_backward else runtime.forward
             self._expected.append(call.forward)
+            self.gated = self.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
+
+    def _watch(self, call: Call, output: Any) -> bool:
+        """Be called when a gradient of an output comes, or of a tensor that a module of this unit
+        keeps on itself (the loss of a router)."""
+        if self._side_outputs is None:
+            self._side_outputs = [
+                (vars(inner), name)
+                for reference in self.modules
+                if (module := reference()) is not None
+                for inner in module.modules()
+                for name, value in vars(inner).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
+        kept = [attributes.get(name) for attributes, name in self._side_outputs]
+        try:
+            return call.watch_outputs(output, kept)
+        except TypeError as error:
+            if any(group.comes_and_goes for group in self.groups):
+                raise TypeError(f"unit '{self.name}': {error}") from None
+            return False
 
     def _end_forward(self, kept: bool) -> None:
         self.refuse_changes()
@@ -316,8 +367,10 @@ class Unit:
         self._go(Phase.RESTING)
 
     def end_forward(self) -> None:
-        """The root's forward is over: a list of modules of which only some ran goes to rest too."""
-        if self.phase is Phase.FORWARD and not self._running:
+        """The root's forward is over: a list of modules of which only some ran goes to rest too,
+        and so does a unit whose exception the model itself has caught."""
+        if self.phase is Phase.FORWARD:
+            self._running.clear()
             self._to_run = 0
             self._end_forward(kept=torch.is_grad_enabled())
 
@@ -367,6 +420,7 @@ class Unit:
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
+        self._refuse_create_graph()
         self._go(Phase.BACKWARD)
         for group in self.groups:
             group.follow_trainability(freezing=True)
@@ -381,16 +435,23 @@ class Unit:
     def _foresight(self) -> Callable[[Tensor], bool]:
         """Which gradients to wait for. Where that cannot be told, all; the end of backward knows
         which have not come."""
-        if self.unused == "zeros" and (
-            all(map(will_come, self._leaves)) or not recomputes_inside(self)
-        ):
+        if self.runtime.for_inputs:
             return will_come
-        return _surely
+        known = self.unused == "zeros" and (
+            all(map(will_come, self.trainable_leaves())) or not recomputes_inside(self)
+        )
+        return will_come if known else _surely
 
-    @property
-    def _leaves(self) -> list[Tensor]:
-        """The whole parameters that are trained."""
-        return [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+    def _refuse_create_graph(self) -> None:
+        if not torch.is_grad_enabled() or not self.release_after_backward:
+            return
+        if any(group.comes_and_goes for group in self.groups):
+            raise RuntimeError(
+                f"create_graph=True (a gradient of a gradient) in unit '{self.name}': its second "
+                f"backward would read weights that the first has released. Keep them: "
+                f"fully_shard(..., reshard_after_forward=False) and "
+                f"set_reshard_after_backward(False), or placements=sw.zero(2)"
+            )
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -419,7 +480,7 @@ class Unit:
             self._rest()
         if self.phase is not Phase.RESTING:
             return
-        leaves = self._leaves
+        leaves = self.trainable_leaves()
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
@@ -468,7 +529,7 @@ class Unit:
         self._running.clear()
         self._go(Phase.RESTING)
         self._completed = self.runtime.in_backward  # what was owed may come after it
-        if any(group.trainable for group in self.groups):
+        if self.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
         self.runtime.settle_late()
 
@@ -480,36 +541,70 @@ class Unit:
                     group.gradients.reduce(self.runtime)
 
     @property
+    def trainable(self) -> bool:
+        """Whether this unit has gradients to reduce."""
+        return any(group.trainable for group in self.groups)
+
+    @property
     def holds_turn(self) -> bool:
         """Whether units behind must wait: this one is in backward, or other ranks' may be."""
+        if not self.trainable:
+            return False
         if self.phase is Phase.BACKWARD:
             return not self._owes
-        awaited = self.unused == "zeros" and self.expects_backward
-        return awaited and any(group.trainable for group in self.groups)
+        return self.unused == "zeros" and self.expects_backward
 
-    def end_backward(self) -> list[str]:
-        """Backward is over: complete what waited for nothing any more; name what is missing."""
+    def end_backward(self) -> None:
+        """Backward is over: complete what waited for nothing any more."""
         if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self.rest()
         if self.phase is not Phase.BACKWARD:
-            return []
-        missing = [
-            group.items[index].name
-            for group, flags in zip(self.groups, self._arrived, strict=True)
-            for index, here in enumerate(flags)
-            if not here and not group.gradients.holds(index)
-        ]
+            return
         self._running.clear()
         self._open_calls.clear()
         if self._owes:  # it reduces when that has come; the weights are not needed for it
             self.hide()
             self._release()
-            return []
+            return
         self._owed.clear()
         self._complete()
-        if self.unused == "zeros":
+
+    def missing_gradients(self) -> list[bool]:
+        """For each parameter, whether this backward should have brought a gradient and did not."""
+        missing: list[bool] = []
+        for group in self.groups:
+            # Nothing was reduced: frozen, not reached, or delayed gradients are still to come.
+            came = group.gradients.came or [True] * len(group.items)
+            missing += [
+                self.unused == "error" and not here and leaf.requires_grad
+                for leaf, here in zip(group.unsharded, came, strict=True)
+            ]
+        return missing
+
+    def trainable_leaves(self) -> list[Tensor]:
+        """The parameters as forward sees them that are to get gradients."""
+        return [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
+
+    def parameter_names(self) -> list[str]:
+        """The parameters of this unit, in words."""
+        return [f"'{item.name}' of unit '{self.name}'" for g in self.groups for item in g.items]
+
+    def left_behind(self) -> list[str]:
+        """Gradients that were computed and not reduced, after a backward; none may be."""
+        if self._owes:  # they are reduced together with the delayed ones
             return []
-        return [f"'{name}' of unit '{self.name}'" for name in missing]
+        return self._names_of(lambda group: group.gradients.unreduced())
+
+    def kept_gradients(self) -> list[str]:
+        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
+        return self._names_of(lambda group: group.gradients.kept())
+
+    def _names_of(self, chosen: Callable[[Group], list[int]]) -> list[str]:
+        return [
+            f"'{group.items[index].name}' of unit '{self.name}'"
+            for group in self.groups
+            for index in chosen(group)
+        ]
 
     # ------------------------------------------------------------------ weights
 
@@ -582,6 +677,8 @@ class Unit:
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
             self._forget_calls()
         self._reached = self._passed = self._completed = False
+        for group in self.groups:
+            group.gradients.came = []
         if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
             self._release()
 
@@ -589,6 +686,12 @@ class Unit:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
         self._expected.clear()
+
+    def reset(self) -> None:
+        """Back to rest, without gradients."""
+        self.rest()
+        for group in self.groups:
+            group.gradients.discard()
 
     def _rest(self) -> None:
         self.hide()
@@ -614,9 +717,11 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
     members = list(units)
     refuse_problems(members, list(units.values()))
     devices = [group.device for inner in members for group in inner.groups]
+    axes = dict.fromkeys(a for inner in members for g in inner.groups for a in g.ranks.axes)
     runtime = Runtime(
         devices[0] if devices else torch.device("cpu"),
         members,  # type: ignore[arg-type]
+        list(axes),
         lanes=unit.shared.lanes,
         **unit.options,
     )
@@ -626,7 +731,9 @@ def start_runtime(unit: Unit, root: nn.Module) -> None:
         inner.forsaken = []
         inner.is_root = inner is unit
         inner.adopt_runtime(runtime)
-        for group in inner.groups:
+        for number, group in enumerate(inner.groups):
+            group.label = f"'{inner.name}'" + (f" buffer {number}" if number else "")
+            group.gradients.label = group.label
             group.settle_initial_values()
 
 

@@ -107,6 +107,7 @@ MODELS: dict[str, Any] = {
     "plain": lambda: Model(10, 3),
     "backbone": Backbone,
     "half frozen": half_frozen,
+    "born narrow": lambda: half_frozen().to(torch.bfloat16),
     "uneven": uneven,
     "blocks of 32": lambda: Model(32, 3),
     "wide": lambda: Model(256, 2),
@@ -116,7 +117,7 @@ MODELS: dict[str, Any] = {
 }
 # Their first step is not like the others: frozen weights that stay whole are gathered by it alone,
 # and the memory for decoded matrices grows in it.
-SETTLES = ("half frozen", "blocks of 32", "words", "tied words", "recomputing")
+SETTLES = ("half frozen", "born narrow", "blocks of 32", "words", "tied words", "recomputing")
 
 
 def mesh_shape(strategy: str, world_size: int) -> dict[str, int]:
@@ -267,6 +268,13 @@ def test_plan_is_exact_on_two_axes(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_plan_is_exact_for_other_models(strategy: str, model_name: str) -> None:
     assert_planned(2, model_name, strategy, FEW)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hfsdp"])
+def test_plan_is_exact_for_models_that_come_in_bf16(strategy: str) -> None:
+    """fp32 main weights and states of what is trained, and bf16 of what is frozen."""
+    cases: list[Case] = [("fp32", 1), ("bf16", 2)]
+    assert_planned(4 if strategy == "hfsdp" else 2, "born narrow", strategy, cases)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever still looks at gradients or weights (numpy, DLPack, a reference) neither ends training nor
-sees its memory change."""
+"""Whoever still looks at gradients or weights (numpy, DLPack, a reference) neither ends training
+nor sees its memory change."""
 
 from __future__ import annotations
 

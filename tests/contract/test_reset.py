@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
+    STRATEGIES,
     Block,
     assert_at_rest,
+    assert_close,
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    full,
     options_for,
     pair,
     raised,
@@ -162,3 +165,146 @@ def list_unit(rank: int, world_size: int) -> None:
 
 def test_a_reset_with_a_list_of_modules_half_run() -> None:
     run_ranks(list_unit, 2)
+
+
+# ------------------------------------------------------------------------- without a reset
+
+
+def go_on(rank: int, world_size: int, strategy: str, where: str, weights: str) -> None:
+    """An exception is caught, gradients are dropped, and training goes on."""
+    net, plain = pair(Mined)
+    wrap(net, world_size, strategy, precision=sw.Precision(weights=weights, reduce="fp32"))
+    plain.to(torch.bfloat16 if weights == "bf16" else torch.float32)
+    before = transient_bytes()
+
+    def broken(*_: Any) -> None:
+        raise BoomError(where)
+
+    for number in (2, 0, 1):
+        block = net.blocks[number]
+        handle = None
+        if where == "forward hook":
+            handle = block.up.register_forward_hook(broken)
+        elif where == "gradient hook":
+            handle = block.up.register_full_backward_hook(broken)
+        elif where == "parameter hook":
+            handle = block.up.weight.register_post_accumulate_grad_hook(broken)
+        else:
+            block.armed = where
+        assert where in raised(lambda: vector_loss(net, rank, 60).backward(), BoomError)
+        block.armed = None
+        if handle is not None:
+            handle.remove()
+        net.zero_grad()
+        vector_loss(net, rank, number).backward()
+        if weights == "fp32":
+            average_gradients(plain, lambda m, r, n=number: vector_loss(m, r, n), world_size)
+            assert_gradients_equal(net, plain)
+        assert all(parameter.grad is not None for parameter in net.parameters())
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "where", ["forward", "backward", "forward hook", "gradient hook", "parameter hook"]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_an_exception_and_zero_grad_training_is_right(strategy: str, where: str) -> None:
+    run_ranks(go_on, ranks_for(strategy), strategy, where, "fp32", timeout=40)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_mxfp8_weights_go_on(where: str) -> None:
+    run_ranks(go_on, 2, "zero3", where, "mxfp8", timeout=40)
+
+
+def told(rank: int, world_size: int, strategy: str, microbatch: bool) -> str:
+    """Gradients that a failed backward left are not mixed with those of the next."""
+    net = wrap(Mined(), world_size, strategy)
+    vector_loss(net, rank).backward()
+    net.zero_grad()
+    if microbatch:
+        net.set_requires_gradient_sync(False)
+        vector_loss(net, rank).backward()
+        net.set_requires_gradient_sync(True)
+    net.blocks[0].armed = "backward"
+    raised(lambda: vector_loss(net, rank).backward(), BoomError)
+    net.blocks[0].armed = None
+    message = raised(lambda: vector_loss(net, rank), RuntimeError)
+    net.reset_iter_state()
+    vector_loss(net, rank).backward()
+    return message
+
+
+@pytest.mark.parametrize("microbatch", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+def test_gradients_of_a_failed_backward_are_not_added_to_silently(
+    strategy: str, microbatch: bool
+) -> None:
+    for message in run_ranks(told, ranks_for(strategy), strategy, microbatch):
+        assert "raised" in message and "reset_iter_state" in message and "zero_grad" in message
+
+
+class Careful(Mined):
+    """Catches what its block raises, and goes on without it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BoomError:
+                x = x + 1
+        return self.last(x)
+
+
+def caught_inside(rank: int, world_size: int, strategy: str) -> None:
+    net, plain = pair(Careful)
+    wrap(net, world_size, strategy, unused_parameters="zeros")
+    before = transient_bytes()
+    for armed in ("forward", None, "forward"):
+        for model in (net, plain):
+            model.blocks[1].armed = armed
+        vector_loss(net, rank).backward()
+        average_gradients(plain, vector_loss, world_size)
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exception_that_the_model_catches_itself(strategy: str) -> None:
+    run_ranks(caught_inside, ranks_for(strategy), strategy, timeout=40)
+
+
+def interrupted(rank: int, world_size: int, strategy: str) -> None:
+    """Ctrl-C in a notebook, in forward or in backward; then the cell runs again."""
+    net, plain = pair(Mined)
+    wrap(net, world_size, strategy)
+    for where in ("forward", "backward"):
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        block = net.blocks[1]
+        hook = (
+            block.up.register_forward_hook(stop)
+            if where == "forward"
+            else block.up.register_full_backward_hook(stop)
+        )
+        raised(lambda: vector_loss(net, rank).backward(), KeyboardInterrupt)
+        hook.remove()
+        net.zero_grad()
+        vector_loss(net, rank).backward()
+        average_gradients(plain, vector_loss, world_size)
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_interrupt_leaves_nothing_behind(strategy: str) -> None:
+    run_ranks(interrupted, ranks_for(strategy), strategy, timeout=40)

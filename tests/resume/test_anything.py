@@ -256,7 +256,12 @@ class Other(nn.Module):
 
 def load_other(rank: int, world_size: int, path: str) -> tuple[str, bool]:
     torch.manual_seed(3)
-    other = sw.fully_shard(Other(), mesh=helpers.mesh_of(world_size), placements=sw.zero(3))
+    other = sw.fully_shard(
+        Other(),
+        mesh=helpers.mesh_of(world_size),
+        placements=sw.zero(3),
+        precision=sw.Precision(main="bf16"),
+    )
     before = {name: helpers.whole(value) for name, value in other.named_parameters()}
     try:
         sw.load(path, other)

@@ -133,3 +133,41 @@ def test_transformers_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
         found = theirs(torch.arange(12).view(1, 12)).logits
     assert found.shape == logits.shape and found.abs().max() > 0.01
     torch.testing.assert_close(found, logits, rtol=0, atol=2e-6)
+
+
+def born_in_bf16(rank: int, world_size: int, folder: str) -> None:
+    """Saved in fp32, as main weights are; exported as the model came; older files load too."""
+    torch.manual_seed(5)
+    model = GPT(CONFIGS["llama"]).to(torch.bfloat16)
+    narrow = {name: value.clone() for name, value in model.state_dict().items()}
+    sw.save(f"{folder}/narrow", model)
+    sw.fully_shard(model, mesh=mesh_of(world_size))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.dtype == torch.float32
+            parameter.add_(1e-5)  # nothing, in bf16
+    sw.save(f"{folder}/one", model, config={"model": asdict(CONFIGS["llama"])})
+    wide = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    sw.load(f"{folder}/one", model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), wide[name])
+        assert not torch.equal(wide[name], narrow[name].float()), name
+    sw.load(f"{folder}/narrow", model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), narrow[name].float()), name
+
+
+def test_a_model_that_came_in_bf16_is_saved_in_fp32_and_leaves_in_bf16(tmp_path: Path) -> None:
+    run_ranks(born_in_bf16, 2, str(tmp_path))
+    export(tmp_path / "one", tmp_path / "out")
+    found = read(tmp_path / "out")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16} and len(found) > 10
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
+    export(tmp_path / "one", tmp_path / "wide", dtype=torch.float32)
+    for name, value in read(tmp_path / "wide").items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value.to(torch.bfloat16), found[name])

@@ -127,7 +127,7 @@ def test_bad_routing_is_refused_all_at_once() -> None:
     with pytest.raises(ValueError, match="cannot work") as caught:
         sw.route(
             Zoo(),
-            matrix=["attention.*.weight", "picture.weight", "nothing.*", 3],
+            matrix=["attention.*.weight", "picture.bias", "nothing.*", 3],
             elementwise=["attention.qkv.*"],
             split={
                 "attention.qkv.weight": Split.stacked(16, 16, 17),
@@ -140,7 +140,7 @@ def test_bad_routing_is_refused_all_at_once() -> None:
     for part in (
         "'attention.qkv.weight' is given to two optimizers: matrix='attention.*.weight' and "
         "elementwise='attention.qkv.*'",
-        "'picture.weight' of shape [16, 3, 4, 4] is no matrix",
+        "'picture.bias' of shape [16] is no matrix",
         "matrix='nothing.*' matches no parameter",
         "3 selects nothing",
         "'experts' of shape [4, 24, 16]: 24 rows do not divide into 5 equal blocks",

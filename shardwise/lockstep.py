@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the ranks of a group issue the same collectives, and what to say where they do not.
+
+    rank 0   all_gather 'blocks.1'  waits ...  --\
+    rank 1   all_gather 'blocks.2'  waits ...  --->  both publish what they issued and wait for,
+                                                     read the other's, and raise both names
+
+Messages of gloo carry a tag made of the operation, its number, its purpose and its size, so two
+ranks that disagree wait for each other; they never mix up their bytes. A thread looks at waits that
+take long. It raises only what is proven: two ranks of one group that each wait for a collective
+which the other has not issued will wait for ever. A rank that is merely slow is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
+_NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
+# Seconds that a wait takes before its reason is looked for.
+patience = 5.0
+
+
+class Journal:
+    """The collectives that this rank has issued over one group, by operation."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self._counts: dict[str, int] = {}
+        self._recent: dict[str, deque[str]] = {}
+
+    def add(self, operation: str, purpose: str) -> Ticket:
+        """Note one more collective."""
+        count = self._counts[operation] = self._counts.get(operation, 0) + 1
+        recent = self._recent.get(operation)
+        if recent is None:
+            recent = self._recent[operation] = deque(maxlen=_REMEMBERED)
+        recent.append(purpose)
+        return Ticket(self, operation, count, purpose)
+
+    def issued(self) -> dict[str, Any]:
+        """How many of each operation, and the last ones, as JSON knows it."""
+        return {
+            operation: [count, list(self._recent[operation])]
+            for operation, count in self._counts.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One collective in a journal."""
+
+    journal: Journal
+    operation: str
+    count: int
+    purpose: str
+
+    @property
+    def tag(self) -> int:
+        """The tag of its messages, 29 bits; the same on all ranks that are in step."""
+        check = zlib.crc32(self.purpose.encode()) & 0x7FFF
+        kind = OPERATIONS.index(self.operation)
+        return (check * _NUMBERS + self.count % _NUMBERS) * len(OPERATIONS) + kind
+
+
+# ------------------------------------------------------------------------------ long waits
+
+
+@dataclass
+class _Wait:
+    ticket: Ticket
+    works: Sequence[Any]
+    since: float
+    proof: str | None = None
+
+
+_waits: dict[int, _Wait] = {}  # by thread
+_watcher: threading.Thread | None = None
+
+
+@contextmanager
+def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
+    """Around a wait for messages: where the ranks are out of step it raises instead of hanging."""
+    global _watcher
+    if ticket is None:
+        yield
+        return
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="shardwise-lockstep", daemon=True)
+        _watcher.start()
+    thread = threading.get_ident()
+    wait = _waits[thread] = _Wait(ticket, works, time.monotonic())
+    try:
+        yield
+    except RuntimeError as error:
+        # This rank's own proof, or that of a peer, which closed the connection.
+        if wait.proof is None:
+            with suppress(Exception):
+                _look(wait)
+        if wait.proof is not None:
+            raise RuntimeError(wait.proof) from error
+        raise
+    finally:
+        del _waits[thread]
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(min(1.0, patience / 2))
+        for wait in list(_waits.values()):
+            if time.monotonic() - wait.since > patience and wait.proof is None:
+                with suppress(Exception):  # the store, or the group, is gone: the wait will tell
+                    _look(wait)
+                    if wait.proof is not None:
+                        _interrupt(wait.works)
+
+
+def _interrupt(works: Sequence[Any]) -> None:
+    """End the waits of another thread. gloo closes the connection of a wait that times out; there
+    is no other way to end one."""
+    for work in works:
+        with suppress(Exception):
+            work.wait(timedelta(milliseconds=1))
+
+
+def _look(wait: _Wait) -> None:
+    """Publish what this rank waits for, and compare it with what others have published."""
+    ticket = wait.ticket
+    journal = ticket.journal
+    store = dist.distributed_c10d._get_default_store()
+    where = f"shardwise/waiting/{journal.group.group_name}"
+    mine: dict[str, Any] = {
+        "waits": [ticket.operation, ticket.count, ticket.purpose],
+        "issued": journal.issued(),
+    }
+    store.set(f"{where}/{journal.rank}", json.dumps(mine))
+    for peer in range(journal.size):
+        key = f"{where}/{peer}"
+        if peer != journal.rank and store.check([key]):
+            theirs = json.loads(store.get(key))
+            if not (_has(mine, theirs["waits"]) or _has(theirs, mine["waits"])):
+                wait.proof = _explain(journal.rank, mine, peer, theirs)
+                return
+
+
+def _has(record: dict[str, Any], wanted: Sequence[Any]) -> bool:
+    """Whether the owner of a record has issued the collective that another waits for."""
+    operation, number, purpose = wanted
+    count, recent = record["issued"].get(operation, [0, []])
+    if number > count:
+        return False
+    position = len(recent) - 1 - (count - number)
+    return position < 0 or bool(recent[position] == purpose)
+
+
+def _explain(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str:
+    pairs = sorted([(rank, mine["waits"]), (peer, theirs["waits"])])
+    waits = " and ".join(f"rank {who} in {what[0]} of {what[2]}" for who, what in pairs)
+    return (
+        f"the ranks are out of step: {waits}, and neither will come. Every rank must run the same "
+        f"wrapped modules in the same order, forward and backward; a rank whose loss does not "
+        f"depend on a module still has to call it (unused_parameters='zeros' reduces zeros for "
+        f"it). The process group cannot be used any more: end this run"
+    )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backward ends with every gradient reduced, whatever the units are and in which order they run
+(I10). A gradient that is left behind is named in an error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.shard.module import unit_of
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    assert_at_rest,
+    assert_gradients_equal,
+    options_for,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vector_loss,
+)
+from tests.ranks import run_ranks
+
+KINDS = ("linear", "empty", "frozen", "partly frozen", "pair", "empty pair", "half pair", "nested")
+
+
+class Part(nn.Module):
+    """One wrapped part of a model: some modules that run one after another."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        sizes = {"empty": 0, "empty pair": 0, "pair": 2, "partly frozen": 2, "nested": 2}
+        linears: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(sizes.get(kind, 1))]
+        empty = {"empty": 1, "empty pair": 2, "half pair": 1}.get(kind, 0)
+        self.steps = nn.ModuleList(linears + [nn.Tanh() for _ in range(empty)])
+        if "frozen" in kind:
+            self.steps[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = x + step(x)
+        return x
+
+
+class Mixed(nn.Module):
+    """Parts of many kinds, run in the order that is asked for."""
+
+    def __init__(self, kinds: tuple[str, ...], order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.kinds, self.order = kinds, order
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(Part(kind) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for number in self.order:
+            x = self.parts[number](x)
+        return x
+
+
+def wrap_parts(model: Mixed, options: dict[str, Any]) -> Mixed:
+    for kind, part in zip(model.kinds, model.parts, strict=True):
+        if "pair" in kind:  # a list of modules is one unit
+            sw.fully_shard(list(part.steps), **options)
+        elif kind == "nested":
+            sw.fully_shard(part.steps[1], **options)
+            sw.fully_shard(part, **options)
+        else:
+            sw.fully_shard(part, **options)
+    return sw.fully_shard(model, **options)
+
+
+def cases(number: int) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Kinds of parts and the order in which they run; some run twice, some not at all."""
+    chosen: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
+        (("linear", "linear", "empty"), (0, 1, 2)),
+        (("empty", "linear"), (1, 0)),
+        (("linear", "empty pair"), (0, 1)),
+        (("linear", "frozen"), (0, 1)),
+    ]
+    dice = random.Random(14)
+    while len(chosen) < number:
+        kinds = tuple(dice.choices(KINDS, k=dice.randint(1, 4)))
+        order = list(range(len(kinds)))
+        dice.shuffle(order)
+        if dice.random() < 0.3:
+            order.append(dice.choice(order))
+        chosen.append((kinds, tuple(order)))
+    return chosen
+
+
+def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
+    options = options_for(strategy, world_size) | {"unused_parameters": unused}
+    compared = 0
+    for kinds, order in cases(24):
+        case = f"{kinds} in order {order}"
+        net, plain = pair(lambda kinds=kinds, order=order: Mixed(kinds, order))
+        wrap_parts(net, options)
+        before = transient_bytes()
+        for _ in range(2):
+            vector_loss(net, rank).backward()
+            for each in range(world_size):
+                (vector_loss(plain, each) / world_size).backward()
+            try:
+                compared += assert_gradients_equal(net, plain)
+                assert_at_rest(net, before)
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from error
+            net.zero_grad()
+            plain.zero_grad()
+    return compared
+
+
+@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) -> None:
+    compared = run_ranks(nothing_left, ranks_for(strategy), strategy, unused, timeout=110)
+    assert min(compared) > 100
+
+
+# ------------------------------------------------------------------------- the check is total
+
+
+def lost(rank: int, world_size: int, strategy: str) -> str:
+    """A unit that is never allowed to reduce: what the check at the end is for."""
+    net, _ = pair(lambda: Mixed(("linear", "linear"), (0, 1)))
+    wrap_parts(net, options_for(strategy, world_size))
+    unit = unit_of(net.parts[0])
+    assert unit is not None
+    unit.reduce = lambda: None  # type: ignore[method-assign]
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    del unit.reduce
+    net.reset_iter_state()
+    vector_loss(net, rank).backward()
+    assert all(torch.isfinite(parameter.grad.to_local()).all() for parameter in net.parameters())
+    return message
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_was_left_behind_is_named(strategy: str) -> None:
+    for message in run_ranks(lost, ranks_for(strategy), strategy):
+        assert "steps.0.weight" in message and "parts.0" in message and "parts.1" not in message

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that do not run the same units: every rank raises, by name, and none hangs or mixes up
+weights."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import lockstep
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    assert_gradients_equal,
+    pair,
+    ranks_for,
+    vector_loss,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+
+class Skipping(nn.Module):
+    """Blocks alike, called in the order that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.order: tuple[int, ...] = (0, 1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for number in self.order:
+            x = x + self.blocks[number](x).tanh()
+        return x
+
+
+def out_of_step(
+    rank: int, world_size: int, strategy: str, unused: str, orders: Any, fresh: bool
+) -> str:
+    lockstep.patience = 0.4
+    net = wrap(Skipping(), world_size, strategy, unused_parameters=unused)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if not fresh:
+        vector_loss(net, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.order = orders[rank % 2]
+    try:
+        for _ in range(3):  # at the latest the next gather meets a rank that is elsewhere
+            vector_loss(net, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+SKIPS = {
+    "one rank skips a block": ((0, 1, 2, 3), (0, 1, 3)),
+    "each rank skips another": ((0, 1, 2), (0, 1, 3)),
+    "another order": ((0, 1, 2, 3), (0, 2, 1, 3)),
+    "one rank calls one twice": ((0, 1, 2, 3), (0, 1, 2, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("skips", list(SKIPS))
+def test_ranks_that_run_other_units_raise_by_name(skips: str, unused: str, fresh: bool) -> None:
+    found = run_ranks(out_of_step, 2, "zero3", unused, SKIPS[skips], fresh, timeout=30, fresh=True)
+    for message in found:
+        assert "out of step" in message or "no gradient reached" in message, message
+        assert "blocks." in message, message
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "zero3"])
+def test_ranks_that_run_other_units_raise_under_every_strategy(strategy: str) -> None:
+    found = run_ranks(
+        out_of_step,
+        ranks_for(strategy),
+        strategy,
+        "error",
+        SKIPS["one rank skips a block"],
+        False,
+        timeout=30,
+        fresh=True,
+    )
+    for message in found:
+        assert "out of step" in message or "no gradient reached" in message, message
+
+
+def slow(rank: int, world_size: int) -> None:
+    """A rank that is late is waited for, however long it takes."""
+    lockstep.patience = 0.2
+    net = wrap(Skipping(), world_size)
+    if rank == 1:
+        _busy(1.5)
+    vector_loss(net, rank).backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def _busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(1000).sum()
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    run_ranks(slow, 2, fresh=True)
+
+
+# ------------------------------------------------------------------------- the same everywhere
+
+
+def shuffled(rank: int, world_size: int, strategy: str) -> None:
+    """Every step runs the units in another order, all ranks in the same one."""
+    net, plain = pair(Skipping)
+    wrap(net, world_size, strategy)
+    dice = random.Random(3)
+    order = list(range(4))
+    for step in range(5):
+        dice.shuffle(order)
+        net.order = plain.order = tuple(order)
+        vector_loss(net, rank, step).backward()
+        for each in range(world_size):
+            (vector_loss(plain, each, step) / world_size).backward()
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_units_in_another_order_every_step(strategy: str) -> None:
+    run_ranks(shuffled, ranks_for(strategy), strategy)
+
+
+# ------------------------------------------------------------------------- gradients of inputs
+
+
+def inputs_alone(rank: int, world_size: int, strategy: str, unused: str) -> None:
+    """``torch.autograd.grad`` for inputs: parameters stay as they are, and training goes on."""
+    net, plain = pair(Skipping)
+    wrap(net, world_size, strategy, unused_parameters=unused)
+    for _ in range(2):
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        ours = torch.autograd.grad(net(x).square().mean(), x)[0]
+        theirs = torch.autograd.grad(plain(x).square().mean(), x)[0]
+        assert torch.equal(ours, theirs)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        vector_loss(net, rank).backward()
+        for each in range(world_size):
+            (vector_loss(plain, each) / world_size).backward()
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_inputs_alone(strategy: str, unused: str) -> None:
+    run_ranks(inputs_alone, ranks_for(strategy), strategy, unused)
+
+
+def penalty(model: Any, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+    return slope.square().mean()
+
+
+def double_backward(rank: int, world_size: int, strategy: str, keep: bool) -> str:
+    """A gradient penalty: right where weights stay, refused by name where they are released."""
+    net, plain = pair(Skipping)
+    more = {"reshard_after_forward": False} if keep else {}
+    wrap(net, world_size, strategy, unused_parameters="zeros", **more)
+    net.set_reshard_after_backward(not keep)
+    inputs = [torch.full((3, WIDTH), 0.1 * (1 + each)) for each in range(world_size)]
+    for step in range(2):
+        try:
+            penalty(net, inputs[rank].clone()).backward()
+        except RuntimeError as error:
+            net.reset_iter_state()
+            vector_loss(net, rank).backward()
+            return str(error)
+        for each in range(world_size):
+            (penalty(plain, inputs[each].clone()) / world_size).backward()
+        compared = 0
+        for name, parameter in plain.named_parameters():
+            grad = net.get_parameter(name).grad
+            if parameter.grad is not None and "bias" not in name:
+                low, high = grad.cut.piece
+                wanted = parameter.grad.reshape(-1)[low:high]
+                assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
+                compared += 1
+        assert compared == 5, step
+        net.zero_grad()
+        plain.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keep"),
+    [("zero0", False), ("zero1", False), ("zero2", False), ("zero3", True), ("hsdp", True)],
+)
+def test_a_gradient_penalty_is_right_where_weights_stay(strategy: str, keep: bool) -> None:
+    assert not any(run_ranks(double_backward, ranks_for(strategy), strategy, keep))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hfsdp"])
+def test_a_gradient_penalty_is_refused_where_weights_are_released(strategy: str) -> None:
+    for message in run_ranks(double_backward, ranks_for(strategy), strategy, False):
+        assert "create_graph" in message and "reshard_after_forward=False" in message, message
+
+
+# ------------------------------------------------------------------------- odd outputs
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Plain:
+    def __init__(self, hidden: Tensor) -> None:
+        self.inner = [Slotted(hidden)]
+
+
+class Closed:
+    """Shows its tensor to nobody but its own method."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.get = lambda: hidden
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.make: Callable[[Tensor], Any] = Plain
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x).tanh())
+
+
+class OpaqueNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Opaque() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            found = block(x)
+            if isinstance(found, Plain):
+                found = found.inner[0]
+            x = x + (found.hidden if isinstance(found, Slotted) else found.get())
+        return x
+
+
+def opaque(rank: int, world_size: int, strategy: str) -> str:
+    net, plain = pair(OpaqueNet)
+    wrap(net, world_size, strategy)
+    for make in (Plain, Slotted):
+        for model in (net, plain):
+            for block in model.blocks:
+                block.make = make
+        vector_loss(net, rank).backward()
+        for each in range(world_size):
+            (vector_loss(plain, each) / world_size).backward()
+        assert_gradients_equal(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+    net.blocks[1].make = Closed
+    try:
+        vector_loss(net, rank).backward()
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_outputs_that_are_objects_are_looked_into_or_refused(strategy: str) -> None:
+    for message in run_ranks(opaque, ranks_for(strategy), strategy):
+        if strategy in ("zero3", "hsdp", "hfsdp"):
+            assert "Closed" in message and "blocks.1" in message, message
+
+
+def side_output(rank: int, world_size: int, strategy: str) -> None:
+    """A loss that a module leaves on itself, as routers of experts do, and nothing else."""
+    net, plain = pair(SideNet)
+    wrap(net, world_size, strategy, unused_parameters="zeros")
+    for step in range(3):
+        for model, ranks in ((net, [rank]), (plain, range(world_size))):
+            for each in ranks:
+                model(torch.full((3, WIDTH), 1.0 + each + step))
+                (model.blocks[0].kept / len(ranks)).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                grad = net.get_parameter(name).grad
+                low, high = grad.cut.piece
+                wanted = parameter.grad.reshape(-1)[low:high]
+                assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
+        net.zero_grad()
+        plain.zero_grad()
+
+
+class SideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.last(self.first(x).tanh())
+        self.kept = hidden.square().mean()
+        return x + hidden
+
+
+class SideNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(SideBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_a_module_keeps_on_itself(strategy: str) -> None:
+    run_ranks(side_output, ranks_for(strategy), strategy)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter without a gradient is left alone, bit for bit as in one process, whoever shards it.
+One that lacks it on some ranks alone is refused by name on all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import shardwise as sw
+from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0  # seconds, on a machine that others use too
+
+WAYS = {
+    "zero0": (2, "spread"),
+    "zero0 repeat": (2, "repeat"),
+    "zero1": (2, "spread"),
+    "zero2": (3, "spread"),
+    "zero3": (3, "spread"),
+    "hsdp": (4, "spread"),
+    "hsdp repeat": (4, "repeat"),
+    "hfsdp": (4, "spread"),
+    "data_parallel": (2, "spread"),
+    "fsdp2": (3, "spread"),
+    "fsdp2 hybrid": (4, "spread"),
+}
+MATRICES = [f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in ("up", "down")]
+
+
+def build(way: str, world_size: int) -> Model:
+    model = make_model(depth=2)
+    kind = way.split()[0]
+    if kind == "data_parallel":
+        return sw.data_parallel(model, mesh=mesh_of(world_size))
+    if kind == "fsdp2":
+        mesh = mesh_of(2, 2) if "hybrid" in way else mesh_of(world_size)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    placements = sw.zero(int(kind[-1])) if kind.startswith("zero") else getattr(sw, kind)()
+    return shard_model(model, placements, mesh_for(placements, world_size))
+
+
+def optimizer_of(model: nn.Module, replicas: str = "spread") -> Any:
+    matrix = sw.muon(lr=0.05, weight_decay=0.1, replicas=replicas)
+    return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2, weight_decay=0.1))
+
+
+def give(model: nn.Module, step: int, without: set[str]) -> None:
+    """The same gradients to a model in one process and in many."""
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        value = torch.randn(parameter.shape, generator=generator)
+        if type(parameter) is not nn.Parameter and not hasattr(parameter, "cut"):
+            assert isinstance(parameter, DTensor)
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        elif hasattr(parameter, "cut"):
+            value = torch.zeros_like(parameter).copy_(value)
+        parameter.grad = None if name in without else value
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.detach()
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name} {key}"] = value
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
+    assert len(whole) == 15 + 4 + 3 * 11
+    return {key: value.clone() for key, value in whole.items()}
+
+
+def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:
+    ours, one = build(way, world_size), make_model(depth=2)
+    optimizers = [optimizer_of(model, replicas) for model in (ours, one)]
+    names = [name for name, _ in one.named_parameters()]
+    vectors = {name for name in names if name.endswith("bias")}
+    some: list[set[str]] = [
+        set(),
+        {MATRICES[0]},
+        {*MATRICES[1:3], "embedding.weight", *vectors},
+        set(MATRICES),
+        set(),
+        set(names),
+        {MATRICES[3], "head.weight"},
+    ]
+    compared = 0
+    for step, without in enumerate(some):
+        before = everything(ours, optimizers[0])
+        for model, optimizer in zip((ours, one), optimizers, strict=True):
+            give(model, step, without)
+            optimizer.step()
+        after, expected = everything(ours, optimizers[0]), everything(one, optimizers[1])
+        for key, value in after.items():
+            assert torch.equal(value, expected[key]), (way, step, key)
+            stays = key.split()[0] in without
+            assert stays == torch.equal(value, before[key]), (way, step, key, stays)
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_has_no_gradient_stays_as_in_one_process(way: str) -> None:
+    world_size, replicas = WAYS[way]
+    found = run_ranks(lacking, world_size, way, replicas, timeout=PATIENCE)
+    assert found == [7 * (15 + 4 + 33)] * world_size
+
+
+def frozen(rank: int, world_size: int, way: str, replicas: str) -> None:
+    """Through forward and backward: frozen after a step, then a step without any gradient."""
+    model = build(way, world_size)
+    optimizer = optimizer_of(model, replicas)
+    for step in range(3):
+        before = everything(model, optimizer)
+        if step == 1:
+            for parameter in (*model.layers[0].parameters(), model.layers[1].up.weight):
+                parameter.requires_grad_(False)
+        loss_of(model, tokens(step, 0, rank, world_size)).backward()
+        if step == 2:
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        for key, value in everything(model, optimizer).items():
+            stays = step == 2 or (step == 1 and key.startswith(("layers.0", "layers.1.up.weight")))
+            assert torch.equal(value, before[key]) == stays, (way, step, key)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_what_is_frozen_after_a_step_or_has_been_zeroed_stays(way: str) -> None:
+    world_size, replicas = WAYS[way]
+    run_ranks(frozen, world_size, way, replicas, timeout=PATIENCE)
+
+
+ALONE = [MATRICES[0], "layers.1.norm.bias", "embedding.weight"]
+
+
+def on_one_rank(rank: int, world_size: int, way: str, replicas: str) -> list[str]:
+    model = build(way, world_size)
+    optimizer = optimizer_of(model, replicas)
+    messages = []
+    for verb in (optimizer.step, lambda: optimizer.clip_grad_norm(0.1)):
+        for name in ALONE:
+            give(model, 0, {name} if rank == world_size - 1 else set())
+            before = copy.deepcopy([p.detach().to_local() for p in model.parameters()])
+            with pytest.raises(RuntimeError, match="None on others") as caught:
+                verb()
+            messages.append(str(caught.value))
+            for old, parameter in zip(before, model.parameters(), strict=True):
+                assert torch.equal(old, parameter.to_local())
+    give(model, 1, set())
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_gradient_that_one_rank_lacks_is_refused_by_all(way: str) -> None:
+    world_size, replicas = WAYS[way]
+    found = run_ranks(on_one_rank, world_size, way, replicas, timeout=PATIENCE)
+    for messages in found:
+        assert len(messages) == 6
+        for name, message in zip(2 * ALONE, messages, strict=True):
+            assert f"'{name}'" in message
+
+
+def empty_shards(rank: int, world_size: int, kind: str) -> int:
+    """Fewer rows than ranks: who holds nothing of a matrix still has its gradient."""
+    torch.manual_seed(2)
+    model, one = (nn.Sequential(nn.Linear(7, 2, bias=False)) for _ in range(2))
+    one.load_state_dict(model.state_dict())
+    wrap = sw.fully_shard if kind == "ours" else fully_shard
+    wrap(model, mesh=mesh_of(world_size))
+    optimizers = [sw.Muon(m.named_parameters(), lr=0.1) for m in (model, one)]
+    inputs = torch.randn(world_size, 5, 7)
+    for _ in range(2):
+        model(inputs[rank]).square().mean().backward()
+        for other in range(world_size):
+            (one(inputs[other]).square().mean() / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model[0].weight.full_tensor(), one[0].weight)
+    return model[0].weight.to_local().numel()
+
+
+@pytest.mark.parametrize("kind", ["ours", "fsdp2"])
+def test_a_rank_that_holds_nothing_of_a_matrix_is_no_rank_without_gradient(kind: str) -> None:
+    assert 0 in run_ranks(empty_shards, 3, kind, timeout=PATIENCE)
