@@ -151,11 +151,11 @@ class ShardedTensor(DTensor):
         the hook."""
         if isinstance(self, torch.nn.Parameter):
             raise NotImplementedError(
-                f"'{self.cut.name}'.register_hook(...) would never be called: forward computes with "
-                f"gathered weights. register_post_accumulate_grad_hook sees the reduced gradient "
-                f"and may change it in place; a hook on a module's output sees activations"
+                f"'{self.cut.name}'.register_hook(...): forward computes with gathered weights, so "
+                f"no backward would call this hook. register_post_accumulate_grad_hook sees the "
+                f"reduced gradient and may change it in place"
             )
-        return super().register_hook(hook)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ DTensor's methods
 

@@ -215,7 +215,7 @@ def recomputes_inside(unit: Owner) -> bool:
     output it has just reached. Such a one starts a backward of its own: of the parameters that it
     reads the graph knows nothing."""
     seen: set[Any] = {None}
-    waiting = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
+    waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
         if node in seen or getattr(getattr(node, "call", None), "unit", _nobody)() is unit:

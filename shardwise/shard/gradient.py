@@ -475,7 +475,7 @@ class Gradients:
         """
         with _plain_attributes():
             grads = [parameter.grad for parameter in self.sharded]
-        shown = self._dtensors or [None] * len(grads)
+        shown: list[Any] = list(self._dtensors) or [None] * len(grads)
         if any(
             grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
         ):

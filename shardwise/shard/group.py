@@ -330,8 +330,10 @@ class Group:
         return self.compute
 
     def follow_trainability(self, *, freezing: bool = False) -> None:
-        """``requires_grad_`` on a parameter at rest reaches the one that forward uses; ``freezing``:
-        where it was frozen since forward, whose graph has no others."""
+        """``requires_grad_`` on a parameter at rest reaches the one that forward uses.
+
+        ``freezing``: only where it was frozen since forward; backward has no gradient for others.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
                 wanted = sharded.requires_grad

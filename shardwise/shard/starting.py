@@ -7,7 +7,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, Protocol
 from weakref import ref
 
@@ -111,6 +112,9 @@ class Members:
     """
 
     def __init__(self, unit: Wrapped) -> None:
+        self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
+        self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
+        self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
         self._record(unit)
 
     def _record(self, unit: Wrapped) -> None:
@@ -118,26 +122,31 @@ class Members:
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
         named = [(each, name) for each in self._parameters for name in each]
-        self._empty = [(each, name) for each, name in named if each[name] is None]
+        empty = [(each, name) for each, name in named if each[name] is None]
+        self._empty = [each for each, _ in empty], [name for _, name in empty]
         ours = {(id(parameters), name) for parameters, name, *_ in unit.places}
-        self._ignored = {(id(each), name) for each, name in named if each[name] is not None} - ours
-        self._known = self._now()
+        filled = {(id(each), name) for each, name in named if each[name] is not None}
+        self._ignored = filled - ours
+        self._known = self._structure()
 
-    def _now(self) -> list[Any]:
-        """Every module below, every name of a parameter, and what names without one hold."""
-        return [
-            *chain.from_iterable(each.values() for each in self._children),
-            *chain.from_iterable(self._parameters),
-            *(each.get(name) for each, name in self._empty),
-        ]
+    def _structure(self) -> list[Any]:
+        """Every module below, every name of a parameter."""
+        inside = chain.from_iterable(map(dict.values, self._children))
+        return [*inside, *chain.from_iterable(self._parameters)]
 
-    def refuse_changes(self, unit: Wrapped) -> None:
-        """Raise where a parameter is not the one that was wrapped. Microseconds, where none is."""
-        for parameters, name, number, index in unit.places:
-            group, held = unit.groups[number], parameters.get(name)
-            if held is not group.sharded[index] and held is not group.unsharded[index]:
-                self._refuse_all(unit)
-        if self._now() != self._known:
+    # Before every forward and backward, so without a loop of Python's.
+
+    def refuse_replaced(self, unit: Wrapped) -> None:
+        """Raise where the modules do not hold the parameters that were wrapped."""
+        for expected in (self._sharded, self._whole):
+            if all(map(is_, map(dict.get, *self._places), expected)):
+                return
+        self._refuse_all(unit)  # unless each is one of both, where weights come by and by
+
+    def refuse_added(self, unit: Wrapped) -> None:
+        """Raise where they hold more, or are others."""
+        same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
+        if not same or self._structure() != self._known:
             self._refuse_all(unit)
             self._record(unit)  # modules without parameters, or with units of their own
 

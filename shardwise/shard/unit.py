@@ -301,6 +301,8 @@ class Unit:
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
         self.refuse_changes()
+        if self.members is not None:
+            self.members.refuse_added(self)
         if self._owed:
             names = [self.groups[number].items[index].name for number, index in sorted(self._owed)]
             raise RuntimeError(
@@ -319,7 +321,7 @@ class Unit:
     def refuse_changes(self) -> None:
         """Raise where the modules hold other parameters than they were wrapped with."""
         if self.members is not None:
-            self.members.refuse_changes(self)
+            self.members.refuse_replaced(self)
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""

@@ -276,3 +276,18 @@ def modes(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradient_modes_inside_each_other(way: str) -> None:
     run_ranks(modes, 2, way)
+
+
+def hooked_before(rank: int, world_size: int, way: str) -> None:
+    """Hooks on plain parameters do not reach those that take their places."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        net = Net()
+        getattr(net.head.weight, register)(print)
+        options = options_for("zero1" if way == "data_parallel" else way, world_size)
+        verb = sw.data_parallel if way == "data_parallel" else sw.fully_shard
+        assert "'head.weight' has hooks" in raised(partial(verb, net, **options), ValueError)
+
+
+@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
+def test_hooks_from_before_wrapping_are_refused(way: str) -> None:
+    run_ranks(hooked_before, 2, way)
