@@ -218,7 +218,8 @@ def recomputes_inside(unit: Owner) -> bool:
     waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
-        if node in seen or getattr(getattr(node, "call", None), "unit", _nobody)() is unit:
+        call = getattr(node, "call", None)
+        if node in seen or (isinstance(call, Call) and call.unit() is unit):
             continue  # the gate of its inputs: what is behind is not inside
         if type(node).__name__ == _REENTRANT:
             return True
@@ -228,10 +229,6 @@ def recomputes_inside(unit: Owner) -> bool:
 
 
 _REENTRANT = f"{torch.utils.checkpoint.CheckpointFunction.__name__}Backward"
-
-
-def _nobody() -> None:
-    """No unit."""
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
