@@ -150,6 +150,17 @@ class ShardedTensor(DTensor):
             f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
         )
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refused for parameters: forward computes with another tensor, so no backward would call
+        the hook."""
+        if isinstance(self, torch.nn.Parameter):
+            raise NotImplementedError(
+                f"'{self.cut.name}'.register_hook(...): forward computes with gathered weights, so "
+                f"no backward would call this hook. register_post_accumulate_grad_hook sees the "
+                f"reduced gradient and may change it in place"
+            )
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
     # ------------------------------------------------------------------ DTensor's methods
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -221,7 +232,11 @@ class ShardedTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
+        """This rank's boxes, for a load: it will write, and all ranks must count that, those with
+        nothing to write too."""
         self._refuse_a_part()
+        if self.version is not None:
+            self.version.write()
         return self.chunks()
 
     def _refuse_a_part(self) -> None:
@@ -234,14 +249,7 @@ class ShardedTensor(DTensor):
             )
 
     def chunks(self) -> list[Any]:
-        """This rank's boxes, by arithmetic; none where it holds nothing.
-
-        Asked of every rank when a checkpoint is planned, saved or loaded: a load will write, and
-        all ranks must count it, those with nothing to write too. After a save the version is one
-        too many, which costs a refresh.
-        """
-        if self.version is not None:
-            self.version.write()
+        """This rank's boxes, by arithmetic; none where it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self.cut.boxes]

@@ -179,8 +179,12 @@ def _boxes(tensor: Tensor) -> list[ChunkStorageMetadata]:
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
-        ours = isinstance(tensor, ShardedTensor)
-        chunks = tensor.chunks() if ours else tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        if isinstance(tensor, ShardedTensor):
+            if tensor.version is not None:
+                tensor.version.write()
+            chunks = tensor.chunks()
+        else:
+            chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         return [chunk for chunk in chunks if chunk.sizes.numel()]
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
 

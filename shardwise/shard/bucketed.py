@@ -54,12 +54,16 @@ class BucketedUnit(Unit):
         runtime = self.runtime
         for group in reversed(self.groups):
             group.gather(runtime, phase=reads)
-        self._exposed = True
         if self._stages and self.phase is Phase.FORWARD:
-            arrived = [number for number, group in enumerate(self.groups) if not group.pending]
-            self.show(arrived)
+            self._show()
         else:
+            self._exposed = True
             self.show(range(len(self.groups)))
+
+    def _show(self) -> None:
+        """What has arrived."""
+        self._exposed = True
+        self.show(number for number, group in enumerate(self.groups) if not group.pending)
 
     def show(self, numbers: Iterable[int]) -> None:
         """Put the whole weights of these buckets in the modules' hands, once they are there."""

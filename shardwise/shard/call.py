@@ -33,13 +33,20 @@ class Owner(Protocol):
 class Call:
     """One forward of a unit, as backward meets it again."""
 
-    __slots__ = ("__weakref__", "finished", "forward", "gated", "opened", "unit")
+    __slots__ = ("__weakref__", "finished", "forward", "gated", "opened", "task", "unit", "weights")
 
-    def __init__(self, unit: Owner) -> None:
+    def __init__(self, unit: Owner, weights: Any = None) -> None:
         self.unit = ref(unit)
+        self.weights = weights  # which versions of them it computes with
+        self.task = -1  # the backward that entered it last
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
         self.forward = 0  # of the root, by number; 0: made inside a backward
         self.opened = self.finished = False
+
+    def enters(self) -> bool:
+        """Whether the backward that runs now has not come to this call before."""
+        before, self.task = self.task, torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        return before != self.task
 
     def pass_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,8 +90,12 @@ class Call:
 
 def _open(call: Call, grad: Tensor) -> None:
     unit = call.unit()
-    if unit is not None:
-        unit.pre_backward(call)
+    if unit is None:
+        raise RuntimeError(
+            "backward came to a wrapped module that was deleted since its forward: its gradients "
+            "would reach nobody. Keep the model until backward is through"
+        )
+    unit.pre_backward(call)
 
 
 class _InputGate(torch.autograd.Function):
@@ -197,6 +208,27 @@ def will_come(leaf: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
     except RuntimeError:  # torch.autograd.grad, for this very parameter
         return True
+
+
+def recomputes_inside(unit: Owner) -> bool:
+    """Whether the backward that runs now will come to a reentrant checkpoint inside the unit whose
+    output it has just reached. Such a one starts a backward of its own: of the parameters that it
+    reads the graph knows nothing."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
+    while waiting:
+        node = waiting.pop()
+        call = getattr(node, "call", None)
+        if node in seen or (isinstance(call, Call) and call.unit() is unit):
+            continue  # the gate of its inputs: what is behind is not inside
+        if type(node).__name__ == _REENTRANT:
+            return True
+        seen.add(node)
+        waiting += [behind for behind, _ in node.next_functions]
+    return False
+
+
+_REENTRANT = f"{torch.utils.checkpoint.CheckpointFunction.__name__}Backward"
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:

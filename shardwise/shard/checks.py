@@ -58,6 +58,11 @@ def check_types(
 
 def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[str]:
     problems = [] if roots else ["an empty list of modules"]
+    if torch.is_inference_mode_enabled() or any(f.parameter.is_inference() for f in found):
+        problems.append(
+            "parameters made under torch.inference_mode() cannot be trained, nor can what is "
+            "wrapped under it: build and wrap the model outside, or use torch.no_grad()"
+        )
     for module in roots:
         if unit_of(module) is not None:
             problems.append(f"{type(module).__name__} is wrapped already; wrap each module once")
@@ -89,6 +94,11 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
             problems.append(
                 f"'{f.name}' belongs to a {f.owners[0].__name__}(sparse=True): gradients are "
                 f"summed over ranks in dense buffers; build it with sparse=False"
+            )
+        elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            problems.append(
+                f"'{f.name}' has hooks for its gradient, which would never be called: call "
+                f"register_post_accumulate_grad_hook after wrapping, which shows reduced gradients"
             )
         elif parameter.numel() == 0:
             problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")

@@ -90,8 +90,8 @@ def fully_shard(
             order of forward; else its forward does. Build the optimizer after this call.
         unused_parameters: what a parameter without a gradient means: an "error", or "zeros". With
             "zeros" ranks may differ in what their losses depend on. They must not where a unit is
-            inside a reentrant checkpoint, where a checkpoint around several units has several
-            outputs, and where the weight gradients of a unit are delayed.
+            inside a reentrant checkpoint or has one inside, where a checkpoint around several units
+            has several outputs, and where the weight gradients of a unit are delayed.
         memory: where transient buffers come from, "caching" or "trace"; the root's choice holds.
         unify_streams: all communication on one stream: less overlap, less peak; the root's choice
             holds.

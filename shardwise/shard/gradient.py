@@ -223,9 +223,7 @@ class Gradients:
             and not self._inner_waits
             and (main_fresh or self._alone)
         ):
-            main = self._main_buffer(unused=main_fresh)
-            if not main_fresh:
-                self._repair_main()
+            main = self._main_buffer(unused=True) if main_fresh else self._repair_main()
             return main, main_fresh
         self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
         return self._packed, True
@@ -275,8 +273,12 @@ class Gradients:
             return
         held = self._count_references(main) > self._references
         if held or not main.flat.untyped_storage().resizable():  # numpy showed it once
-            self._views.pop(id(main), None)
-            self._main, self._turns, self._dtensors = None, None, []
+            self._forget_main()
+
+    def _forget_main(self) -> None:
+        """Have other memory the next time."""
+        self._views.pop(id(self._main), None)
+        self._main, self._turns, self._dtensors = None, None, []
 
     def _count_references(self, main: Buffer) -> int:
         """To the memory of the main grad and to the tensors that show it, but for own views."""
@@ -327,10 +329,10 @@ class Gradients:
             target.block.release(_CACHING)
             target = self._packed
         fresh = last and self._main_is_fresh()
-        if last:
-            self._main_buffer(unused=fresh and target is not self._main)
-            if not fresh:
-                self._repair_main()
+        if last and fresh:
+            self._main_buffer(unused=target is not self._main)
+        elif last and target is not self._main:
+            self._repair_main()
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that take turns share a step between two collectives.
@@ -506,21 +508,27 @@ class Gradients:
         with _plain_attributes():
             return all(parameter.grad is None for parameter in self.sharded)
 
-    def _repair_main(self) -> None:
-        """Some grads may be gone or replaced by the user's: make the buffer say what they say."""
-        self._main_buffer()
+    def _repair_main(self) -> Buffer:
+        """Some grads may be gone or replaced by the user's: the main grad that says what they say.
+
+        In other memory, where the user's may lie in this one (two gradients exchanged).
+        """
         with _plain_attributes():
             grads = [parameter.grad for parameter in self.sharded]
+        shown: list[Any] = list(self._dtensors) or [None] * len(grads)
+        if any(
+            grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
+        ):
+            self._forget_main()
+        main = self._main_buffer()
         for grad, ours in zip(grads, self._dtensors, strict=True):
-            if grad is ours:
-                continue
-            view = ours.to_local()
             if grad is None:
-                view.zero_()
-            elif isinstance(grad, ShardedTensor):
-                view.copy_(ours.cut.within(grad.cut, grad.to_local()))
-            else:
-                view.copy_(grad.to_local() if hasattr(grad, "to_local") else grad)
+                ours.to_local().zero_()
+            elif isinstance(grad, ShardedTensor) and grad is not ours:
+                ours.to_local().copy_(ours.cut.within(grad.cut, grad.to_local()))
+            elif grad is not ours:  # the whole of it, of which this rank holds a piece
+                ours.copy_(grad)
+        return main
 
     def tidy(self) -> None:
         """Before a forward: give back the memory of gradients that the user dropped."""

@@ -219,9 +219,10 @@ class Group:
         if dtypes != {self.main.dtype}:
             self.parameter_dtype = next(iter(dtypes))
         self._born_late = self._born_late or self.main.flat.is_meta
-        turns = self.main.version.turns
+        version = self.main.version
         self._build_main(dtypes.pop(), device)
-        self.main.version.turns = turns  # an optimizer that is there already still takes them
+        self.main.version.turns = version.turns  # an optimizer that is there already takes them
+        self.main.version.count = version.count + 1  # other weights than a graph may know
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)
@@ -375,12 +376,16 @@ class Group:
                 self.show_whole()  # somebody may have moved them elsewhere
         return lost
 
-    def follow_trainability(self) -> None:
-        """``requires_grad_`` on a parameter at rest reaches the one that forward uses."""
+    def follow_trainability(self, *, freezing: bool = False) -> None:
+        """``requires_grad_`` on a parameter at rest reaches the one that forward uses.
+
+        ``freezing``: only where it was frozen since forward; backward has no gradient for others.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
-                if sharded.requires_grad != whole.requires_grad:
-                    whole.requires_grad_(sharded.requires_grad)
+                wanted = sharded.requires_grad
+                if wanted != whole.requires_grad and not (freezing and wanted):
+                    whole.requires_grad_(wanted)
 
     @property
     def trainable(self) -> bool:

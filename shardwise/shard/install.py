@@ -19,6 +19,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.shard.find import Found
 from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.starting import Members
 from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,11 @@ def install(
     for root in roots:
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
+        root.register_forward_hook(_after_failure, always_call=True)
         root.register_state_dict_pre_hook(_rest_first)
+        root.register_state_dict_post_hook(_go_on)
         root.register_load_state_dict_pre_hook(_rest_before_load)
+    unit.members = Members(unit)
     for f in found:
         unit.forsaken.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
@@ -146,11 +150,27 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     return unit.post_forward(output)
 
 
+@_uncompiled
+def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward is over, or raised: then the parameters at rest come back at once. Whoever catches
+    the exception and calls ``model.zero_grad()`` means those."""
+    unit = unit_of(module)
+    if unit is not None and unit.running and not unit.runtime.in_backward:
+        unit.drop_dead_calls(entering=True)
+
+
 def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """A state dict shows the parameters at rest, whatever was kept gathered."""
     unit = unit_of(module)
     if unit is not None:
         unit.hide()
+
+
+def _go_on(module: nn.Module, *_: Any) -> None:
+    """A state dict was asked for inside forward or backward, which needs the whole weights."""
+    unit = unit_of(module)
+    if unit is not None:
+        unit.show_again()
 
 
 def _rest_before_load(

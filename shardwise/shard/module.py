@@ -68,12 +68,24 @@ class ShardedModule(FSDPModule):
             "Copy the model before fully_shard, or load its state_dict into a second one"
         )
 
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a wrapped module cannot be pickled: one rank has pieces of its parameters. Save "
+            "sw.full_state_dict(model), or all of training with sw.save"
+        )
+
     # ------------------------------------------------------------------ weights by hand
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own parameters (not those of wrapped modules inside it)."""
         unit = self._ready_unit()
         unit.runtime.lanes.refuse_capture(f"unshard() of '{unit.name}'")
+        unit.refuse_changes()
         if not async_op:
             unit.expose("forward")
             return None

@@ -36,11 +36,12 @@ from shardwise.shard.call import (
     cast_floats,
     in_checkpoint,
     in_recomputation,
+    recomputes_inside,
     will_come,
 )
 from shardwise.shard.group import Group, lost_writes
 from shardwise.shard.runtime import Runtime, SharedLanes
-from shardwise.shard.starting import refuse_problems
+from shardwise.shard.starting import Members, refuse_problems
 from shardwise.streams import annotate
 
 
@@ -96,6 +97,7 @@ class Unit:
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
         self.forsaken: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.members: Members | None = None  # of the modules, once they are wrapped
         self.phase = Phase.RESTING
         self.is_root = False
         self.sync = True
@@ -122,7 +124,7 @@ class Unit:
         self._passed = self._completed = False  # whether it went past it; whether it is through
         self._listeners: dict[tuple[int, int], Any] = {}
         self.gated = False  # whether any call's inputs passed through a gate
-        # (module, attribute): tensors with a graph that forward left there; None: not looked for yet
+        # (module, attribute): tensors with a graph that forward left there; None: not looked for
         self._side_outputs: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self.rebind()
 
@@ -265,7 +267,7 @@ class Unit:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         self._to_run = (self._to_run or len(self.modules)) - 1
         awaited = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self) if awaited else None
+        call = Call(self, self._weights) if awaited else None
         self._running.append(call)
         if awaited and not recomputing and in_checkpoint():
             for group in self.groups:
@@ -282,6 +284,11 @@ class Unit:
         for unit in self.runtime.units:
             unit.drop_dead_calls(entering=unit is self)
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward of this unit has begun and not ended."""
+        return bool(self._running)
+
     def drop_dead_calls(self, entering: bool) -> None:
         """Forget calls that an exception ended. ``entering``: one more has begun just now."""
         if not self._running:
@@ -295,6 +302,9 @@ class Unit:
 
     def tidy(self) -> None:
         """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        self.refuse_changes()
+        if self.members is not None:
+            self.members.refuse_added(self)
         if self._owed:
             names = [self.groups[number].items[index].name for number, index in sorted(self._owed)]
             raise RuntimeError(
@@ -309,6 +319,11 @@ class Unit:
                 leaf.delayed = leaf.delayed and self.expects_backward
         self._listen()
         self._tidy = True
+
+    def refuse_changes(self) -> None:
+        """Raise where the modules hold other parameters than they were wrapped with."""
+        if self.members is not None:
+            self.members.refuse_replaced(self)
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
@@ -355,6 +370,7 @@ class Unit:
                 waiting += module.children()
 
     def _end_forward(self, kept: bool) -> None:
+        self.refuse_changes()
         lost = lost_writes(self.groups)
         with annotate(f"{self.name}: release after forward"):
             self.hide()
@@ -380,6 +396,8 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
+        if call.enters() and self.gather_in_backward and call.weights != self._weights:
+            self._refuse_written(call)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
@@ -390,7 +408,27 @@ class Unit:
             if call.gated and not call.finished:
                 self._open_calls.append(call)
 
+    @property
+    def _weights(self) -> list[tuple[int, int]]:
+        """The versions of the main weights."""
+        return [group.main.state for group in self.groups]
+
+    def _refuse_written(self, call: Call) -> None:
+        names = [
+            item.name
+            for group, seen in zip(self.groups, call.weights, strict=True)
+            for item in group.items
+            if group.main.state != seen
+        ]
+        raise RuntimeError(
+            f"weights of unit '{self.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
+            f"were written between a forward and its backward, whose gradients would be those of "
+            f"neither the old weights nor the new: step, load or write after backward, or run "
+            f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
+        )
+
     def _enter_backward(self) -> None:
+        self.refuse_changes()
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
@@ -398,14 +436,25 @@ class Unit:
                 unit.pass_by()
         self._refuse_create_graph()
         self._go(Phase.BACKWARD)
-        by_graph = self.unused == "zeros" or runtime.for_inputs
-        self._expect_gradients(will_come if by_graph else _surely)
+        for group in self.groups:
+            group.follow_trainability(freezing=True)
+        self._expect_gradients(self._foresight())
         if self.gather_in_backward:
             with annotate(f"{self.name}: gather for backward"):
                 self.expose("backward")
                 self._reached = True
                 if not self._passed:  # else it was done then, when other ranks did
                     self._prefetch_backward()
+
+    def _foresight(self) -> Callable[[Tensor], bool]:
+        """Which gradients to wait for. Where that cannot be told, all; the end of backward knows
+        which have not come."""
+        if self.runtime.for_inputs:
+            return will_come
+        known = self.unused == "zeros" and (
+            all(map(will_come, self.trainable_leaves())) or not recomputes_inside(self)
+        )
+        return will_come if known else _surely
 
     def _refuse_create_graph(self) -> None:
         if not torch.is_grad_enabled() or not self.release_after_backward:
@@ -611,9 +660,17 @@ class Unit:
         for group in self.groups:
             group.wait(runtime)
         if not self._exposed:
-            for parameters, name, number, index in self.places:
-                parameters[name] = self.groups[number].unsharded[index]
-            self._exposed = True
+            self._show()
+
+    def _show(self) -> None:
+        for parameters, name, number, index in self.places:
+            parameters[name] = self.groups[number].unsharded[index]
+        self._exposed = True
+
+    def show_again(self) -> None:
+        """After a look at the parameters at rest: the modules hold what their phase needs."""
+        if self.phase is not Phase.RESTING and not self._exposed:
+            self._show()
 
     def hide(self, force: bool = False) -> None:
         """The modules hold the parameters at rest again."""

@@ -170,11 +170,22 @@ def test_a_reset_with_a_list_of_modules_half_run() -> None:
 # ------------------------------------------------------------------------- without a reset
 
 
+class Wide(Mined):
+    """Whole blocks of 32, for MXFP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MinedBlock(32) for _ in range(3))
+        self.entry, self.last = nn.Linear(10, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.entry(x))
+
+
 def go_on(rank: int, world_size: int, strategy: str, where: str, weights: str) -> None:
     """An exception is caught, gradients are dropped, and training goes on."""
-    net, plain = pair(Mined)
+    net, plain = pair(Mined if weights == "fp32" else Wide)
     wrap(net, world_size, strategy, precision=sw.Precision(weights=weights, reduce="fp32"))
-    plain.to(torch.bfloat16 if weights == "bf16" else torch.float32)
     before = transient_bytes()
 
     def broken(*_: Any) -> None:

@@ -103,7 +103,8 @@ def main() -> None:
                 run_rank(rank, folder, wrapped, end)
                 return  # to the end of the script
             ranks[rank] = process
-        print(f"{wrapped} {end}: {watch(ranks, folder)}", flush=True)
+        sys.stdout.write(f"{wrapped} {end}: {watch(ranks, folder)}\n")
+        sys.stdout.flush()  # before the next fork
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,7 @@ from tests.contract.helpers import (
     ranks_for,
     transient_bytes,
     vector_loss,
+    vectors,
 )
 from tests.ranks import run_ranks
 
@@ -158,3 +162,59 @@ def gathers(rank: int, world_size: int, reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_checkpointing_gathers_no_more_often(reentrant: bool) -> None:
     run_ranks(gathers, 2, reentrant)
+
+
+class FrozenEntry(nn.Module):
+    """Backward ends in the checkpoint: no input of the unit needs a gradient, and the gradients of
+    ``last`` come first. ``spare`` is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.last, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.aside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.entry(x).requires_grad_()  # as libraries do for adapters
+        for block in self.blocks:
+            y = checkpoint(block, y, use_reentrant=True)
+        if self.aside:  # a way from inputs to outputs that is through before the checkpoints are
+            return self.last(y) + x.sum()
+        return self.last(y)
+
+
+def frozen_entry(rank: int, world_size: int, strategy: str, aside: bool, used: bool) -> None:
+    net, plain = pair(FrozenEntry)
+    if used:
+        for model in (net, plain):
+            model.spare = None
+    if strategy == "data_parallel":
+        options = options_for("zero1", world_size) | {"bucket_mb": 0.0001}
+        sw.data_parallel(net, **options, unused_parameters="zeros")
+    else:
+        sw.fully_shard(net, **options_for(strategy, world_size), unused_parameters="zeros")
+    before = transient_bytes()
+    net.aside = plain.aside = aside
+
+    def loss(model: Any, rank: int, step: int = 0) -> Tensor:
+        x = vectors(rank, step)
+        return model(x.requires_grad_(aside)).square().mean()
+
+    for step in range(2):
+        loss(net, rank, step).backward()
+        average_gradients(plain, partial(loss, step=step), world_size)
+        for parameter in () if used else plain.spare.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("aside", [True, False])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp", "data_parallel"])
+def test_reentrant_checkpoints_that_unused_parameters_must_wait_for(
+    strategy: str, aside: bool, used: bool
+) -> None:
+    world_size = 2 if strategy == "data_parallel" else ranks_for(strategy)
+    run_ranks(frozen_entry, world_size, strategy, aside, used)

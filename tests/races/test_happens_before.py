@@ -364,8 +364,8 @@ def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
             name_memory(checker, model)
 
-            def on_host(gradients: Gradients, checker: Checker = checker) -> Any:
-                main = make_main(gradients)
+            def on_host(gradients: Gradients, checker: Checker = checker, **how: bool) -> Any:
+                main = make_main(gradients, **how)
                 checker.name(main.flat, "main gradient", on_host=True)
                 return main
 

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that change after wrapping: replaced, added, removed, or written at a bad moment."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import shardwise as sw
+from tests.contract.helpers import (
+    STRATEGIES,
+    WIDTH,
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    options_for,
+    pair,
+    raised,
+    ranks_for,
+    transient_bytes,
+    vectors,
+    word_loss,
+    words,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+# ------------------------------------------------------------------------------ other parameters
+
+
+def replace(net: Any) -> None:
+    net.blocks[1].up.weight = nn.Parameter(torch.zeros(3 * WIDTH, WIDTH))
+
+
+def tie(net: Any) -> None:
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+
+
+def remove(net: Any) -> None:
+    del net.blocks[1].up.bias
+    net.blocks[1].up.register_parameter("bias", None)
+
+
+def remove_module(net: Any) -> None:
+    net.blocks[1].up = nn.Identity()
+
+
+def add(net: Any) -> None:
+    net.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def fill_an_empty_name(net: Any) -> None:
+    net.blocks[1].norm.bias = nn.Parameter(torch.zeros(WIDTH))
+
+
+def add_module(net: Any) -> None:
+    net.blocks[1].up.adapter = nn.Linear(WIDTH, 2)
+
+
+def exchange_module(net: Any) -> None:
+    """As adapters are put in place of a layer, whose parameters they keep."""
+    net.blocks[1].up = Adapted(net.blocks[1].up)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.low = base, nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.low(x).mean()
+
+
+CHANGES: dict[Callable[[Any], None], tuple[str, ...]] = {
+    replace: ("up.weight' was replaced", "copy_"),
+    tie: ("up.weight' was replaced", "before wrapping"),
+    remove: ("up.bias' is gone",),
+    remove_module: ("up.weight' is gone", "up.bias' is gone"),
+    add: ("scale' was added", "neither sharded nor reduced"),
+    fill_an_empty_name: ("norm.bias' was added",),
+    add_module: ("up.adapter.weight' was added", "up.adapter.bias' was added"),
+    exchange_module: ("up.low.weight' was added",),
+}
+
+
+class NetOfOddNorms(Net):
+    """A name that holds no parameter, and one that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm = nn.LayerNorm(WIDTH, bias=False)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+
+def changed(rank: int, world_size: int, strategy: str, change: str, begun: bool) -> str:
+    net = NetOfOddNorms()
+    if strategy == "data_parallel":
+        options = options_for("zero1", world_size)
+        sw.data_parallel(net, **options, ignored_params={net.shift}, unused_parameters="zeros")
+    else:
+        wrap(net, world_size, strategy, ignored_params={net.shift}, unused_parameters="zeros")
+    if begun:
+        word_loss(net, rank).backward()
+    globals()[change](net)
+    with sw.comm.record() as calls:
+        text = raised(lambda: net(words(rank)), RuntimeError)
+    assert not calls, "it was said before anything was gathered"
+    return text
+
+
+@pytest.mark.parametrize("change", [change.__name__ for change in CHANGES])
+@pytest.mark.parametrize(
+    ("strategy", "begun"), [("zero3", False), ("zero3", True), ("data_parallel", True)]
+)
+def test_other_parameters_than_were_wrapped_are_named(
+    strategy: str, begun: bool, change: str
+) -> None:
+    for text in run_ranks(changed, 2, strategy, change, begun):
+        assert all(part in text for part in CHANGES[globals()[change]]), text
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2"])
+def test_a_parameter_that_was_replaced_is_named_under_every_strategy(strategy: str) -> None:
+    for text in run_ranks(changed, 2, strategy, "replace", True):
+        assert "was replaced" in text
+
+
+class Restless(nn.Module):
+    """Replaces a weight when told, inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.now = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.now:
+            self.inner.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        return y
+
+
+def elsewhere(rank: int, world_size: int) -> None:
+    """Not before forward, but inside it, before backward, before unshard()."""
+    net = sw.fully_shard(Restless(), **options_for("zero3", world_size))
+    x = vectors(rank)
+    net.now = True
+    assert "replaced" in raised(lambda: net(x), RuntimeError)
+    net = sw.fully_shard(Restless(), **options_for("zero3", world_size))
+    loss = net(x).sum()
+    before = net.inner.weight
+    net.inner.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    assert "replaced" in raised(loss.backward, RuntimeError)
+    assert "replaced" in raised(net.unshard, RuntimeError)
+    net.inner.weight = before  # nothing is lost
+    net.unshard()
+    assert net.inner.weight.shape == (WIDTH, WIDTH)
+    net.reshard()
+    ones = {name: torch.ones(value.shape) for name, value in net.named_parameters()}
+    assert "replaced" in raised(lambda: functional_call(net, ones, (x,)), RuntimeError)
+    net(x)
+
+
+def test_parameters_replaced_at_other_times_are_named() -> None:
+    run_ranks(elsewhere, 2)
+
+
+def allowed(rank: int, world_size: int, strategy: str) -> None:
+    """Modules without parameters, modules wrapped themselves, the same weight tied again."""
+    net, plain = pair(Net)
+    for model in (net, plain):
+        model.head.weight = model.embedding.weight
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for step in range(3):
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain)
+        for model in (net, plain):
+            model.zero_grad()
+            model.head.weight = model.embedding.weight
+            model.extra = nn.Sequential(nn.Identity(), nn.Dropout())
+            model.blocks[0].register_parameter(f"none{step}", None)
+            model.blocks[0].register_buffer(f"counter{step}", torch.zeros(1))
+    assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_modules_without_parameters_may_come_and_go(strategy: str) -> None:
+    run_ranks(allowed, 2, strategy)
+
+
+class Grown(Net):
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks[0](self.embedding(words))
+        if hasattr(self, "adapter"):
+            x = x + self.adapter(x)
+        return self.head(self.blocks[1](x))
+
+
+def grown(rank: int, world_size: int) -> None:
+    """A module that is wrapped itself may be added at any time."""
+    net, plain = pair(Grown)
+    wrap(net, world_size)
+    for step in range(3):
+        for model in (net, plain):
+            model.zero_grad()
+            if step == 1:
+                torch.manual_seed(3)
+                model.adapter = nn.Linear(WIDTH, WIDTH)
+        if step == 1:
+            sw.fully_shard(net.adapter, **options_for("zero3", world_size))
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        assert_gradients_equal(net, plain)
+
+
+def test_a_module_with_a_unit_of_its_own_may_be_added() -> None:
+    run_ranks(grown, 2)
+
+
+def deleted(rank: int, world_size: int) -> None:
+    """What is remembered of modules keeps none of them alive."""
+    net = wrap(Net(), world_size)
+    word_loss(net, rank).backward()
+    parts = [weakref.ref(module) for module in net.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del net
+        assert len(parts) > 10 and not any(part() is not None for part in parts)
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_model_is_gone_at_once() -> None:
+    run_ranks(deleted, 2)
+
+
+# ------------------------------------------------------------------------------ written too early
+
+
+def step_with(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], None]:
+    def write(net: Any) -> None:
+        optimizer(net.parameters(), lr=0.1).step()
+
+    return write
+
+
+def load(net: Any) -> None:
+    net.load_state_dict(Net().state_dict())
+
+
+def write_to_pieces(net: Any) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.to_local().mul_(0.5)
+
+
+WRITES: dict[str, Callable[[Any], None]] = {
+    "sgd": step_with(torch.optim.SGD),
+    "load": load,
+    "pieces": write_to_pieces,
+}
+
+
+def written(rank: int, world_size: int, strategy: str, how: str, options: dict[str, Any]) -> None:
+    net, plain = pair(Net)
+    if strategy == "data_parallel":
+        sw.data_parallel(net, **options_for("zero1", world_size), **options)
+    else:
+        wrap(net, world_size, strategy, **options)
+    before = transient_bytes()
+    texts = []
+    for model in (net, plain):
+        word_loss(model, rank).backward()
+        loss = word_loss(model, rank)
+        with torch.no_grad():
+            if how == "pieces" and model is plain:
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            else:
+                WRITES[how](model)
+        model.zero_grad()
+        texts.append(raised(loss.backward, RuntimeError))
+    assert "between a forward and its backward" in texts[0], texts[0]
+    assert "inplace" in texts[1], "torch says so too"
+    net.reset_iter_state()
+    del loss
+    plain.load_state_dict(sw.full_state_dict(net))
+    plain.zero_grad()
+    word_loss(net, rank, 1).backward()
+    average_gradients(plain, lambda m, r: word_loss(m, r, 1), world_size)
+    assert_gradients_equal(net, plain)
+    assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "data_parallel"])
+def test_weights_written_between_forward_and_backward_are_named(strategy: str, how: str) -> None:
+    world_size = 2 if strategy == "data_parallel" else ranks_for(strategy)
+    run_ranks(written, world_size, strategy, how, {})
+
+
+def test_weights_that_stay_after_forward_are_watched_too() -> None:
+    run_ranks(written, 2, "zero3", "sgd", {"reshard_after_forward": False})
+
+
+def kept_graph(rank: int, world_size: int, strategy: str) -> None:
+    """The second backward of a graph whose weights the first one's step changed."""
+    net = wrap(Net(), world_size, strategy)
+    loss = word_loss(net, rank)
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)  # nothing was written
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    assert "between a forward" in raised(loss.backward, RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+def test_a_second_backward_after_a_step_is_refused(strategy: str) -> None:
+    run_ranks(kept_graph, 2, strategy)
+
+
+def written_in_backward(rank: int, world_size: int, strategy: str) -> None:
+    """An optimizer inside backward writes what backward is done with."""
+    net, plain = pair(Net)
+    if strategy == "data_parallel":
+        sw.data_parallel(net, **options_for("zero1", world_size), bucket_mb=0.001)
+    else:
+        wrap(net, world_size, strategy)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        word_loss(net, rank, step).backward()
+        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_parameters_equal(net, plain)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+def test_an_optimizer_inside_backward_is_not_refused(strategy: str) -> None:
+    run_ranks(written_in_backward, 2, strategy)
+
+
+def saved_in_between(rank: int, world_size: int, folder: str) -> None:
+    """Reading is not writing."""
+    net, plain = pair(Net)
+    wrap(net, world_size)
+    loss = word_loss(net, rank)
+    net.state_dict()
+    sw.full_state_dict(net)
+    dcp.save(net.state_dict(), checkpoint_id=f"{folder}/dcp")
+    sw.save(f"{folder}/own", net)
+    with torch.no_grad():
+        net(words(rank, 1))
+    loss.backward()
+    average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+
+
+def test_a_save_between_forward_and_backward_is_no_write(tmp_path: Any) -> None:
+    run_ranks(saved_in_between, 2, str(tmp_path))

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Things that users do between the lines: each as in plain torch, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.contract.helpers import (
+    Net,
+    assert_at_rest,
+    assert_gradients_equal,
+    assert_parameters_equal,
+    average_gradients,
+    options_for,
+    pair,
+    raised,
+    transient_bytes,
+    word_loss,
+    words,
+    wrap,
+)
+from tests.ranks import run_ranks
+
+WAYS = ("zero0", "zero1", "zero3", "data_parallel")
+
+
+def wrapped(way: str, world_size: int, make: Callable[[], Any] = Net, **more: Any) -> Any:
+    """A wrapped model and the same plain."""
+    net, plain = pair(make)
+    if way == "data_parallel":
+        sw.data_parallel(net, **options_for("zero1", world_size), bucket_mb=0.001, **more)
+    else:
+        wrap(net, world_size, way, **more)
+    return net, plain
+
+
+def backward_of_both(net: Any, plain: Any, rank: int, world_size: int, step: int = 0) -> None:
+    word_loss(net, rank, step).backward()
+    average_gradients(plain, partial(word_loss, step=step), world_size)
+    assert_gradients_equal(net, plain)
+
+
+def frozen_since(rank: int, world_size: int, way: str) -> None:
+    """``requires_grad_`` between forward and backward, either way, as in plain torch."""
+    net, plain = wrapped(way, world_size)
+    before = transient_bytes()
+    for trains in (False, True):
+        for model in (net, plain):
+            model.requires_grad_(True)
+            model.blocks[0].requires_grad_(not trains)
+            model.blocks[1].up.weight.requires_grad_(not trains)
+        loss = word_loss(net, rank)
+        others = [word_loss(plain, each) / world_size for each in range(world_size)]
+        for model in (net, plain):
+            model.blocks[0].requires_grad_(trains)
+            model.blocks[1].up.weight.requires_grad_(trains)
+        loss.backward()
+        for other in others:
+            other.backward()
+        assert_gradients_equal(net, plain)
+        assert plain.blocks[0].up.weight.grad is None
+        assert_at_rest(net, before)
+        for model in (net, plain):
+            model.zero_grad()
+            model.requires_grad_(True)
+        backward_of_both(net, plain, rank, world_size)
+        for model in (net, plain):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_frozen_or_trained_since_forward(way: str) -> None:
+    run_ranks(frozen_since, 2, way)
+
+
+def own_gradients(rank: int, world_size: int, way: str) -> None:
+    """Gradients that the user exchanged or made, and a backward that adds to them."""
+    net, plain = wrapped(way, world_size)
+    backward_of_both(net, plain, rank, world_size)
+    for model in (net, plain):
+        first, second = model.blocks[0], model.blocks[1]
+        for one, other in (
+            (first.up.weight, second.up.weight),  # of two units
+            (first.up.bias, second.up.bias),
+        ):
+            one.grad, other.grad = other.grad, one.grad
+    backward_of_both(net, plain, rank, world_size, 1)
+    for model in (net, plain):
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 0.5)  # whole, and the same on all ranks
+    backward_of_both(net, plain, rank, world_size, 2)
+    for model in (net, plain):
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 2
+        model.head.weight.grad = None
+    backward_of_both(net, plain, rank, world_size, 3)
+    for model in (net, plain):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_parameters_equal(net, plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_users_exchange_or_make(way: str) -> None:
+    run_ranks(own_gradients, 2, way)
+
+
+def deleted(rank: int, world_size: int, way: str) -> None:
+    """A model that is gone when its backward comes says so; another goes on."""
+    net, _ = wrapped(way, world_size)
+    loss = word_loss(net, rank)
+    del net
+    gc.collect()
+    assert "deleted since its forward" in raised(loss.backward, RuntimeError)
+    backward_of_both(*wrapped(way, world_size), rank, world_size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_whose_model_was_deleted_is_refused(way: str) -> None:
+    run_ranks(deleted, 2, way)
+
+
+class Configured(Net):
+    """Cannot be built without arguments."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=layers)
+
+
+def copied(rank: int, world_size: int) -> None:
+    net, plain = wrapped("zero3", world_size, partial(Configured, 2))
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        assert "full_state_dict" in raised(partial(save, net), NotImplementedError)
+    assert "deep-copied" in raised(partial(copy.deepcopy, net), NotImplementedError)
+    shallow = copy.copy(net)
+    assert type(shallow) is type(net)
+    word_loss(shallow, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+
+
+def test_copies_of_wrapped_modules() -> None:
+    run_ranks(copied, 2)
+
+
+def under_inference_mode(rank: int, world_size: int, way: str) -> None:
+    with torch.inference_mode():
+        assert "inference_mode" in raised(lambda: wrapped(way, world_size), ValueError)
+        made = Net()
+    assert "inference_mode" in raised(lambda: wrap(made, world_size), ValueError)
+    net, plain = wrapped(way, world_size)
+    with torch.inference_mode():  # before the first training step
+        net(words(rank))
+    backward_of_both(net, plain, rank, world_size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_wrapped_under_inference_mode_is_refused(way: str) -> None:
+    run_ranks(under_inference_mode, 2, way)
+
+
+def hooks_that_raise(rank: int, world_size: int, way: str) -> None:
+    """A forward that ends in a hook's exception, on every rank; then training goes on."""
+    net, plain = wrapped(way, world_size)
+    backward_of_both(net, plain, rank, world_size)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("the user's own")
+
+    for module in (net.blocks[0], net.blocks[1].up, net.head, net):
+        for register in (module.register_forward_pre_hook, module.register_forward_hook):
+            handle = register(fail)
+            raised(lambda: word_loss(net, rank), KeyError)
+            handle.remove()
+            for model in (net, plain):
+                model.zero_grad()
+            backward_of_both(net, plain, rank, world_size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_after_a_hook_raised(way: str) -> None:
+    run_ranks(hooks_that_raise, 2, way)
+
+
+def looked_at(rank: int, world_size: int, way: str) -> None:
+    """``state_dict()`` and ``parameters()`` inside forward, as loggers and averages do."""
+    net, plain = wrapped(way, world_size)
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        state = net.state_dict()
+        assert all(isinstance(value, sw.ShardedTensor) for value in state.values())
+        seen.append(len(state))
+
+    net.blocks[0].register_forward_hook(look)
+    net.blocks[1].up.register_forward_pre_hook(look)
+    backward_of_both(net, plain, rank, world_size)
+    assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_dict_inside_forward(way: str) -> None:
+    run_ranks(looked_at, 2, way)
+
+
+def tensor_hooks(rank: int, world_size: int, way: str) -> None:
+    """``register_hook`` on a parameter would never be called: no graph knows it."""
+    net, _ = wrapped(way, world_size)
+    text = raised(lambda: net.head.weight.register_hook(lambda grad: grad * 0), NotImplementedError)
+    assert "register_post_accumulate_grad_hook" in text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_no_backward_would_call_are_refused(way: str) -> None:
+    run_ranks(tensor_hooks, 2, way)
+
+
+def past_the_hooks(rank: int, world_size: int, way: str) -> None:
+    """``module.forward(x)`` is called past the hooks that gather."""
+    net, _ = wrapped(way, world_size)
+    x = torch.randn(3, 10)
+    raised(lambda: net.blocks[0].forward(x), NotImplementedError)
+    raised(lambda: nn.functional.linear(x, net.head.weight), NotImplementedError)
+
+
+@pytest.mark.parametrize("way", ["zero0", "zero3"])
+def test_a_forward_past_the_hooks_is_refused(way: str) -> None:
+    run_ranks(past_the_hooks, 2, way)
+
+
+def anomaly(rank: int, world_size: int, way: str) -> None:
+    net, plain = wrapped(way, world_size)
+    with torch.autograd.set_detect_anomaly(True):
+        backward_of_both(net, plain, rank, world_size)
+
+
+def test_anomaly_detection_sees_nothing_odd() -> None:
+    run_ranks(anomaly, 2, "zero3")
+
+
+class Modes(Net):
+    """Gradient modes inside each other."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        with torch.no_grad():
+            scale = self.blocks[0](x).abs().mean()
+            with torch.enable_grad():
+                y = self.blocks[1](x)
+        return self.head(self.blocks[0](x) / scale + y)
+
+
+def modes(rank: int, world_size: int, way: str) -> None:
+    net, plain = wrapped(way, world_size, Modes)
+    before = transient_bytes()
+    for step in range(2):
+        loss = word_loss(net, rank, step)
+        net.eval()
+        loss.backward()
+        net.train()
+        average_gradients(plain, partial(word_loss, step=step), world_size)
+        assert_gradients_equal(net, plain)
+        assert_at_rest(net, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_modes_inside_each_other(way: str) -> None:
+    run_ranks(modes, 2, way)
+
+
+def hooked_before(rank: int, world_size: int, way: str) -> None:
+    """Hooks on plain parameters do not reach those that take their places."""
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        net = Net()
+        getattr(net.head.weight, register)(print)
+        options = options_for("zero1" if way == "data_parallel" else way, world_size)
+        verb = sw.data_parallel if way == "data_parallel" else sw.fully_shard
+        assert "'head.weight' has hooks" in raised(partial(verb, net, **options), ValueError)
+
+
+@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
+def test_hooks_from_before_wrapping_are_refused(way: str) -> None:
+    run_ranks(hooked_before, 2, way)
