@@ -41,7 +41,7 @@ from shardwise.checkpoint.world import World, share
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-\d{6,}(-r\d+)?")
+NAME = re.compile(r"step-\d{6,}(-r\d+)?")
 _MAX_SAME_STEP = 100
 
 
@@ -270,7 +270,7 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
     found = []
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if _NAME.fullmatch(path.name) is None:
+        if NAME.fullmatch(path.name) is None:
             continue
         try:
             manifest = Manifest.read(path)

@@ -20,7 +20,8 @@ class Console:
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
         self.steps = steps
-        self.out = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._stream = stream
+        self.out = self._open()
         self.every = max(1, steps // LINES)
         self._began = time.monotonic()
         self._first_step: int | None = None
@@ -31,8 +32,20 @@ class Console:
 
     def log(self, event: Event) -> None:
         show = getattr(self, f"_{event['kind']}", None)
-        if show is not None:
+        if show is None:
+            return
+        try:
             show(event)
+        except (OSError, SystemExit) as error:  # rich answers a closed pipe with SystemExit
+            # The terminal or who reads the pipe is gone. What rich still wants to write goes too.
+            self.out, self._progress = self._open(), None
+            raise OSError(str(error) if isinstance(error, OSError) else "closed") from None
+
+    def _open(self) -> RichConsole:
+        return RichConsole(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
+
+    def __str__(self) -> str:
+        return "the console"
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False)
@@ -63,7 +76,10 @@ class Console:
         say(f"run      {event['out']}")
 
     def _resume(self, event: Event) -> None:
-        self.say(f"resumed  {event['path']} after step {event['step']}")
+        if event["path"] is None:
+            self.say("anew     the run that was begun here ended before its first checkpoint")
+        else:
+            self.say(f"resumed  {event['path']} after step {event['step']}")
 
     def _step(self, event: Event) -> None:
         if self._first_step is None:

@@ -29,7 +29,7 @@ from shardwise.moe import mixtures_of
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
-from shardwise.train.build import Parts, build, precision_of
+from shardwise.train.build import Parts, build, build_scheduler, precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
 from shardwise.train.events import EventFile, Events, Sink
@@ -90,11 +90,12 @@ class Trainer:
         written = self.config.to_json()
         world.together(lambda: write_config(folder, written) if world.first else None)
         if world.first:
+            again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
             self.events("plan", **self._plan())
-            if resume is not None:
-                self.events("resume", step=self.step, path=str(resume))
+            if again:  # path null: begun anew behind the events of a run that was never saved
+                self.events("resume", step=self.step, path=resume and str(resume))
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -222,7 +223,6 @@ class Trainer:
         self._settle_save()
         extra = {
             "step": self.step,
-            "scheduler": self.parts.scheduler.state_dict(),
             "data": self.parts.sampler.state_dict(),
             "skipped": self.skips.total,
         }
@@ -255,6 +255,10 @@ class Trainer:
         mine = [known for known in self.store.checkpoints() if known != path.absolute()]
         older: list[Path] = comm.agree(mine, self.world.axis)[0] if or_older else []
         candidates = [path, *reversed(older)]
+        groups = self.parts.optimizer.param_groups
+        # The configuration decides what the groups are set to, whatever was saved with them: it
+        # is the saved one but for what was given on resume.
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         for candidate in candidates:
             try:
                 extra = load(candidate, self.parts.model, self.parts.optimizer)
@@ -264,7 +268,9 @@ class Trainer:
                 logger.error("%s is damaged and passed over: %s", candidate, error)
                 continue
             self.step = extra["step"]
-            self.parts.scheduler.load_state_dict(extra["scheduler"])
+            for group, options in zip(groups, configured, strict=True):
+                group.update(options)
+            self.parts.scheduler = build_scheduler(self.config, self.parts.optimizer, self.step)
             self.parts.sampler.load_state_dict(extra["data"])
             self.skips.total = extra["skipped"]
             return candidate
