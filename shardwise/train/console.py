@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from typing import TextIO
@@ -13,6 +15,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from shardwise.train.events import Event
 
 LINES = 30  # about so many plain lines for a whole run
+
+
+class _Out(RichConsole):
+    """rich ends the process when whoever reads its output stops; here that is an ``OSError``."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Console:
@@ -36,13 +45,13 @@ class Console:
             return
         try:
             show(event)
-        except (OSError, SystemExit) as error:  # rich answers a closed pipe with SystemExit
+        except OSError:
             # The terminal or who reads the pipe is gone. What rich still wants to write goes too.
             self.out, self._progress = self._open(), None
-            raise OSError(str(error) if isinstance(error, OSError) else "closed") from None
+            raise
 
     def _open(self) -> RichConsole:
-        return RichConsole(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
+        return _Out(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
         return "the console"

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.checkpoint import DamagedError, SaveError, Store, load
+from shardwise.checkpoint import CheckpointError, DamagedError, SaveError, Store, load
+from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
 from shardwise.moe import mixtures_of
@@ -85,7 +86,7 @@ class Trainer:
         if resume is not None:
             resume = self._restore(resume, or_older)
         self._saving: int | None = None  # the step whose save is under way
-        self._unsaved: SaveError | None = None  # why the last save failed
+        self._unsaved: str | None = None  # why the last save failed
         self.events = Events()
         written = self.config.to_json()
         world.together(lambda: write_config(folder, written) if world.first else None)
@@ -122,9 +123,7 @@ class Trainer:
                 self._settle_save(wait=False)
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
-            self._settle_save()
-            if self._unsaved is not None:
-                raise self._unsaved
+            self._finish_saving()
             if reason is None and config.sample:
                 self.sample()
         self.events("end", step=self.step, reason=reason or "finished")
@@ -229,8 +228,10 @@ class Trainer:
         try:
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step
-        except SaveError as error:
-            self._save_failed(error)
+        except CheckpointError:
+            raise  # this model cannot be saved at all: the same on every rank
+        except Exception as error:  # a full disk, or no memory for the copy on this rank alone
+            self._save_failed(self.step, error)
 
     def _settle_save(self, *, wait: bool = True) -> None:
         """Say what is saved once it is on the disk, not before."""
@@ -240,15 +241,28 @@ class Trainer:
         try:
             path = self.store.wait()
         except SaveError as error:
-            self._save_failed(error)
+            self._save_failed(step, error)
             return
         self._unsaved = None
         assert path is not None
         self.events("save", step=step, path=os.path.relpath(path))
 
-    def _save_failed(self, error: SaveError) -> None:
-        self._unsaved = error
-        self.events("warning", text=f"not saved: {error}")
+    def _save_failed(self, step: int, error: Exception) -> None:
+        self._unsaved = f"step {step} was not saved: {error}"
+        if step < self.config.steps:  # else it is raised, and told then
+            self.events("warning", step=step, text=self._unsaved)
+
+    def _finish_saving(self) -> None:
+        """Wait for the last save. Where it has failed, raise the same on every rank: one that left
+        alone would end the others with an error of the transport."""
+        self._settle_save()
+        unsaved: list[str | None] = comm.agree(self._unsaved, self.world.axis)
+        if unsaved[0] is None:  # rank 0 has published it, whatever another rank saw of that
+            return
+        if self.world.first:
+            self.store.remove_leftovers()
+        texts = [text for text in unsaved if text is not None]
+        raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def _restore(self, path: Path, or_older: bool) -> Path:
         """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""

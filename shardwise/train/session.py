@@ -10,7 +10,9 @@ explain   what went wrong, in one line; the traceback lies in the run's folder
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import comm
+from shardwise.checkpoint import SaveError
+from shardwise.checkpoint.store import background
 from shardwise.models.config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
@@ -150,6 +154,7 @@ def check(settled: Settled, world_size: int) -> None:
 def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
     """Train as one of the ranks; returns the exit code."""
     end_with_launcher()
+    background.setLevel(logging.CRITICAL)  # the trainer tells of failed saves, once
     world = join(_timeout(request))
     # Rank 0 decides: files may have come or gone while the others looked.
     mine = world.together(lambda: claim(request) if world.first else None)
@@ -195,31 +200,40 @@ def _timeout(request: Request) -> float:
 
 
 def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
-    """The last words, and the pictures."""
-    report = write_report(folder)
+    """The last words, and the pictures. The run has ended well, whether they can be written or
+    not."""
     lines = []
     if outcome.held_out is not None:
         lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
     if not outcome.finished:
         lines.append(f"stopped after step {outcome.step}; go on with --resume --out {folder}")
-    lines.append(f"report   {report}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    try:
+        lines.append(f"report   {write_report(folder)}")
+    except (OSError, ValueError) as error:
+        lines.append(f"warning  no report could be written: {error}")
+    with contextlib.suppress(OSError):
+        sys.stdout.write("\n".join(lines) + "\n")
 
 
 def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
     """One line for people, the traceback for engineers."""
+    interrupted = isinstance(error, KeyboardInterrupt)
+    unsaved = isinstance(error, SaveError)  # the same on every rank: told once
+    step = trainer.step if unsaved else trainer.step + 1
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not interrupted:
+        trainer.events("error", step=step, text=text)
     trainer.close()
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    step = trainer.step + 1
+    if interrupted or (unsaved and not world.first):
+        return 130 if interrupted else 1
     where = trainer.folder / f"error-rank{world.rank}.txt"
     try:
         where.write_text("".join(traceback.format_exception(error)))
         more = f" (traceback: {where})"
     except OSError:
         more = ""
-    text = " ".join(str(error).split()) or type(error).__name__
     if "over axis" in text:  # a collective
         text += f" -- another rank is stopped, slow (timeout: {trainer.config.timeout:g} s) or gone"
-    sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: rank {world.rank}, step {step}: {text}{more}\n")
     return 1

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import SaveError, verify
+from shardwise.checkpoint.attempt import Attempt
 from shardwise.train.guard import BrokenGradientError
 from tests.ranks import run_ranks
 from tests.train_runs import (
@@ -265,6 +268,72 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert [event["step"] for event in events_of(tmp_path / "run", "save")] == [2, 6, 8]
     (warning,) = events_of(tmp_path / "run", "warning")
     assert "No space left" in warning["text"]
+
+
+def on_a_small_disk(
+    rank: int, world_size: int, folder: str, data: str, room: int
+) -> tuple[str, int, list[str]]:
+    """Train where no file can grow beyond ``room`` bytes."""
+    said: list[str] = []
+
+    class Hear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, hear = logging.getLogger("shardwise.train"), Hear(logging.WARNING)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger.addHandler(hear)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        trainer = make_trainer(rank, world_size, folder, data=data)
+        trainer.run()
+    except SaveError as failed:
+        return str(failed), trainer.step, said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logger.removeHandler(hear)
+    return "saved", trainer.step, said
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: Path) -> None:
+    run, data = tmp_path / "run", write_text(tmp_path)
+    found = run_ranks(on_a_small_disk, 2, str(run), data, 4000)
+    texts = {text for text, _, _ in found}
+    (text,) = texts
+    assert f"step {TINY.steps} was not saved" in text and "[Errno 27] File too large" in text
+    assert "rank 0: OSError" in text and "__0_0.distcp" in text
+    assert [step for _, step, _ in found] == [TINY.steps] * 2, "training went on to its end"
+    (warning,) = found[0][2]
+    assert "events.jsonl cannot be written" in warning and "rank 0" in warning
+    assert found[1][2] == []
+    assert list((run / "checkpoints").iterdir()) == [], "no temporary folder stays"
+
+
+def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
+    """The last rank cannot make the file by which it would tell the others."""
+    trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
+    real = Attempt._marker
+
+    def marker(self: Attempt, word: str) -> Path:
+        return Path("/proc/nowhere") if rank == world_size - 1 else real(self, word)
+
+    Attempt._marker = marker  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except SaveError as failed:
+        return str(failed), trainer.step
+    finally:
+        Attempt._marker = real  # type: ignore[method-assign]
+    return "saved", trainer.step
+
+
+def test_a_rank_that_cannot_even_leave_a_word_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (text,) = {
+        text for text, _ in run_ranks(no_room_for_a_marker, 2, str(run), write_text(tmp_path))
+    }
+    assert "rank 1: FileNotFoundError" in text, "the reason, not what another rank saw of it"
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,68 @@ def test_events_survive_a_torn_line_and_numbers_that_json_lacks(tmp_path: Path) 
     assert [event["step"] for event in found] == [1, 3]
     assert found[0]["loss"] == "nan" and found[0]["lr"] == [0.1, "inf"]
     assert all("time" in event for event in found)
+
+
+class Deaf:
+    """A sink of some library that has lost its server."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def log(self, event: object) -> None:
+        self.heard += 1
+        raise RuntimeError("no connection")
+
+    def close(self) -> None:
+        raise RuntimeError("still none")
+
+    def __str__(self) -> str:
+        return "the tracker"
+
+
+def test_logging_never_ends_a_run_and_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    deaf, good = Deaf(), EventFile(tmp_path / "events.jsonl")
+    with contextlib.ExitStack() as open_files:
+        nobody = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
+        full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
+        for file in (nobody, full):
+            open_files.callback(file.buffer.close)
+        consoles = [Console(4, stream=nobody), Console(4, stream=full)]
+        events = Events([EventFile(Path("/dev/full")), deaf, *consoles, good])
+        for step in range(1, 5):
+            events(**{**step_event(step), "time": 0})
+        events.close()
+    assert deaf.heard == 4, "it may come back"
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
+    said = [record.message for record in caplog.records]
+    assert len(said) == 4, said
+    assert all(text.startswith("rank 0, step 1: ") and "goes on" in text for text in said)
+    assert "/dev/full cannot be written ([Errno 28] No space left" in said[0]
+    assert "the tracker" in said[1] and "the console" in said[2]
+
+
+def test_an_event_file_on_a_disk_that_fills_and_empties_loses_lines_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events([EventFile(path)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events("step", step=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+    try:
+        events("step", step=2)
+        events("step", step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    events("step", step=4)
+    events.close()
+    assert [event["step"] for event in read_events(path)] == [1, 4]
+    (record,) = caplog.records
+    assert "rank 0, step 2" in record.message and "events.jsonl" in record.message
 
 
 def step_event(step: int) -> dict[str, object]:
