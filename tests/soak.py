@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -42,7 +40,7 @@ from shardwise.placements import STRATEGIES
 from shardwise.report.html import read_events
 from shardwise.train import loop, speed
 from tests.faults.test_store_kill import assert_holds, fork, model_at, set_step
-from tests.train_runs import TINY, make_trainer, make_world, write_text
+from tests.train_runs import make_trainer, write_text
 
 WAYS = ("one rank", "all ranks", "staggered")
 RANKS = {name: 4 if name in ("hsdp", "hfsdp") else 2 for name in STRATEGIES}
@@ -221,7 +219,7 @@ def kill_saves(root: Path, kills: int, seed: int) -> Table:
         note=f"{kills} kills in {minutes:.1f} minutes over {saved} saves of one folder, resumed "
         f"after each under the next strategy. 0 checkpoints that were reported saved were lost, 0 "
         f"were damaged or of more than one step, and no temporary folder stayed.",
-        columns={"strategy": ("strategy", ""), "ranks": ("ranks", ""), **{w: (w, "") for w in WAYS}},
+        columns={name: (name, "") for name in ("strategy", "ranks", *WAYS)},
         rows=list(rows.values()),
     )
 
@@ -252,10 +250,8 @@ def train(rank: int, folder: Path, config: dict[str, Any], watch: bool) -> None:
 
 def kill_steps(root: Path, steps: int, seed: int) -> Table:
     root.mkdir()
-    config = {
-        **{"data": write_text(root), "steps": steps, "decay": 0.5, "timeout": 120.0},
-        **{"save_every": max(2, steps // 100), "eval_every": max(2, steps // 40), "keep": 2},
-    }
+    config = {"data": write_text(root), "steps": steps, "decay": 0.5, "timeout": 120.0, "keep": 2}
+    config |= {"save_every": max(2, steps // 100), "eval_every": max(2, steps // 40)}
     began = time.monotonic()
     calm = root / "calm"
     calm.mkdir()
@@ -265,16 +261,15 @@ def kill_steps(root: Path, steps: int, seed: int) -> Table:
     figures = _flat(calm)
     rough, rng = root / "rough", random.Random(seed)
     rough.mkdir()
-    kills = {way: 0 for way in WAYS}
+    kills = dict.fromkeys(WAYS, 0)
     (rough / "events.jsonl").touch()
     finished = False
     while not finished:
         # Evaluations come at other steps each time: they change nothing that is trained.
         now = config | {"eval_every": rng.choice((0, 3, 7, config["eval_every"]))}
-        before = _events(rough)
+        target = _steps(rough) + rng.randrange(max(8, steps // 25))
         ranks = Ranks(rough, 2, lambda rank, now=now: train(rank, rough, now, watch=False))
-        target = before + 2 + rng.randrange(max(2, steps // 10))
-        ranks.wait(lambda target=target: _events(rough) >= target)
+        ranks.wait(lambda target=target: _steps(rough) > target)
         finished = not ranks.running()
         if not finished:
             time.sleep(rng.uniform(0.0, 0.05))
@@ -285,26 +280,32 @@ def kill_steps(root: Path, steps: int, seed: int) -> Table:
             kills[way] += 1
     same = _compare(calm, rough, steps)
     total = sum(kills.values())
-    row: dict[str, Any] = {"steps": steps, "kills": total, "tensors": same, **figures}
+    ways = ", ".join(f"{count} {way}" for way, count in kills.items())
+    titles = {
+        "steps": ("steps", ""),
+        "kills": ("kills", ""),
+        "files": ("files compared", ""),
+        "memory_before": ("MB", ".1f"),
+        "memory_after": ("MB at the end", ".1f"),
+        "files_before": ("descriptors", ""),
+        "files_after": ("at the end", ""),
+    }
     return Table(
         title="A run that is killed again and again",
         note=f"{steps} steps of 2 ranks under zero3 with Muon and AdamW: once undisturbed "
-        f"({seconds:.0f} s), once with {total} kills ({', '.join(f'{n} {w}' for w, n in kills.items())}) "
-        f"and as many resumes, evaluated at other steps after each. Every loss, every tensor of model "
-        f"and optimizer and every random state at the end are equal, bit for bit. Memory and file "
-        f"descriptors are those of the undisturbed run's ranks, after a quarter of it and at its end.",
-        columns={
-            "steps": ("steps", ""), "kills": ("kills", ""), "tensors": ("files compared", ""),
-            "memory_before": ("MB", ".1f"), "memory_after": ("MB at the end", ".1f"),
-            "files_before": ("descriptors", ""), "files_after": ("at the end", ""),
-        },  # fmt: skip
-        rows=[row],
+        f"({seconds:.0f} s), once with {total} kills ({ways}) and as many resumes, evaluated at "
+        f"other steps after each. Every loss is equal, and so is, bit for bit, every file of the "
+        f"last checkpoint: model, optimizer, random states, position in the data. Memory and file "
+        f"descriptors are those of the undisturbed ranks, after a quarter of the run and at its "
+        f"end.",
+        columns=titles,
+        rows=[{"steps": steps, "kills": total, "files": same, **figures}],
     )
 
 
-def _events(folder: Path) -> int:
-    """How much has been logged, in lines."""
-    return (folder / "events.jsonl").read_bytes().count(b"\n")
+def _steps(folder: Path) -> int:
+    """How many steps have been logged, those that were done again too."""
+    return (folder / "events.jsonl").read_bytes().count(b'{"kind": "step"')
 
 
 def _flat(folder: Path) -> dict[str, Any]:
@@ -329,10 +330,8 @@ def _compare(calm: Path, rough: Path, steps: int) -> int:
     losses = []
     for folder in (calm, rough):
         events = read_events(folder / "events.jsonl")
-        losses.append({e["step"]: (e["loss"], e["grad_norm"]) for e in events if e["kind"] == "step"})
-        # A step that was done again after a kill gave what it gave before.
-        again = [(e["step"], e["loss"]) for e in events if e["kind"] == "step"]
-        assert set(again) == {(step, pair[0]) for step, pair in losses[-1].items()}
+        done = [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["kind"] == "step"]
+        losses.append(set(done))  # a step that was done again after a kill gave the same again
     assert losses[0] == losses[1] and len(losses[0]) == steps
     last = [folder / "checkpoints" / f"step-{steps:06d}" for folder in (calm, rough)]
     tables = [{file.name: file.sha256 for file in Manifest.read(path).files} for path in last]

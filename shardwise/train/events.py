@@ -6,7 +6,8 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100"}       reported, hence safe
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
-{"kind": "resume", "step": 100, "path": ...}
+{"kind": "resume", "step": 100, "path": ...}         null: begun anew, nothing had been saved
+{"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
 {"kind": "profile", ...}  {"kind": "sample", "text": ...}  {"kind": "end", "reason": ...}
 """
 

@@ -23,8 +23,12 @@ from shardwise.train.world import STOP_FILE
 
 logger = logging.getLogger(__name__)
 
-# A request from people, a closed terminal, a warning from a batch system.
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+
+def stop_signals() -> list[signal.Signals]:
+    """A request from people, a closed terminal, a warning from a batch system: whichever this
+    process does not ignore already (``nohup`` ignores the second)."""
+    found = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Guard:
@@ -37,7 +41,7 @@ class Guard:
 
     def __enter__(self) -> Guard:
         faulthandler.enable()
-        for number in SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._hear)
         return self
 

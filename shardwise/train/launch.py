@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.train.guard import SIGNALS
+from shardwise.train.guard import stop_signals
 from shardwise.train.world import LAUNCHER, STOP_FILE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
         stop = Path(scratch) / "stop"
         os.environ[STOP_FILE] = str(stop)
         os.environ[LAUNCHER] = str(os.getpid())
-        with _asking_to_stop(stop):
+        with asking_to_stop(stop):
             return _run_agent(arguments, count, max_restarts, scratch)
 
 
@@ -135,7 +135,7 @@ def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -
 
 
 @contextlib.contextmanager
-def _asking_to_stop(stop: Path) -> Iterator[None]:
+def asking_to_stop(stop: Path) -> Iterator[None]:
     """While open, a signal leaves a request that every rank sees after its step."""
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -143,7 +143,7 @@ def _asking_to_stop(stop: Path) -> Iterator[None]:
             raise KeyboardInterrupt
         stop.touch()
 
-    before = {number: signal.signal(number, ask) for number in SIGNALS}
+    before = {number: signal.signal(number, ask) for number in stop_signals()}
     try:
         yield
     finally:

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwise.checkpoint import SaveError, valid_checkpoints, verify
 from shardwise.checkpoint.attempt import Attempt
-from shardwise.train.guard import BrokenGradientError
-from shardwise.train.launch import explain
+from shardwise.train.guard import BrokenGradientError, Guard
+from shardwise.train.launch import asking_to_stop, explain
 from tests.ranks import run_ranks
 from tests.train_runs import (
     TINY,
@@ -196,6 +196,18 @@ def test_a_run_is_alone_in_its_folder_and_begins_anew_if_it_never_saved(  # type
     assert manifest.step == 3 and manifest.config is not None
     assert manifest.config["model"]["dim"] == TINY.model.dim, "of the run, no recipe was named"
     assert [event["step"] for event in events_of(run, "resume")] == [0]
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with asking_to_stop(tmp_path / "stop"), Guard() as guard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert guard.asked is None and not (tmp_path / "stop").exists()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert guard.asked == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_the_launcher_killed_is_not_called_out_of_memory(
