@@ -231,6 +231,7 @@ def train(rank: int, folder: Path, config: dict[str, Any], watch: bool) -> None:
     """Go on from the newest checkpoint to the end; with ``watch``, note what this rank holds."""
     found = valid_checkpoints(folder / "checkpoints")
     resume = str(found[-1][0]) if found else None
+    random.seed(rank)  # which Python seeds anew after a fork; a checkpoint holds its state too
     trainer = make_trainer(rank, 2, str(folder), resume, or_older=True, **config)
     real = trainer._train_step
     held: list[tuple[int, int, int]] = []

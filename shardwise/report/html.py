@@ -46,8 +46,7 @@ def write_report(run_directory: str | Path) -> Path:
             f"{folder} holds no {EVENTS}: name the directory of a run, the one that was printed "
             f"when it began"
         )
-    events = read_events(path)
-    notes: list[str] = []
+    events, notes = _read(path)
     if not events:
         raise ValueError(f"{path} holds no events yet: let the run begin first")
     drawn = report_html(events, folder.resolve().name, notes)
@@ -64,7 +63,12 @@ def write_report(run_directory: str | Path) -> Path:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Every sound event of an events file; how many lines are none is a warning in the log."""
+    """Every sound event of an events file."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Event], list[str]]:
+    """The sound events, and a note about lines that hold none."""
     found, damaged = [], []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for at, line in enumerate(lines, start=1):
@@ -78,10 +82,10 @@ def read_events(path: Path) -> list[Event]:
         elif line.strip():
             damaged.append(at)
     # The last line may be one that was being written when somebody pulled the plug.
-    if damaged and damaged != [len(lines)]:
-        shown = ", ".join(map(str, damaged[:10])) + (", ..." if damaged[10:] else "")
-        logger.warning("%s: damaged events are left out (lines %s)", path, shown)
-    return found
+    if not damaged or damaged == [len(lines)]:
+        return found, []
+    shown = ", ".join(map(str, damaged[:10])) + (", ..." if damaged[10:] else "")
+    return found, [f"damaged events are left out (lines {shown})"]
 
 
 # Fields that are objects wherever they are given.
