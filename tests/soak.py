@@ -133,7 +133,7 @@ class Ranks:
 
     def wait(self, ready: Callable[[], Any]) -> None:
         """Until that is so, or the ranks have ended well."""
-        limit = time.monotonic() + 300
+        limit = time.monotonic() + 3600
         while self.running() and not ready():
             assert time.monotonic() < limit, "the ranks never came to that"
             time.sleep(0.002)
