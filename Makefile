@@ -9,6 +9,8 @@ PIP_FLAGS ?=
 TRAIN_FLAGS ?=
 # More for pytest, for example `make pytest PYTEST_FLAGS="-x tests/unit"`.
 PYTEST_FLAGS ?=
+# More for the soak, for example `make soak SOAK_FLAGS="--kills 30 --steps 100"`.
+SOAK_FLAGS ?=
 # Test files run at the same time; each worker has ranks of its own.
 WORKERS ?= 2
 
@@ -16,7 +18,7 @@ BIN := $(VENV)/bin
 # One thread per rank: two ranks with a pool of threads each fight over the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint format types contracts pytest bench clean
+.PHONY: help train test lint format types contracts pytest bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +26,7 @@ help:
 	@echo "make test       lint, types, import contracts, tests"
 	@echo "make lint       ruff alone; 'make format' repairs what it can"
 	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
+	@echo "make soak       1,000 kills during saves, and a run of 2,000 steps killed again and again"
 	@echo "make clean      remove the virtual environment and caches"
 
 # The stamp, not the folder, says that the environment is complete and newer than its description.
@@ -62,6 +65,9 @@ pytest: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.fsdp
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak $(SOAK_FLAGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,9 +14,9 @@ set -euo pipefail
 RUN="${RUN:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}"   # on a file system that all nodes share
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# A job that was requeued goes on from its newest checkpoint.
+# A job that was requeued goes on from its newest checkpoint, or begins anew if it has none yet.
 RESUME=()
-if compgen -G "$RUN/checkpoints/step-*" > /dev/null; then RESUME=(--resume); fi
+if [ -d "$RUN" ]; then RESUME=(--resume); fi
 
 mkdir -p "$(dirname "$RUN")"
 # Ranks look for this file after every step; one that finds it makes all save and exit with 0.

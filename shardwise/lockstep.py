@@ -150,12 +150,16 @@ def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
 def _watch() -> None:
     while True:
         time.sleep(min(1.0, patience / 2))
-        for wait in list(_waits.values()):
-            if time.monotonic() - wait.since > patience and wait.proof is None:
-                with suppress(Exception):  # the store, or the group, is gone: the wait will tell
-                    _look(wait)
-                    if wait.proof is not None:
-                        _interrupt(wait.works)
+        _look_at_long_waits()  # a function of its own: its variables hold messages
+
+
+def _look_at_long_waits() -> None:
+    for wait in list(_waits.values()):
+        if time.monotonic() - wait.since > patience and wait.proof is None:
+            with suppress(Exception):  # the store, or the group, is gone: the wait will tell
+                _look(wait)
+                if wait.proof is not None:
+                    _interrupt(wait.works)
 
 
 def _interrupt(works: Sequence[Any]) -> None:

@@ -101,9 +101,9 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "shardwise.cli", *words]
 
 
-def environment() -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     values = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return values | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
 
 
 def shardwise(*words: str, cwd: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
@@ -130,12 +130,12 @@ def inside(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     """Run the command in the background, in a session of its own."""
     process = subprocess.Popen(
         command(*words),
         cwd=cwd,
-        env=environment(),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -143,6 +143,22 @@ def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
     )
     _STARTED.append(process)
     return process
+
+
+def wait_for_end(pids: list[int], seconds: float = 150) -> None:
+    """Until processes that nobody waits for have ended."""
+    limit = time.monotonic() + seconds
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < limit, f"some of {pids} are still running"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def stop_all() -> None:

@@ -10,7 +10,8 @@ mixing with them, but needs sockets or a second NCCL for something that happens 
 and whose data lie in a shared file system anyway. So: no collective, and no rank can hang another.
 
 A rank that fails renames its ``writing-*`` to ``failed-*`` (which takes no space on a full disk),
-and all others stop; one that dies is noticed by the launcher, or by the timeout.
+or the whole directory where it could not even make that file, and all others stop; one that dies
+is noticed by the launcher, or by the timeout.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint import owner
 from shardwise.checkpoint.errors import CheckpointError, SaveError
 from shardwise.checkpoint.files import sync_directory
 from shardwise.checkpoint.manifest import Manifest
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 60.0  # how long a process that wants to end still waits for the other ranks
 _LONGEST_PAUSE = 0.1
+GIVEN_UP = "was given up by another rank"  # which knows why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,11 @@ class Attempt:
         writing = self._marker("writing")
         with contextlib.suppress(OSError):
             writing.write_text(f"{type(error).__name__}: {error}")
-        with contextlib.suppress(OSError):
+        try:
             writing.replace(self._marker("failed"))
+        except OSError:  # no marker could be made: take the directory away from the others
+            with contextlib.suppress(OSError):
+                os.rename(self.folder, owner.temporary(self.folder, "trash"))
 
     def done(self, part: dict[str, Any]) -> None:
         """This rank's files are on the disk: say which."""
@@ -77,6 +83,8 @@ class Attempt:
             waiting.difference_update(done)
             if not waiting:
                 break
+        if waiting:
+            raise SaveError(f"the save {self.identity} {GIVEN_UP}")
         everyone = range(self.world_size)
         return [json.loads(self._done(rank).read_text()) for rank in everyone]
 

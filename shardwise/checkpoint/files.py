@@ -64,6 +64,7 @@ class HashedFile(io.RawIOBase):
                 finally:
                     hashing.join()
         except OSError as error:
+            error.filename = str(self._path)
             self._refused = error
             raise
         self._size += view.nbytes
@@ -86,9 +87,13 @@ class HashedFile(io.RawIOBase):
                 # torch.save answers a full disk with a word about positions in its archive.
                 raise self._refused from error
             return
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as refused:
+            refused.filename = str(self._path)
+            raise
         self.record = File(self._path.name, self._size, self._hash.hexdigest())
 
 

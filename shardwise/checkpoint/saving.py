@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import metadata, owner, random_state, state
-from shardwise.checkpoint.attempt import Attempt
+from shardwise.checkpoint.attempt import GIVEN_UP, Attempt
 from shardwise.checkpoint.errors import CheckpointError, MismatchError, SaveError
 from shardwise.checkpoint.experts import one_by_one
 from shardwise.checkpoint.files import File, HashedFile, write_file
@@ -160,7 +160,7 @@ def begin(
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
-                raise CheckpointError(f"{folder} can't be made: {error.strerror}") from error
+                raise SaveError(f"{folder} can't be made: {error.strerror}") from error
 
     def facts() -> tuple[str, str, int | None, str]:
         return str(folder), str(final), step, made[0].digest
@@ -212,7 +212,10 @@ def run(
         attempt.fail(error)
         if isinstance(error, Exception) and not isinstance(error, SaveError):
             text = f"{type(error).__name__}: {error}"
-            raise SaveError(f"the save {attempt.identity} has failed: {text}") from error
+            failed = f"has failed: rank {attempt.rank}: {text}"
+            if attempt.rank == 0 and isinstance(error, FileNotFoundError):
+                failed = GIVEN_UP if not attempt.folder.exists() else failed
+            raise SaveError(f"the save {attempt.identity} {failed}") from error
         raise
     seconds = time.monotonic() - began
     log.info("saved %s in %.2f s, rank 0 wrote %d bytes", path, seconds, snapshot.num_bytes)

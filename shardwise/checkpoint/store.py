@@ -40,8 +40,9 @@ from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.world import World, share
 
 log = logging.getLogger(__name__)
+background = logging.getLogger(f"{__name__}.background")  # what `wait` raises too
 
-_NAME = re.compile(r"step-\d{6,}(-r\d+)?")
+NAME = re.compile(r"step-\d{6,}(-r\d+)?")
 _MAX_SAME_STEP = 100
 
 
@@ -76,7 +77,7 @@ class Store:
         self._last: Path | None = None
         self._failed: set[Path] = set()  # what saves of ours have left behind
         if World.now().rank == 0:
-            self._remove_leftovers()
+            self.remove_leftovers()
 
     # ------------------------------------------------------------------ saving
 
@@ -157,7 +158,7 @@ class Store:
             raise
         if attempt.rank == 0:
             self._remove_old()
-            self._remove_leftovers()
+            self.remove_leftovers()
         return path
 
     def _next_sequence(self) -> int:
@@ -233,8 +234,9 @@ class Store:
                 continue
             _remove(trash)
 
-    def _remove_leftovers(self) -> None:
-        """Temporary directories that nobody will finish: of dead processes, and our failed ones."""
+    def remove_leftovers(self) -> None:
+        """Remove temporary directories that nobody will finish: of dead processes, and those of
+        saves of ours that failed. For rank 0, when no rank writes any more."""
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
@@ -258,7 +260,7 @@ class _Flight:
             except BaseException as error:
                 # Raised by the next save() or wait(); logged now, in case neither ever comes.
                 self.error = error
-                log.exception("the checkpoint of step %d has failed", step)
+                background.exception("the checkpoint of step %d has failed", step)
 
         # Not a daemon: a process that ends waits for its last checkpoint.
         self.thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=False)
@@ -270,7 +272,7 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
     found = []
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if _NAME.fullmatch(path.name) is None:
+        if NAME.fullmatch(path.name) is None:
             continue
         try:
             manifest = Manifest.read(path)

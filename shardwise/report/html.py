@@ -5,17 +5,19 @@
                   -->  report.html   everything, self-contained: offline, prints, dark and light
                   -->  trace.json    the recorded step for Perfetto
 
-What an events file does not hold is left out. A last line that was cut off is left out too.
+What an events file does not hold is left out. What is damaged there is left out with a note: a line
+that was cut off, an event of other types, a part of the page that can't be drawn from what is left.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.report.loss import Event, loss_canvas, number
 from shardwise.report.page import SCRIPT, STYLE
@@ -25,6 +27,9 @@ from shardwise.report.step_pictures import lanes_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
 
+logger = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
 EVENTS = "events.jsonl"
 
 
@@ -41,28 +46,73 @@ def write_report(run_directory: str | Path) -> Path:
             f"{folder} holds no {EVENTS}: name the directory of a run, the one that was printed "
             f"when it began"
         )
-    events = read_events(path)
+    events, notes = _read(path)
     if not events:
         raise ValueError(f"{path} holds no events yet: let the run begin first")
-    if (picture := loss_svg(events)) is not None:
+    drawn = report_html(events, folder.resolve().name, notes)
+    if (picture := _part("the loss", loss_svg, events, notes=[])) is not None:
         _write(folder / "loss.svg", picture)
     profile = _last(events, "profile")
     if profile is not None and profile.get("spans"):
-        _write(folder / "trace.json", json.dumps(chrome_trace(profile)))
-    return _write(folder / "report.html", report_html(events, folder.resolve().name))
+        trace = _part("trace.json", lambda: json.dumps(chrome_trace(profile)), notes=notes)
+        if trace is not None:
+            _write(folder / "trace.json", trace)
+    for note in notes:
+        logger.warning("%s: %s", path, note)
+    return _write(folder / "report.html", drawn)
 
 
 def read_events(path: Path) -> list[Event]:
-    """Every whole line of an events file."""
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    """Every sound event of an events file."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Event], list[str]]:
+    """The sound events, and a note about lines that hold none."""
+    found, damaged = [], []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for at, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a line that was being written when somebody pulled the plug
-        if isinstance(event, dict) and isinstance(event.get("kind"), str):
+            sound = _is_sound(event)
+        except (ValueError, RecursionError):
+            sound = False
+        if sound:
             found.append(event)
-    return found
+        elif line.strip():
+            damaged.append(at)
+    # The last line may be one that was being written when somebody pulled the plug.
+    if not damaged or damaged == [len(lines)]:
+        return found, []
+    shown = ", ".join(map(str, damaged[:10])) + (", ..." if damaged[10:] else "")
+    return found, [f"damaged events are left out (lines {shown})"]
+
+
+# Fields that are objects wherever they are given.
+_OBJECTS = {
+    "run": ("config", "corpus", "model", "weights", "versions", "mesh"),
+    "plan": ("plan",),
+}
+
+
+def _is_sound(event: Any) -> bool:
+    """Whether an event is of the types that every reader counts on."""
+    if not isinstance(event, dict) or not isinstance(kind := event.get("kind"), str):
+        return False
+    if kind in ("step", "eval", "save", "resume", "skip") and "step" in event:
+        step = event["step"]
+        return type(step) in (int, float) and number(step) is not None
+    objects = (event.get(name) for name in _OBJECTS.get(kind, ()))
+    return all(value is None or isinstance(value, dict) for value in objects)
+
+
+def _part(what: str, draw: Callable[..., Made], *values: Any, notes: list[str]) -> Made | None:
+    """What ``draw`` gives, or a note that the events do not hold what it needs."""
+    try:
+        return draw(*values)
+    except Exception as error:  # events are whatever the file holds
+        notes.append(f"{what} is left out: its event is damaged ({type(error).__name__}: {error})")
+        return None
 
 
 def loss_svg(events: Sequence[Event]) -> str | None:
@@ -71,43 +121,57 @@ def loss_svg(events: Sequence[Event]) -> str | None:
     return None if canvas is None else canvas.render()
 
 
-def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
-    """The whole page; ``name`` is for a run that has not been given one."""
+def report_html(
+    events: Sequence[Event], name: str = "shardwise run", notes: list[str] | None = None
+) -> str:
+    """The whole page; ``name`` is for a run that has not been given one. What had to be left out is
+    on the page, and in ``notes``."""
+    notes = [] if notes is None else notes
+
+    def part(what: str, draw: Callable[..., str], *values: Any) -> str:
+        return _part(what, draw, *values, notes=notes) or ""
+
+    def picture(what: str, draw: Callable[..., Canvas | None], *values: Any) -> str:
+        def figure() -> str:
+            canvas = draw(*values)
+            return f"<figure>{canvas.render(standalone=False)}</figure>" if canvas else ""
+
+        return part(what, figure)
+
     run = _last(events, "run") or {}
     plan = _last(events, "plan") or {}
     planned = plan.get("plan") or {}
     profile = _last(events, "profile") or {}
-    pictures: list[Canvas | None] = [loss_canvas(events)]
+    figures = picture("the loss", loss_canvas, events)
     if profile:
-        pictures += [lanes_canvas(profile), memory_canvas(profile)]
+        figures += picture("the recorded step", lanes_canvas, profile)
+        figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
-        pictures.append(map_canvas(planned["shard_map"]))
+        figures += picture("the shard map", map_canvas, planned["shard_map"])
     if plan.get("strategies"):
-        pictures.append(
-            bars_canvas(plan["strategies"], planned.get("strategy", ""), planned.get("memory"))
-        )
-    figures = "".join(
-        f"<figure>{canvas.render(standalone=False)}</figure>" for canvas in pictures if canvas
-    )
+        chosen = (planned.get("strategy", ""), planned.get("memory"))
+        figures += picture("the strategies", bars_canvas, plan["strategies"], *chosen)
     name = str(run.get("name") or _dig(run, "config", "name") or name)
-    about = plan_text_line(planned) if planned else ""
+    about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")
     parts = [
         f'<header><div><h1>{escape(name)}</h1><p class="about">{escape(about)}</p></div>'
         f'<button id="theme" type="button">Dark</button></header>',
-        _figures(events, profile),
+        part("the figures", _figures, events, profile),
         figures,
     ]
     if sample is not None:
         parts.append(f"<h2>A sample</h2><pre>{escape(str(sample.get('text', '')))}</pre>")
     parts += [
-        _collectives(profile or planned),
-        _table("Configuration", run.get("config") or {}),
-        _table("Weights in MXFP8", run.get("weights") or {}),
-        _weights(planned),
-        _table("Corpus", run.get("corpus") or {}),
-        _table("Versions", run.get("versions") or {}),
-        _table(
+        part("the collectives", _collectives, profile or planned),
+        part("Configuration", _table, "Configuration", run.get("config") or {}),
+        part("Weights in MXFP8", _table, "Weights in MXFP8", run.get("weights") or {}),
+        part("the weights", _weights, planned),
+        part("Corpus", _table, "Corpus", run.get("corpus") or {}),
+        part("Versions", _table, "Versions", run.get("versions") or {}),
+        part(
+            "Run",
+            _table,
             "Run",
             {
                 key: value
@@ -115,8 +179,9 @@ def report_html(events: Sequence[Event], name: str = "shardwise run") -> str:
                 if key not in ("kind", "config", "weights", "corpus", "versions")
             },
         ),
-        _happenings(events),
+        part("what happened", _happenings, events),
     ]
+    parts += [f"<p>{escape(note)}</p>" for note in notes]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -27,7 +27,7 @@ def number(value: Any) -> float | None:
     """A finite number, or None: events spell NaN and infinity as words."""
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
 

@@ -86,7 +86,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         corpus=corpus,
         model=model,
         optimizer=made,
-        scheduler=LambdaLR(made, config.factor),
+        scheduler=build_scheduler(config, made),
         sampler=sampler,
         held_out=held_out,
     )
@@ -177,3 +177,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
     matrices = muon(lr=config.matrix_lr, weight_decay=decay) if config.optimizer == "muon" else None
     rest = adamw(lr=config.lr, betas=(0.9, 0.95), weight_decay=decay)
     return optimizer(model, matrix=matrices, elementwise=rest)
+
+
+def build_scheduler(config: TrainConfig, optimizer: ShardedOptimizer, step: int = 0) -> LambdaLR:
+    """The learning rates of a run that has done ``step`` steps, set in the optimizer's groups."""
+    return LambdaLR(optimizer, config.factor, last_epoch=step - 1)

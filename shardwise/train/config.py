@@ -16,6 +16,15 @@ Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 
+# What a resumed run cannot change, and why. All other fields take effect; other text and another
+# shape of the model are refused where they are read.
+FIXED = {
+    "seed": "the order of the samples and the random states go on as they were saved",
+    "tokenizer": "the rows of the embedding stand for the tokens of the saved run",
+    "held_out": "text that was trained on would be held out",
+    "optimizer": "the states in the checkpoint are those of the other optimizer",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -123,6 +132,19 @@ class TrainConfig:
         elif not problems and self.ep > 1 and not self.model.num_experts:
             problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
         return problems
+
+    def check_resume(self, saved: TrainConfig) -> None:
+        """Raise if this configuration cannot go on from a checkpoint of the ``saved`` one."""
+        different = [
+            f"{name}={getattr(self, name)!r} cannot replace {getattr(saved, name)!r} ({reason})"
+            for name, reason in FIXED.items()
+            if getattr(self, name) != getattr(saved, name)
+        ]
+        if different:
+            raise ValueError(
+                f"a resumed run cannot change {'; '.join(different)}: leave it out, or begin a new "
+                f"run without --resume"
+            )
 
     @property
     def placements(self) -> Placements:

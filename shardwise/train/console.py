@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from typing import TextIO
@@ -15,12 +17,20 @@ from shardwise.train.events import Event
 LINES = 30  # about so many plain lines for a whole run
 
 
+class _Out(RichConsole):
+    """rich ends the process when whoever reads its output stops; here that is an ``OSError``."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Console:
     """A sink for people. Only the first rank has one."""
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
         self.steps = steps
-        self.out = RichConsole(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._stream = stream
+        self.out = self._open()
         self.every = max(1, steps // LINES)
         self._began = time.monotonic()
         self._first_step: int | None = None
@@ -31,8 +41,20 @@ class Console:
 
     def log(self, event: Event) -> None:
         show = getattr(self, f"_{event['kind']}", None)
-        if show is not None:
+        if show is None:
+            return
+        try:
             show(event)
+        except OSError:
+            # The terminal or who reads the pipe is gone. What rich still wants to write goes too.
+            self.out, self._progress = self._open(), None
+            raise
+
+    def _open(self) -> RichConsole:
+        return _Out(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
+
+    def __str__(self) -> str:
+        return "the console"
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False)
@@ -63,7 +85,10 @@ class Console:
         say(f"run      {event['out']}")
 
     def _resume(self, event: Event) -> None:
-        self.say(f"resumed  {event['path']} after step {event['step']}")
+        if event["path"] is None:
+            self.say("anew     the run that was begun here ended before its first checkpoint")
+        else:
+            self.say(f"resumed  {event['path']} after step {event['step']}")
 
     def _step(self, event: Event) -> None:
         if self._first_step is None:

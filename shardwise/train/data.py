@@ -10,12 +10,12 @@ random:VOCAB                               noise, to measure speed with
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 
+from shardwise.checkpoint import owner
 from shardwise.train.corpus import Corpus, digest_of, hold_out, num_bytes
 from shardwise.train.corpus_errors import DataError, DataNotFoundError
 from shardwise.train.corpus_sources import Document, read_documents
@@ -115,7 +115,10 @@ def _byte_pair_corpus(
 
 def _write_folder(folder: Path, corpus: Corpus, codec: BytePairs) -> None:
     """All of it or nothing: written beside, then renamed. Two writers write the same."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    if folder.parent.is_dir():
+        for left in filter(owner.is_abandoned, folder.parent.iterdir()):
+            shutil.rmtree(left, ignore_errors=True)  # by a writer that was killed
+    partial = owner.temporary(folder)
     partial.mkdir(parents=True)
     try:
         codec.save(partial / "tokenizer.json")

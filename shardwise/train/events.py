@@ -6,19 +6,25 @@
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
 {"kind": "save",   "step": 100, "path": "checkpoints/step-000100"}       reported, hence safe
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
-{"kind": "resume", "step": 100, "path": ...}
+{"kind": "resume", "step": 100, "path": ...}         null: begun anew, nothing had been saved
+{"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
 {"kind": "profile", ...}  {"kind": "sample", "text": ...}  {"kind": "end", "reason": ...}
 """
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
@@ -32,42 +38,75 @@ class Sink(Protocol):
 
 
 class EventFile:
-    """Appends events to a file; each line is on its way to the disk when ``log`` returns."""
+    """Appends events to a file; each line is on its way to the disk when ``log`` returns.
+
+    A line that cannot be written is lost, the file is not: the next one begins on a line of its
+    own, as does the first of a run that follows one which was killed.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that was killed may have left half a line: never go on behind it.
-        torn = path.exists() and path.stat().st_size > 0 and not _ends_a_line(path)
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+        self.path = path
+        self._file: io.FileIO | None = None
+        self._torn = False
 
     def log(self, event: Event) -> None:
-        self._file.write(json.dumps(_plain(event), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(_plain(event), allow_nan=False).encode() + b"\n"
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._torn = not _ends_a_line(self.path)
+            self._file = self.path.open("ab", buffering=0)
+        line = b"\n" * self._torn + line
+        self._torn = True
+        while line:  # a disk that fills up takes a part, and raises when it is offered the rest
+            line = line[self._file.write(line) :]
+        self._torn = False
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._file is not None:
+            with self._file as file:
+                os.fsync(file.fileno())
+            self._file = None
+
+    def __str__(self) -> str:
+        return str(self.path)
 
 
 class Events:
-    """Sends events to every sink, with the time."""
+    """Sends events to every sink, with the time.
+
+    Logging never ends a run: of a sink that fails the first reason is told, and the run goes on.
+    """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self.sinks = list(sinks)
+        self._failed: set[int] = set()
+        self._step = 0
 
     def __call__(self, kind: str, **values: Any) -> None:
         event = {"kind": kind, "time": round(time.time(), 3), **values}
+        self._step = values.get("step", self._step)
         for sink in self.sinks:
-            sink.log(event)
+            self._try(sink, partial(sink.log, event))
 
     def close(self) -> None:
         """Close every sink, once."""
         sinks, self.sinks = self.sinks, []
         for sink in sinks:
-            sink.close()
+            self._try(sink, sink.close)
+
+    def _try(self, sink: Sink, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # of any library that a sink hands events to
+            if id(sink) not in self._failed:
+                self._failed.add(id(sink))
+                logger.warning(
+                    "rank 0, step %d: %s cannot be written (%s): the run goes on, and what is not "
+                    "written there is lost",
+                    self._step,
+                    sink,
+                    error,
+                )
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -83,6 +122,8 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _ends_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return True
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"

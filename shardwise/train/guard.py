@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guard: what may happen to a run from outside, and to its numbers.
 
-    SIGTERM, SIGINT, SIGUSR1     \\
+    SIGTERM, SIGHUP, SIGINT, SIGUSR1 \\
     the file $SHARDWISE_STOP      > the step is finished, a checkpoint written, exit code 0
     ...on any one rank           /
     a gradient that is not finite    the step is dropped, on every rank; too many in a row: an error
@@ -19,11 +19,16 @@ from typing import Any
 from torch import nn
 
 from shardwise.shard.diagnose import find_nonfinite
+from shardwise.train.world import STOP_FILE
 
 logger = logging.getLogger(__name__)
 
-STOP_FILE = "SHARDWISE_STOP"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+def stop_signals() -> list[signal.Signals]:
+    """A request from people, a closed terminal, a warning from a batch system: whichever this
+    process does not ignore already (``nohup`` ignores the second)."""
+    found = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Guard:
@@ -36,7 +41,7 @@ class Guard:
 
     def __enter__(self) -> Guard:
         faulthandler.enable()
-        for number in SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._hear)
         return self
 

@@ -16,13 +16,18 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.train.guard import STOP_FILE
+from shardwise.train.guard import stop_signals
+from shardwise.train.world import LAUNCHER, STOP_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 MODULE = "shardwise.cli"
 
@@ -35,8 +40,8 @@ def default_ranks() -> int:
 def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0) -> int:
     """Run ``shardwise`` with these arguments on ``nproc`` local ranks; returns the exit code.
 
-    ``nproc=None``: :func:`default_ranks`. SIGTERM and SIGINT ask the ranks
-    to save and stop; a second SIGINT ends them at once.
+    ``nproc=None``: :func:`default_ranks`. SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save
+    and stop; a second SIGINT ends them at once. Ranks whose launcher is killed save and stop too.
     """
     count = default_ranks() if nproc is None else nproc
     if count < 1:
@@ -52,12 +57,14 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
     with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
         stop = Path(scratch) / "stop"
         os.environ[STOP_FILE] = str(stop)
-        with _asking_to_stop(stop):
-            return _run_agent(arguments, count, max_restarts)
+        os.environ[LAUNCHER] = str(os.getpid())
+        with asking_to_stop(stop):
+            return _run_agent(arguments, count, max_restarts, scratch)
 
 
-def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
+def _run_agent(arguments: Sequence[str], count: int, max_restarts: int, scratch: str) -> int:
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -68,52 +75,75 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int) -> int:
     # What --standalone stands for: a rendezvous of this machine alone, on any free port.
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options += ["--rdzv-id", uuid.uuid4().hex]
-    # SIGTERM and SIGINT are ours: torch would end the ranks without letting them save.
-    options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]
+    # The other signals are ours: torch would end the ranks without letting them save.
+    options += ["--signals-to-handle", "SIGQUIT"]
+    options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
     # A rank that is stopped or stuck is not waited for long once another has failed.
     if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
         options += ["--shutdown-timeout", "5"]
     # Our own words stay out of its parser, which takes --nproc for an abbreviation of its own.
     config, command, rest = run.config_from_args(run.parse_args([*options, "-m", MODULE]))
+    signalled = _signalled_processes()
     try:
         elastic_launch(config, command)(*rest, *arguments)
     except ChildFailedError as error:
-        return _explain(error)
+        return explain(error.failures, signalled)
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 
-def _explain(error: object) -> int:
+def _signalled_processes() -> set[int]:
+    """The processes to which this one sends a signal from now on, by number: torch's agent ends
+    ranks that outlive another, and what ends them so is not what has gone wrong."""
+    found: set[int] = set()
+
+    def note(event: str, values: tuple[Any, ...]) -> None:
+        if event in ("os.kill", "os.killpg"):
+            found.add(values[0])
+
+    sys.addaudithook(note)
+    return found
+
+
+def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -> int:
     """One line for a rank that could not speak for itself; the exit code of the first to fail.
 
     A killed rank comes first: when the others notice, the clock may still show the same second.
     """
-    failures = getattr(error, "failures", {})
-    code = 1
-    order = sorted(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
-    for rank, failure in order[:1]:
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
+    own = {rank: failure for rank, failure in failures.items() if failure.pid not in signalled}
+    for rank, failure in failures.items():
+        if rank not in own and failure.exitcode == -signal.SIGKILL:
             sys.stderr.write(
-                f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
-                f"Go on from the newest checkpoint with --resume\n"
+                f"error: rank {rank} (pid {failure.pid}) did not end after another rank had failed "
+                f"(it is stopped, or stuck), and the launcher killed it\n"
             )
-            code = 128 - failure.exitcode
-        else:
-            code = failure.exitcode or 1
-    return code
+    order = sorted(
+        (own or failures).items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
+    )
+    for rank, failure in order[:1]:
+        if failure.exitcode >= 0:
+            return failure.exitcode or 1
+        name = signal.Signals(-failure.exitcode).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        sys.stderr.write(
+            f"error: rank {rank} (pid {failure.pid}) was killed by {name}{hint}. "
+            f"Go on from the newest checkpoint with --resume\n"
+        )
+        return 128 - failure.exitcode
+    return 1
 
 
 @contextlib.contextmanager
-def _asking_to_stop(stop: Path) -> Iterator[None]:
-    """While open: SIGTERM and SIGINT leave a request that every rank sees after its step."""
+def asking_to_stop(stop: Path) -> Iterator[None]:
+    """While open, a signal leaves a request that every rank sees after its step."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and stop.exists():
             raise KeyboardInterrupt
         stop.touch()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, ask) for number in stop_signals()}
     try:
         yield
     finally:

@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.checkpoint import DamagedError, SaveError, Store, load
+from shardwise.checkpoint import CheckpointError, DamagedError, SaveError, Store, load
+from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
 from shardwise.moe import mixtures_of
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
-from shardwise.train.build import Parts, build, precision_of
+from shardwise.train.build import Parts, build, build_scheduler, precision_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus_entropy import references_of
 from shardwise.train.events import EventFile, Events, Sink
@@ -85,16 +86,17 @@ class Trainer:
         if resume is not None:
             resume = self._restore(resume, or_older)
         self._saving: int | None = None  # the step whose save is under way
-        self._unsaved: SaveError | None = None  # why the last save failed
+        self._unsaved: str | None = None  # why the last save failed
         self.events = Events()
         written = self.config.to_json()
         world.together(lambda: write_config(folder, written) if world.first else None)
         if world.first:
+            again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
             self.events("plan", **self._plan())
-            if resume is not None:
-                self.events("resume", step=self.step, path=str(resume))
+            if again:  # path null: begun anew behind the events of a run that was never saved
+                self.events("resume", step=self.step, path=resume and str(resume))
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -121,9 +123,7 @@ class Trainer:
                 self._settle_save(wait=False)
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
-            self._settle_save()
-            if self._unsaved is not None:
-                raise self._unsaved
+            self._finish_saving()
             if reason is None and config.sample:
                 self.sample()
         self.events("end", step=self.step, reason=reason or "finished")
@@ -222,15 +222,16 @@ class Trainer:
         self._settle_save()
         extra = {
             "step": self.step,
-            "scheduler": self.parts.scheduler.state_dict(),
             "data": self.parts.sampler.state_dict(),
             "skipped": self.skips.total,
         }
         try:
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step
-        except SaveError as error:
-            self._save_failed(error)
+        except CheckpointError:
+            raise  # this model cannot be saved at all: the same on every rank
+        except Exception as error:  # a full disk, or no memory for the copy on this rank alone
+            self._save_failed(self.step, error)
 
     def _settle_save(self, *, wait: bool = True) -> None:
         """Say what is saved once it is on the disk, not before."""
@@ -240,21 +241,38 @@ class Trainer:
         try:
             path = self.store.wait()
         except SaveError as error:
-            self._save_failed(error)
+            self._save_failed(step, error)
             return
         self._unsaved = None
         assert path is not None
         self.events("save", step=step, path=os.path.relpath(path))
 
-    def _save_failed(self, error: SaveError) -> None:
-        self._unsaved = error
-        self.events("warning", text=f"not saved: {error}")
+    def _save_failed(self, step: int, error: Exception) -> None:
+        self._unsaved = f"step {step} was not saved: {error}"
+        if step < self.config.steps:  # else it is raised, and told then
+            self.events("warning", step=step, text=self._unsaved)
+
+    def _finish_saving(self) -> None:
+        """Wait for the last save. Where it has failed, raise the same on every rank: one that left
+        alone would end the others with an error of the transport."""
+        self._settle_save()
+        unsaved: list[str | None] = comm.agree(self._unsaved, self.world.axis)
+        if unsaved[0] is None:  # rank 0 has published it, whatever another rank saw of that
+            return
+        if self.world.first:
+            self.store.remove_leftovers()
+        texts = [text for text in unsaved if text is not None]
+        raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def _restore(self, path: Path, or_older: bool) -> Path:
         """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""
         mine = [known for known in self.store.checkpoints() if known != path.absolute()]
         older: list[Path] = comm.agree(mine, self.world.axis)[0] if or_older else []
         candidates = [path, *reversed(older)]
+        groups = self.parts.optimizer.param_groups
+        # The configuration decides what the groups are set to, whatever was saved with them: it
+        # is the saved one but for what was given on resume.
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         for candidate in candidates:
             try:
                 extra = load(candidate, self.parts.model, self.parts.optimizer)
@@ -264,7 +282,9 @@ class Trainer:
                 logger.error("%s is damaged and passed over: %s", candidate, error)
                 continue
             self.step = extra["step"]
-            self.parts.scheduler.load_state_dict(extra["scheduler"])
+            for group, options in zip(groups, configured, strict=True):
+                group.update(options)
+            self.parts.scheduler = build_scheduler(self.config, self.parts.optimizer, self.step)
             self.parts.sampler.load_state_dict(extra["data"])
             self.skips.total = extra["skipped"]
             return candidate

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files: integers on disk that are mapped into memory, however many there are.
 
-    0        8         12         16                     4096
-    | magic  | version | length   | JSON header, spaces  | tokens, little-endian uint16 or uint32 |
+    0       8         12       16                    4064     4096
+    | magic | version | length | JSON header, spaces | sha256 | little-endian uint16 or uint32 ... |
 
 The header holds dtype, vocab_size, count, num_bytes (of the text they came from, for bits per
-byte; null where unknown), tokenizer ("bytes" or null) and the sha256 of the tokens. A file is
-written beside its name and renamed when complete, so a reader never meets half of one.
+byte; null where unknown), tokenizer ("bytes" or null) and the sha256 of the tokens. The sha256
+behind it is that of the 4064 bytes before; files of version 1 have spaces there. A file is written
+beside its name and renamed when complete, so a reader never meets half of one.
 
-What is checked: magic, version, header and size always; the checksum and every token when a file
-of up to :data:`CHECKED_BYTES` is opened, because a run that first reads 100 GB never starts. Larger
-files have their first and last tokens checked then, every token as it is drawn
+What is checked: every byte of the header and the size always; the checksum and every token when a
+file of up to :data:`CHECKED_BYTES` is opened, because a run that first reads 100 GB never starts.
+Larger files have their first and last tokens checked then, every token as it is drawn
 (:mod:`shardwise.train.sampler`), and all of them by :func:`verify_tokens`.
 """
 
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,11 +32,14 @@ from numpy.typing import NDArray
 
 from shardwise.train.corpus_errors import DataNotFoundError, TokenFileError
 
+logger = logging.getLogger(__name__)
+
 Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
 
 MAGIC = b"shrdtoks"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096  # a page, so that the tokens of a mapped file are aligned
+_DIGEST_AT = HEADER_BYTES - hashlib.sha256().digest_size
 CHECKED_BYTES = 256 << 20
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _CHUNK = 1 << 22  # tokens read at a time while checking
@@ -157,23 +163,47 @@ def read_header(path: Path) -> TokenHeader:
             f"shardwise.train.tokens.write_tokens, or name a file of bare integers as "
             f"raw16:PATH:VOCAB or raw32:PATH:VOCAB"
         )
-    version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
-    if version != VERSION:
+    if len(head) < HEADER_BYTES:
         raise TokenFileError(
-            f"{path} has format version {version}; this shardwise reads version {VERSION}"
+            f"{path} is truncated: it has {len(head)} bytes, and a header alone {HEADER_BYTES}; "
+            f"copy or write it again"
+        )
+    version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
+    if version not in (1, VERSION):
+        raise TokenFileError(
+            f"{path} has format version {version}; this shardwise reads versions 1 and {VERSION}"
         )
     try:
         header = TokenHeader(**json.loads(head[16 : 16 + length]))
-    except (ValueError, TypeError) as error:
+        _check_values(header)
+        # Whatever the header says, in other bytes than these: its digest, its spaces, its version.
+        if _encode_header(header, version) != head:
+            raise ValueError("some of its bits have changed")
+    except (ValueError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header ({error}): write it again") from None
-    _check_header(path, header)
+    if version == 1:
+        logger.warning(
+            "%s is of format version 1, whose header has no checksum: write it again "
+            "(shardwise.train.tokens.write_tokens) to have damage there noticed",
+            path,
+        )
+    _check_size(path, header)
     return header
 
 
-def _check_header(path: Path, header: TokenHeader) -> None:
-    numbers = (header.vocab_size, header.count)
-    if header.dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in numbers):
-        raise TokenFileError(f"{path} has a damaged header ({header}): write it again")
+def _check_values(header: TokenHeader) -> None:
+    counts = [header.vocab_size, header.count, 0 if header.num_bytes is None else header.num_bytes]
+    if not all(type(count) is int and 0 <= count <= 1 << 63 for count in counts):
+        raise ValueError(f"{header}")
+    if not 0 < header.vocab_size <= 1 << 32 or header.dtype != dtype_for(header.vocab_size).name:
+        raise ValueError(f"vocab_size={header.vocab_size} in {header.dtype!r}")
+    if not re.fullmatch("[0-9a-f]{64}", str(header.sha256)):
+        raise ValueError(f"sha256 {header.sha256!r}")
+    if not isinstance(header.tokenizer, str | None):
+        raise ValueError(f"tokenizer {header.tokenizer!r}")
+
+
+def _check_size(path: Path, header: TokenHeader) -> None:
     size = path.stat().st_size
     expected = HEADER_BYTES + header.count * _DTYPES[header.dtype].itemsize
     if size != expected:
@@ -184,11 +214,13 @@ def _check_header(path: Path, header: TokenHeader) -> None:
         )
 
 
-def _encode_header(header: TokenHeader) -> bytes:
+def _encode_header(header: TokenHeader, version: int = VERSION) -> bytes:
     text = json.dumps(asdict(header)).encode()
-    start = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
-    assert len(start) <= HEADER_BYTES, "a header has a few fields of bounded length"
-    return start.ljust(HEADER_BYTES)
+    start = MAGIC + np.array([version, len(text)], "<u4").tobytes() + text
+    if len(start) > _DIGEST_AT:
+        raise ValueError(f"a header of {len(start)} bytes: tokenizer={header.tokenizer!r:.40}")
+    start = start.ljust(_DIGEST_AT)
+    return start + (b" " * 32 if version == 1 else hashlib.sha256(start).digest())
 
 
 def _magic_of(path: Path) -> bytes:

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -16,7 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import comm
 
+logger = logging.getLogger(__name__)
+
 Made = TypeVar("Made")
+
+STOP_FILE = "SHARDWISE_STOP"  # names a file: ranks that find it save and end
+LAUNCHER = "SHARDWISE_LAUNCHER"  # the process that has started this rank, by number
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +57,11 @@ class World:
         problem: str | None = None
         try:
             made = make()
-        except (ValueError, OSError, NotImplementedError, ImportError) as error:
+        except Exception as error:
             problem = str(error) or type(error).__name__
+            if not isinstance(error, ValueError | OSError | NotImplementedError | ImportError):
+                logger.exception("rank %d", self.rank)  # not a user's mistake
+                problem = f"{type(error).__name__}: {error}"
         found = comm.agree(problem, self.axis)
         problems = {text: rank for rank, text in reversed(list(enumerate(found))) if text}
         if not problems:
@@ -65,6 +79,12 @@ def is_rank() -> bool:
 def num_restarts() -> int:
     """How often the ranks of this launch have been started again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch_name() -> str | None:
+    """What all ranks of this launch, started again or not, have in common; None for a rank that
+    no agent has started."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def speaks() -> bool:
@@ -101,10 +121,32 @@ def join(timeout: float) -> World:
     )
 
 
+def end_with_launcher() -> None:
+    """Have the kernel ask this rank to stop (SIGTERM: save and end) when its launcher dies, however
+    that happened; nobody would tell this rank otherwise. Linux only."""
+    if launch_name() is None or sys.platform != "linux":
+        return  # started by hand, perhaps by a shell that may end
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if is_orphaned():  # it died before that call
+        raise RuntimeError("the launcher of this rank has died")
+
+
+def is_orphaned() -> bool:
+    """Whether the launcher (:mod:`shardwise.train.launch`) that started this rank has died."""
+    launcher = os.environ.get(LAUNCHER)
+    return launcher is not None and os.getppid() != int(launcher)
+
+
 def leave(code: int) -> None:
     """End this rank: in order after success, at once after a failure (others may be stuck)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a closed pipe, a full disk: nothing that was to be said can be
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+    if is_orphaned():  # the launcher would have removed this
+        shutil.rmtree(Path(os.environ[STOP_FILE]).parent, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
         return

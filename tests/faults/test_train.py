@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -11,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shardwise.checkpoint import SaveError, verify
-from shardwise.train.guard import BrokenGradientError
+from shardwise.checkpoint import SaveError, valid_checkpoints, verify
+from shardwise.checkpoint.attempt import Attempt
+from shardwise.train.guard import BrokenGradientError, Guard
+from shardwise.train.launch import asking_to_stop, explain
 from tests.ranks import run_ranks
 from tests.train_runs import (
     TINY,
@@ -26,6 +31,7 @@ from tests.train_runs import (
     steps_done,
     stop_all,
     values_of,
+    wait_for_end,
     wait_until,
     write_text,
 )
@@ -128,20 +134,103 @@ def test_restarted_ranks_go_on_by_themselves_as_if_nothing_had_happened(  # type
     assert sorted(losses(tmp_path / "run")) == list(range(1, 61))
 
 
-@pytest.mark.parametrize("to", ["launcher", "one rank"])
-def test_sigterm_saves_at_the_next_step_and_exits_with_0(recipe, to: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [
+        ("launcher", signal.SIGTERM),
+        ("one rank", signal.SIGTERM),
+        ("launcher", signal.SIGHUP),
+        ("launcher", signal.SIGUSR1),
+        ("launcher", signal.SIGKILL),
+    ],
+)
+def test_a_signal_saves_at_the_next_step_and_leaves_nothing_behind(  # type: ignore[no-untyped-def]
+    recipe, to: str, number: signal.Signals, tmp_path: Path
+) -> None:
     name = recipe("steps=100000, save_every=100000, eval_every=0")
-    process = start("train", name, "--out", "run", cwd=tmp_path)
+    (tmp_path / "tmp").mkdir()
+    places = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = start("train", name, "--out", "run", cwd=tmp_path, **places)
     wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
-    before = steps_done(tmp_path / "run")
-    os.kill(process.pid if to == "launcher" else ranks_of(process)[1], signal.SIGTERM)
+    before, ranks = steps_done(tmp_path / "run"), ranks_of(process)
+    if number == signal.SIGHUP:  # the terminal is gone, and with it what could be written to
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+    os.kill(process.pid if to == "launcher" else ranks[1], number)
     code, out, err = finish(process)
-    assert code == 0, err
+    assert code == (-number if number == signal.SIGKILL else 0), err
+    wait_for_end(ranks)
     (saved,) = events_of(tmp_path / "run", "save")
     assert before <= saved["step"] == steps_done(tmp_path / "run")
     assert verify(tmp_path / saved["path"]).ok
-    assert f"stopped after step {saved['step']}" in out and "--resume" in out
     assert events_of(tmp_path / "run", "end")[-1]["reason"] != "finished"
+    assert "Traceback" not in err
+    assert list((tmp_path / "tmp").iterdir()) == [], "temporary folders, torch's too"
+    if number != signal.SIGHUP:
+        assert f"stopped after step {saved['step']}" in out and "--resume" in out
+
+
+def test_a_run_is_alone_in_its_folder_and_begins_anew_if_it_never_saved(  # type: ignore[no-untyped-def]
+    recipe, tmp_path: Path
+) -> None:
+    name = recipe("save_every=100000, eval_every=0, steps=100000")
+    run = tmp_path / "run"
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    wait_until(lambda: steps_done(run) >= 3, process)
+    ranks = ranks_of(process)
+    for words in (("--resume",), ()):
+        done = shardwise("train", name, "--out", "run", *words, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("error:") == 1 and f"pid {ranks[0]} on host" in done.stderr
+    assert process.poll() is None, "and goes on"
+    for pid in [*ranks, process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    finish(process)
+    wait_for_end(ranks)
+    assert not (run / "checkpoints").exists()
+    done = shardwise("train", "--out", "run", "--resume", "--steps", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ended before its first checkpoint" in done.stdout
+    *_, (_, manifest) = valid_checkpoints(run / "checkpoints")
+    assert manifest.step == 3 and manifest.config is not None
+    assert manifest.config["model"]["dim"] == TINY.model.dim, "of the run, no recipe was named"
+    assert [event["step"] for event in events_of(run, "resume")] == [0]
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with asking_to_stop(tmp_path / "stop"), Guard() as guard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert guard.asked is None and not (tmp_path / "stop").exists()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert guard.asked == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_the_launcher_killed_is_not_called_out_of_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failed(rank: int, exitcode: int, timestamp: int) -> ProcessFailure:
+        found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file="")
+        found.timestamp = timestamp
+        return found
+
+    stuck = {
+        0: failed(0, 1, 50),
+        1: failed(1, -signal.SIGKILL, 80),
+        2: failed(2, -signal.SIGTERM, 50),
+    }
+    assert explain(stuck, signalled={101, 102}) == 1
+    said = capsys.readouterr().err
+    assert "out of memory" not in said and said.count("error:") == 1
+    assert "rank 1 (pid 101) did not end" in said and "the launcher killed it" in said
+    assert explain({0: failed(0, 1, 50), 1: failed(1, -9, 50)}, signalled=set()) == 137
+    assert "rank 1 (pid 101) was killed by SIGKILL (out of memory?)" in capsys.readouterr().err
+    assert explain({0: failed(0, -9, 50), 1: failed(1, -15, 50)}, signalled={101}) == 137
+    assert "rank 0" in capsys.readouterr().err
 
 
 def test_a_stopped_rank_is_named_by_collective_and_step(recipe, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -265,6 +354,72 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     assert [event["step"] for event in events_of(tmp_path / "run", "save")] == [2, 6, 8]
     (warning,) = events_of(tmp_path / "run", "warning")
     assert "No space left" in warning["text"]
+
+
+def on_a_small_disk(
+    rank: int, world_size: int, folder: str, data: str, room: int
+) -> tuple[str, int, list[str]]:
+    """Train where no file can grow beyond ``room`` bytes."""
+    said: list[str] = []
+
+    class Hear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, hear = logging.getLogger("shardwise.train"), Hear(logging.WARNING)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    logger.addHandler(hear)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        trainer = make_trainer(rank, world_size, folder, data=data)
+        trainer.run()
+    except SaveError as failed:
+        return str(failed), trainer.step, said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        logger.removeHandler(hear)
+    return "saved", trainer.step, said
+
+
+def test_a_disk_too_small_for_one_checkpoint_is_named_once_and_alike(tmp_path: Path) -> None:
+    run, data = tmp_path / "run", write_text(tmp_path)
+    found = run_ranks(on_a_small_disk, 2, str(run), data, 4000)
+    texts = {text for text, _, _ in found}
+    (text,) = texts
+    assert f"step {TINY.steps} was not saved" in text and "[Errno 27] File too large" in text
+    assert "rank 0: OSError" in text and "__0_0.distcp" in text
+    assert [step for _, step, _ in found] == [TINY.steps] * 2, "training went on to its end"
+    (warning,) = found[0][2]
+    assert "events.jsonl cannot be written" in warning and "rank 0" in warning
+    assert found[1][2] == []
+    assert list((run / "checkpoints").iterdir()) == [], "no temporary folder stays"
+
+
+def no_room_for_a_marker(rank: int, world_size: int, folder: str, data: str) -> tuple[str, int]:
+    """The last rank cannot make the file by which it would tell the others."""
+    trainer = make_trainer(rank, world_size, folder, data=data, save_every=TINY.steps)
+    real = Attempt._marker
+
+    def marker(self: Attempt, word: str) -> Path:
+        return Path("/proc/nowhere") if rank == world_size - 1 else real(self, word)
+
+    Attempt._marker = marker  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except SaveError as failed:
+        return str(failed), trainer.step
+    finally:
+        Attempt._marker = real  # type: ignore[method-assign]
+    return "saved", trainer.step
+
+
+def test_a_rank_that_cannot_even_leave_a_word_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (text,) = {
+        text for text, _ in run_ranks(no_room_for_a_marker, 2, str(run), write_text(tmp_path))
+    }
+    assert "rank 1: FileNotFoundError" in text, "the reason, not what another rank saw of it"
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_a_last_save_that_fails_is_an_error(tmp_path: Path) -> None:

@@ -208,3 +208,46 @@ def test_two_nodes_meet_and_train_one_model(tmp_path: Path) -> None:
     assert run["num_nodes"] == 2 and run["mesh"] == {"dp_outer": 2, "dp": 1}
     assert [event["step"] for event in events_of(tmp_path / "run", "step")] == [1, 2, 3, 4]
     assert sum("step 4/4" in out for out, _ in said) == 1, "one rank speaks"
+
+
+def test_a_requeued_slurm_job_goes_on_wherever_it_was_killed(tmp_path: Path) -> None:
+    """The example with SLURM's commands replaced: what it asks for, first and after each kill."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    said = tmp_path / "said"
+    for name, text in {
+        "scontrol": "echo node1",
+        "srun": '"$@"',
+        "torchrun": f'echo "$@" >> {said}; [ -z "$SLOW" ] || while [ ! -e "$SHARDWISE_STOP" ]; '
+        "do sleep 0.05; done",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    script = Path(__file__).parents[2] / "examples" / "02_slurm.sh"
+    job = {"JOB_NAME": "j", "JOB_ID": "7", "JOB_NODELIST": "node1", "NNODES": "1"}
+    variables = {f"SLURM_{name}": value for name, value in job.items()}
+    variables |= {"SLURM_GPUS_ON_NODE": "1", "PATH": f"{tools}:{os.environ['PATH']}", "SLOW": ""}
+
+    def submit(**more: str) -> subprocess.Popen[bytes]:
+        words = ["bash", str(script), "smoke", "--steps", "4"]
+        return subprocess.Popen(words, cwd=tmp_path, env={**os.environ, **variables, **more})
+
+    def asked() -> bool:
+        assert submit().wait(60) == 0
+        return said.read_text().splitlines()[-1].endswith("--out runs/j-7 --resume")
+
+    assert not asked(), "the first time"
+    run = tmp_path / "runs" / "j-7"
+    assert not run.exists() and not asked(), "killed before its folder was made"
+    (run / "checkpoints" / "step-000001.tmp-1a2b3c4d-1-1-9f8e7d6c").mkdir(parents=True)
+    (run / ".lock").touch()
+    assert asked(), "killed in its first save: --resume begins anew"
+    words = said.read_text().splitlines()[-1].partition("shardwise.cli ")[2].split()
+    settled = inside(*words, "--nproc", "5", cwd=tmp_path)  # smoke's batch of 12 does not fit
+    assert "a batch of 12 sequences cannot be cut" in settled.stderr, settled.stderr
+    slow = submit(SLOW="yes")
+    while len(said.read_text().splitlines()) < 4:
+        assert slow.poll() is None
+    slow.send_signal(signal.SIGTERM)  # two minutes before the time limit
+    assert slow.wait(60) == 0
+    assert (tmp_path / "runs" / "j-7.stop").exists()

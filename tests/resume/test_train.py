@@ -4,15 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardwise.checkpoint import Manifest
+from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
+from shardwise.shard.module import units_of
+from shardwise.train.config import FIXED, TrainConfig
 from shardwise.train.loop import Trainer
+from shardwise.train.session import Request, settle
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
 
@@ -155,6 +163,161 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
     assert "other data" in said[0]
     said = run_ranks(refuse, 2, str(other / "below"), None, {"data": data})
     assert said[0] == said[1] and "below cannot be written to" in said[0], "not rank 0 alone"
+
+
+# ------------------------------------------------------------------------------ other flags
+
+# What a resumed run is asked to change, field by field: the new value, and which of the figures of
+# ``seen`` must then differ. A new field of TrainConfig fails until it stands here or in FIXED.
+EFFECTS: dict[str, tuple[Any, str]] = {
+    "steps": (10, "steps"),
+    "batch": (24, "tokens"),
+    "microbatches": (2, "microbatches"),
+    "strategy": ("hsdp", "placements"),
+    "replicas": (1, "mesh"),
+    "ep": (2, "experts"),
+    "matrix_lr": (0.04, "lr"),
+    "lr": (6e-3, "lr"),
+    "weight_decay": (0.5, "values"),
+    "warmup": (20, "lr"),
+    "decay": (0.0, "lr"),
+    "clip": (1e-3, "values"),
+    "precision": ("bf16", "values"),
+    "eval_every": (1, "evaluated"),
+    "eval_windows": (3, "held_out"),
+    "save_every": (1, "saved"),
+    "keep": (1, "kept"),
+    "max_skipped": (3, "max_skipped"),
+    "timeout": (50.0, "timeout"),
+    "sample": (4, "sampled"),
+    "profile_step": (1, "profiled"),
+    "deterministic": (True, "deterministic"),
+}
+NEEDS = {"replicas": {"strategy": "hsdp"}}  # what a field means nothing without
+ROUTED = dataclasses.replace(TINY.model, num_experts=4, experts_per_token=2)
+REFUSED = {
+    "model": (dataclasses.replace(TINY.model, dim=32), r"attention\.wq\.weight"),
+    "data": ("other text", "other data"),
+    **{
+        name: (value, f"{name}=")
+        for name, value in {
+            "seed": 1,
+            "tokenizer": "bpe:300",
+            "held_out": 0.2,
+            "optimizer": "adamw",
+        }.items()
+    },
+}
+
+
+def test_every_field_is_classified() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert EFFECTS.keys() | REFUSED.keys() == fields
+    assert not EFFECTS.keys() & REFUSED.keys()
+    assert FIXED.keys() <= REFUSED.keys()
+
+
+def seen(
+    rank: int, world_size: int, folder: str, path: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """What a resumed run does, as far as it can be seen from outside of its configuration."""
+    before = torch.are_deterministic_algorithms_enabled()
+    calls: list[int] = []
+    try:
+        trainer = make_trainer(rank, world_size, folder, path, **changes)
+        trainer.parts.model.register_forward_pre_hook(
+            lambda model, args: calls.append(len(args[0])) if model.training else None
+        )
+        trainer.run()
+        unit = next(iter(units_of(trainer.parts.model)))
+        steps = events_of(folder, "step") if rank == 0 else []
+        return {
+            "steps": trainer.step,
+            "tokens": [event["tokens"] for event in steps],
+            "microbatches": len(calls) / (trainer.step - 4),
+            "placements": str(unit.groups[0].placements),
+            "mesh": [axis.size for axis in unit.groups[0].ranks.axes],
+            "experts": [layer.experts.num_experts for layer in mixtures_of(trainer.parts.model)],
+            "lr": [event["lr"] for event in steps],
+            "groups": [group["lr"] for group in trainer.parts.optimizer.param_groups],
+            "values": {name: value.tolist() for name, value in values_of(trainer).items()},
+            "evaluated": [event["step"] for event in events_of(folder, "eval")],
+            "held_out": [event["loss"] for event in events_of(folder, "eval")],
+            "saved": [event["step"] for event in events_of(folder, "save")],
+            "kept": len(trainer.store.checkpoints()),
+            "max_skipped": trainer.skips.limit,
+            "timeout": trainer.store.timeout,
+            "sampled": len(events_of(folder, "sample")),
+            "profiled": [event["step"] for event in events_of(folder, "profile")],
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Resumes a run after step 4 with some changes; gives what is seen, and remembers it."""
+    root = tmp_path_factory.mktemp("begun")
+    data = write_text(root)
+    known: dict[str, dict[str, Any]] = {}
+
+    def go_on(**changes: Any) -> dict[str, Any]:
+        if (key := repr(sorted(changes.items()))) in known:
+            return known[key]
+        first = {"model": ROUTED, "data": data}
+        source = root / "source" / "checkpoints" / "step-000004"
+        if not source.exists():
+            run_ranks(straight, 2, str(root / "source"), {**first, "steps": 8})
+        folder = root / f"resumed-{len(known)}"
+        shutil.copytree(source, folder / "checkpoints" / "step-000004")
+        path = str(folder / "checkpoints" / "step-000004")
+        known[key] = run_ranks(seen, 2, str(folder), path, {**first, **changes})[0]
+        written = json.loads((folder / "config.json").read_text())
+        assert all(written[name] == value for name, value in changes.items()), "config.json"
+        (*_, newest) = sorted((folder / "checkpoints").iterdir())
+        assert Manifest.read(newest).config == written
+        return known[key]
+
+    return go_on
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_is_given_on_resume_takes_effect(name: str, begun: Any) -> None:
+    value, figure = EFFECTS[name]
+    without = begun(**NEEDS.get(name, {}))
+    assert begun(**NEEDS.get(name, {}), **{name: value})[figure] != without[figure]
+
+
+def test_learning_rates_are_those_that_were_asked_for_from_the_first_step_on(begun: Any) -> None:
+    asked = dataclasses.replace(TINY, lr=6e-3, matrix_lr=0.04, steps=10)
+    found = begun(lr=6e-3, matrix_lr=0.04, steps=10)
+    assert found["groups"] == found["lr"][-1]
+    # An event holds the rates of the step after it: that of step 5 was used by step 6.
+    expected = [[rate * asked.factor(step) for rate in (0.04, 6e-3)] for step in range(5, 11)]
+    assert found["lr"] == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_change_on_resume_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    config = dataclasses.replace(TINY, data=data)
+    run = tmp_path / "run"
+    run_ranks(straight, 2, str(run), {"data": data, "steps": 4})
+    value, said = REFUSED[name]
+    if name in FIXED:
+        request = Request(out=str(run), resume="latest", changes={name: value})
+        with pytest.raises(ValueError, match=said):
+            settle(request)
+        same = dataclasses.replace(request, changes={name: getattr(config, name)})
+        assert settle(same).config.data == data, "the same value again is no change"
+        return
+    if name == "data":
+        value = str(tmp_path / "other.txt")
+        Path(value).write_text("something else entirely. " * 400)
+    path = str(run / "checkpoints" / "step-000004")
+    for text in run_ranks(refuse, 2, str(tmp_path / "b"), path, {"data": data, name: value}):
+        assert re.search(said, text), text
 
 
 def older_one(rank: int, world_size: int, folder: str, path: str, data: str, older: bool) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def poke(at: int, value: bytes) -> Callable[[bytearray], bytearray]:
     ("change", "message"),
     [
         (poke(0, b"notmagic"), r"no token file .*notmagic.*raw16:PATH:VOCAB"),
-        (poke(8, b"\x09"), "format version 9; this shardwise reads version 1"),
+        (poke(8, b"\x09"), "format version 9; this shardwise reads versions 1 and 2"),
         (poke(16, b"{]"), "damaged header"),
         (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes and it has 6095"),
         (lambda data: data[:100], "damaged header|truncated"),
@@ -110,17 +111,87 @@ def test_damage_is_named(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "field", [{"dtype": "int8"}, {"count": -1}, {"vocab_size": "many"}, {"surprise": 1}]
-)
-def test_a_header_of_other_types_is_damage(tmp_path: Path, field: dict[str, object]) -> None:
-    path = written(tmp_path)
+def rewrite_header(path: Path, text: bytes, version: int = 2) -> None:
+    """Another header, with a checksum of its own."""
+    start = MAGIC + version.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
+    start = start.ljust(HEADER_BYTES - 32)
+    digest = b" " * 32 if version == 1 else hashlib.sha256(start).digest()
+    rewrite(path, poke(0, start + digest))
+
+
+def header_values(path: Path) -> dict[str, object]:
     length = int.from_bytes(path.read_bytes()[12:16], "little")
-    values = json.loads(path.read_bytes()[16 : 16 + length]) | field
-    text = json.dumps(values).encode()
-    rewrite(path, poke(12, len(text).to_bytes(4, "little") + text))
-    with pytest.raises(TokenFileError, match="damaged header"):
+    values: dict[str, object] = json.loads(path.read_bytes()[16 : 16 + length])
+    return values
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"dtype": "int8"}, {"dtype": "uint32"}, {"dtype": []}, {"surprise": 1}),
+        *({"count": -1}, {"count": True}, {"count": 1000.0}, {"count": 10**30}, {"count": None}),
+        *({"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": 1 << 40}),
+        *({"num_bytes": -1}, {"num_bytes": "3"}, {"tokenizer": 5}),
+        *({"sha256": None}, {"sha256": "0"}, {"sha256": "G" * 64}),
+    ],
+)
+def test_a_header_of_other_types_is_damage(
+    tmp_path: Path, field: dict[str, object], version: int
+) -> None:
+    path = written(tmp_path)
+    rewrite_header(path, json.dumps(header_values(path) | field).encode(), version)
+    with pytest.raises(TokenFileError, match=r"damaged header|truncated") as caught:
         read_header(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 4000, b"{}", b"[]", b"5", b"null", b'{"dtype": 1e999}', b"\xff\xfe", b""]
+)
+def test_a_header_that_is_something_else_is_damage(tmp_path: Path, text: bytes) -> None:
+    path = written(tmp_path)
+    rewrite_header(path, text)
+    with pytest.raises(TokenFileError, match=r"some\.bin has a damaged header"):
+        open_tokens(path)
+
+
+@pytest.mark.parametrize("size", [*range(8, 33), 4063, 4064, 4095])
+def test_a_file_shorter_than_its_header_is_truncated(tmp_path: Path, size: int) -> None:
+    path = written(tmp_path)
+    rewrite(path, lambda data: data[:size])
+    with pytest.raises(TokenFileError, match=rf"some\.bin is truncated: it has {size} bytes"):
+        open_tokens(path)
+
+
+def test_any_flipped_bit_of_a_header_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, count=10)
+    monkeypatch.setattr(module, "CHECKED_BYTES", -1)  # as in a large file: no token is hashed
+    good = path.read_bytes()
+    assert read_header(path).count == 10
+    for at in range(HEADER_BYTES):
+        bits = range(8) if at < 280 or at >= HEADER_BYTES - 32 else (at % 8,) * (at % 9 == 0)
+        for bit in bits:
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+            with pytest.raises(TokenFileError, match=r"some\.bin"):
+                open_tokens(path)
+
+
+def test_files_without_a_checksum_in_the_header_are_read_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path)
+    expected = read_header(path)
+    rewrite_header(path, json.dumps(header_values(path)).encode(), version=1)
+    tokens, header = open_tokens(path)
+    assert header == expected and len(tokens) == 1000
+    (record,) = caplog.records
+    assert "some.bin is of format version 1" in record.message and "again" in record.message
+    rewrite(path, poke(HEADER_BYTES - 1, b"x"))
+    with pytest.raises(TokenFileError, match="damaged header"):
+        open_tokens(path)
 
 
 def test_large_files_are_checked_at_their_ends_and_by_verify(

@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations, recipes and folders: what a user can get wrong before anything runs."""
+"""Configurations and recipes, what a user can get wrong in them, and events."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-import shardwise as sw
 from shardwise import cli
 from shardwise.models.config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import EventFile, Events, scalars
-from shardwise.train.folder import find_resume, new_folder, newest_folder
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
-from shardwise.train.session import Request, settle
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -93,84 +91,6 @@ def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
         load_recipe("tiny")
 
 
-# ------------------------------------------------------------------------------ folders
-
-
-def run_in(path: Path) -> Path:
-    path.mkdir(parents=True)
-    (path / "events.jsonl").write_text("{}\n")
-    return path
-
-
-def test_a_run_never_lands_in_another(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    assert new_folder("default", None, root) == tmp_path / "default"
-    run_in(tmp_path / "default")
-    assert new_folder("default", None, root) == tmp_path / "default-2"
-    run_in(tmp_path / "default-2")
-    assert new_folder("a/b.py:default", None, root) == tmp_path / "default-3"
-    with pytest.raises(ValueError, match="holds a run already"):
-        new_folder("default", str(tmp_path / "default"), root)
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(ValueError, match="is a file"):
-        new_folder("default", str(file), root)
-
-
-def test_the_newest_run_of_a_recipe_is_the_one_that_wrote_last(tmp_path: Path) -> None:
-    assert newest_folder("default", None, str(tmp_path)) is None
-    older, newer = run_in(tmp_path / "default-2"), run_in(tmp_path / "default")
-    run_in(tmp_path / "default_other")
-    os.utime(older / "events.jsonl", (1, 1))
-    os.utime(newer / "events.jsonl", (2, 2))
-    assert newest_folder("default", None, str(tmp_path)) == newer
-
-
-def test_what_cannot_be_resumed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no run of recipe 'default'"):
-        find_resume("default", None, "latest")
-    run_in(tmp_path / "runs" / "default")
-    with pytest.raises(ValueError, match="holds no valid checkpoint"):
-        find_resume("default", None, "latest")
-    with pytest.raises(ValueError, match="no such checkpoint"):
-        find_resume("default", None, "elsewhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="manifest"):
-        find_resume("default", None, "empty")
-
-
-def test_a_resumed_run_lands_where_it_was_told_with_the_model_that_was_named(
-    tmp_path: Path,
-) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
-    checkpoint = run / "checkpoints" / "step-000001"
-    sw.save(checkpoint, nn.Linear(1, 1), config=load_recipe("smoke").to_json())
-    (run / "events.jsonl").write_text("{}\n")
-    for named in (str(run), str(checkpoint)):
-        assert find_resume("default", None, named) == (run, checkpoint)
-        assert find_resume("default", str(run), named) == (run, checkpoint)
-        assert find_resume("default", str(out), named) == (out, checkpoint)
-    run_in(out)
-    for named in (str(run), str(checkpoint)):
-        with pytest.raises(ValueError, match="holds another run"):
-            find_resume("default", str(out), named)
-        assert find_resume("default", str(out), named, again=True) == (out, checkpoint)
-    # Somebody goes back to step 1; what was saved since then, and not before, is gone on from.
-    later = run / "checkpoints" / "step-000009"
-    sw.save(later, nn.Linear(1, 1), config=load_recipe("smoke").to_json())
-    went_back = [{"kind": "run", "restarts": 0}, {"kind": "save"}, {"kind": "run", "restarts": 0}]
-    for since, expected in (([], checkpoint), ([{"kind": "save"}], later)):
-        lines = [*went_back, {"kind": "run", "restarts": 1}, *since]
-        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert find_resume("default", None, str(checkpoint)) == (run, checkpoint)
-        assert find_resume("default", None, str(checkpoint), again=True) == (run, expected)
-    request = Request(recipe="smoke", resume=str(checkpoint))
-    assert settle(request).checkpoint == checkpoint
-    with pytest.raises(ValueError, match=r"another model.*num_experts 0 there, 8 here"):
-        settle(dataclasses.replace(request, recipe="moe_tiny"))
-
-
 def test_gpt_configs_refuse_what_cannot_be_built() -> None:
     with pytest.raises(ValueError, match="dim=100"):
         TrainConfig(model=GPTConfig(dim=100, num_heads=3))
@@ -193,6 +113,68 @@ def test_events_survive_a_torn_line_and_numbers_that_json_lacks(tmp_path: Path) 
     assert [event["step"] for event in found] == [1, 3]
     assert found[0]["loss"] == "nan" and found[0]["lr"] == [0.1, "inf"]
     assert all("time" in event for event in found)
+
+
+class Deaf:
+    """A sink of some library that has lost its server."""
+
+    def __init__(self) -> None:
+        self.heard = 0
+
+    def log(self, event: object) -> None:
+        self.heard += 1
+        raise RuntimeError("no connection")
+
+    def close(self) -> None:
+        raise RuntimeError("still none")
+
+    def __str__(self) -> str:
+        return "the tracker"
+
+
+def test_logging_never_ends_a_run_and_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    deaf, good = Deaf(), EventFile(tmp_path / "events.jsonl")
+    with contextlib.ExitStack() as open_files:
+        nobody = io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True)
+        full = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
+        for file in (nobody, full):
+            open_files.callback(file.buffer.close)
+        consoles = [Console(4, stream=nobody), Console(4, stream=full)]
+        events = Events([EventFile(Path("/dev/full")), deaf, *consoles, good])
+        for step in range(1, 5):
+            events(**{**step_event(step), "time": 0})
+        events.close()
+    assert deaf.heard == 4, "it may come back"
+    assert [event["step"] for event in read_events(tmp_path / "events.jsonl")] == [1, 2, 3, 4]
+    said = [record.message for record in caplog.records]
+    assert len(said) == 4, said
+    assert all(text.startswith("rank 0, step 1: ") and "goes on" in text for text in said)
+    assert "/dev/full cannot be written ([Errno 28] No space left" in said[0]
+    assert "the tracker" in said[1] and "the console" in said[2]
+
+
+def test_an_event_file_on_a_disk_that_fills_and_empties_loses_lines_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = Events([EventFile(path)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events("step", step=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+    try:
+        events("step", step=2)
+        events("step", step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    events("step", step=4)
+    events.close()
+    assert [event["step"] for event in read_events(path)] == [1, 4]
+    (record,) = caplog.records
+    assert "rank 0, step 2" in record.message and "events.jsonl" in record.message
 
 
 def step_event(step: int) -> dict[str, object]:
