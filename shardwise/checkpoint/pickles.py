@@ -86,14 +86,22 @@ class _Machine:
         self.values_left = len(data) // _BYTES_PER_VALUE + 64
 
     def run(self) -> Any:
-        data, actions = self.data, _ACTIONS
+        data, stack, memo, actions = self.data, self.stack, self.memo, _ACTIONS
         while (code := data[self.at]) != _STOP:
             self.at += 1
-            action = actions.get(code)
-            if action is None:
+            if code == _MEMOIZE:  # this and the next two are half of all
+                memo.append(stack[-1])
+            elif code == _LONG_GET:
+                stack.append(memo[int.from_bytes(data[self.at : self.at + 4], "little")])
+                self.at += 4
+            elif code == _GET:
+                stack.append(memo[data[self.at]])
+                self.at += 1
+            elif (action := actions.get(code)) is not None:
+                action(self)
+            else:
                 raise TypeError(f"instruction {code:#x}")
-            action(self)
-        return self.stack.pop()
+        return stack.pop()
 
     # ------------------------------------------------------------------ bytes
 
@@ -205,7 +213,7 @@ class _Machine:
         self.push(self.number(size, signed=True))
 
 
-_STOP = ord(".")
+_STOP, _MEMOIZE, _GET, _LONG_GET = ord("."), 0x94, ord("h"), ord("j")
 _ACTIONS: dict[int, Callable[[_Machine], object]] = {
     0x80: lambda m: m.take(1),  # protocol
     0x95: lambda m: m.take(8),  # frame
@@ -236,9 +244,6 @@ _ACTIONS: dict[int, Callable[[_Machine], object]] = {
     ord("R"): _Machine.call,
     ord("b"): _Machine.build,
     ord("Q"): _Machine.persistent,
-    0x94: lambda m: m.put(len(m.memo)),
     ord("q"): lambda m: m.put(m.number(1)),
     ord("r"): lambda m: m.put(m.number(4)),
-    ord("h"): lambda m: m.push(m.memo[m.number(1)]),
-    ord("j"): lambda m: m.push(m.memo[m.number(4)]),
 }

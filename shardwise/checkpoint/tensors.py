@@ -63,11 +63,13 @@ class SavedTensor:
         flat = torch.empty(self._num_bytes, dtype=torch.uint8)
         view = memoryview(flat.numpy())  # type: ignore[arg-type]
         self._window.seek(self._begin)
-        while len(view):
-            count = self._window.readinto(view)
-            if not count:
-                raise DamagedError(f"{self._where}: the file has become shorter")
-            view = view[count:]
+        try:
+            while len(view) and (count := self._window.readinto(view)):
+                view = view[count:]
+        except OSError as error:
+            raise DamagedError(f"{self._where} can't be read: {error.strerror}") from error
+        if len(view):
+            raise DamagedError(f"{self._where}: the file has become shorter")
         return flat.view(self._dtype).view(self._shape)
 
     def _find(self) -> str | None:
