@@ -279,6 +279,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
     """A module on the meta device, and the recipe's configuration if it was one."""
     import torch
 
+    from shardwise.checkpoint.values import parse_json
     from shardwise.models.gpt import GPT
     from shardwise.models.llama import config_from_hf
     from shardwise.train.config import TrainConfig
@@ -290,7 +291,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
         if path.suffix == ".json":
             if not path.is_file():
                 raise UsageError(f"{name}: there is no such file; give a Hugging Face config.json")
-            return GPT(config_from_hf(json.loads(path.read_text()))), None
+            return GPT(config_from_hf(parse_json(path.read_bytes(), name))), None
         made = find_recipe(name)()
         if isinstance(made, TrainConfig):
             kind, _, size = made.tokenizer.partition(":")

@@ -572,7 +572,7 @@ def _host_group(axis: Axis) -> Any:
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:
-    """The small Python object of every rank, in rank order: for checks at construction only."""
+    """The small Python object of every rank, in rank order: for checks, saves and loads."""
     axis = as_axis(group)
     everyone: list[Any] = [None] * axis.size
     if axis.size == 1 or axis.pretends:

@@ -228,7 +228,7 @@ class ShardedTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for chunk in self.chunks()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -237,7 +237,7 @@ class ShardedTensor(DTensor):
         self._refuse_a_part()
         if self.version is not None:
             self.version.write()
-        return self.chunks()
+        return self._chunks()
 
     def _refuse_a_part(self) -> None:
         """DCP knows a tensor by its name alone, and other experts have the same name elsewhere."""
@@ -248,7 +248,7 @@ class ShardedTensor(DTensor):
                 f"all. Use sw.save and sw.load, or sw.full_state_dict for one plain file"
             )
 
-    def chunks(self) -> list[Any]:
+    def _chunks(self) -> list[Any]:
         """This rank's boxes, by arithmetic; none where it holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.plan import Piece
 from shardwise.layout import Shape
 from shardwise.moe.activation import convert_gate_up
@@ -76,11 +77,17 @@ class Stack:
         if not self.reorders(extra_states):
             return None
         stored = self._stored_block(extra_states)
-        return convert_gate_up(torch.arange(num_rows), stored, self.block, 0)
+        try:
+            return convert_gate_up(torch.arange(num_rows), stored, self.block, 0)
+        except (ValueError, RuntimeError) as error:
+            raise DamagedError(f"'{self.order}' in the checkpoint: {error}") from error
 
     def _stored_block(self, extra_states: Mapping[str, Any]) -> int:
         assert self.order is not None
-        block: int = extra_states[self.order]["gate_up_block"]
+        try:
+            block: int = extra_states[self.order]["gate_up_block"]
+        except (LookupError, TypeError) as error:
+            raise DamagedError(f"'{self.order}' in the checkpoint tells no order") from error
         return block
 
 

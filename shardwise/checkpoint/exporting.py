@@ -27,10 +27,12 @@ from torch import Tensor
 from shardwise.checkpoint import owner
 from shardwise.checkpoint.attempt import is_taken
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import check_bytes, sync_directory, write_file
-from shardwise.checkpoint.reading import Checkpoint, read_whole
+from shardwise.checkpoint.files import sync_directory, write_file
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Checkpoint, compare_bytes, read_whole
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
+from shardwise.checkpoint.world import World
 from shardwise.models.config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
 from shardwise.moe import convert_gate_up
@@ -73,9 +75,9 @@ def export(
         raise ValueError(f"export(max_file_bytes={max_file_bytes}): files hold at least a byte")
     if is_taken(target):
         raise CheckpointError(f"{target} is there already: remove it or choose another directory")
-    checkpoint = Checkpoint.open(source)
-    for file in checkpoint.manifest.files:
-        check_bytes(source, file)
+    manifest = Manifest.read(source)
+    compare_bytes(source, manifest, World(0, 1))
+    checkpoint = Checkpoint.open(source, manifest)
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype)
     make = _Converter(checkpoint, convert, dtype)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.errors import DamagedError, UnsafeError
+from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
 _BLOCK = 1 << 22
@@ -118,9 +118,42 @@ def sync_directory(path: Path) -> None:
 
 def check_name(name: Any, where: str) -> str:
     """A plain file name, or an ``UnsafeError``: no folders, no way out of the checkpoint."""
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
-        raise UnsafeError(f"{where} names the file {name!r:.200}, which is no plain file name")
+    if type(name) is not str or not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
+        raise UnsafeError(f"{where} names the file {shown(name)}, which is no plain file name")
     return name
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
+    """A file for reading, and its size. Regular files only: nothing else is opened, nor waited for.
+
+    An error while it is read is damage: the reader has to do without these bytes.
+    """
+    try:
+        _check_regular(path, os.lstat(path))
+        # Not blocking, in case a pipe has taken the file's place since.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as stream:
+            yield stream, _check_regular(path, os.fstat(descriptor))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def _check_regular(path: Path, status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeError(f"{path} is no regular file")
+    return status.st_size
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """All of a file that may not be longer than ``limit``."""
+    with open_regular(path) as (stream, size):
+        data = stream.read(limit + 1) if size <= limit else b""
+        if size > limit or len(data) > limit:
+            raise DamagedError(f"{path} is longer than the {limit} bytes that it may have")
+        return data
 
 
 @contextlib.contextmanager
@@ -128,22 +161,20 @@ def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
     """A file of the manifest for reading: a regular one of the right size, not a link."""
     path = folder / check_name(file.name, str(folder))
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError as error:
+        with open_regular(path) as (stream, size):
+            if size != file.size:
+                raise DamagedError(f"{path} has {size} bytes, {file.size} were written")
+            yield stream
+    except FileNotFoundError as error:
         raise DamagedError(f"{path}: {error.strerror}; it is in the manifest") from error
-    with open(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UnsafeError(f"{path} is no regular file")
-        if status.st_size != file.size:
-            raise DamagedError(f"{path} has {status.st_size} bytes, {file.size} were written")
-        yield stream
 
 
-def read_listed(folder: Path, file: File) -> bytes:
+def read_listed(folder: Path, file: File, limit: int) -> bytes:
     """All of a small file, checked against its sha256."""
+    if file.size > limit:
+        raise DamagedError(f"{folder / file.name} is longer than the {limit} bytes it may have")
     with open_listed(folder, file) as stream:
-        data = stream.read()
+        data = stream.read(file.size + 1)
     if hashlib.sha256(data).hexdigest() != file.sha256:
         raise DamagedError(_not_as_written(folder, file))
     return data
@@ -151,25 +182,19 @@ def read_listed(folder: Path, file: File) -> bytes:
 
 def check_bytes(folder: Path, file: File) -> None:
     """Read a file of any size and compare its sha256."""
-    digest = hashlib.sha256()
+    digest, left = hashlib.sha256(), file.size
     with open_listed(folder, file) as stream:
-        while block := stream.read(_BLOCK):
+        while left and (block := stream.read(min(_BLOCK, left))):
             digest.update(block)
+            left -= len(block)
     if digest.hexdigest() != file.sha256:
         raise DamagedError(_not_as_written(folder, file))
 
 
 def check_size(folder: Path, file: File) -> None:
     """That it is there, a regular file, of the right size; no byte is read."""
-    path = folder / check_name(file.name, str(folder))
-    try:
-        status = os.lstat(path)
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror}; it is in the manifest") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise UnsafeError(f"{path} is no regular file")
-    if status.st_size != file.size:
-        raise DamagedError(f"{path} has {status.st_size} bytes, {file.size} were written")
+    with open_listed(folder, file):
+        pass
 
 
 def _not_as_written(folder: Path, file: File) -> str:
@@ -181,6 +206,13 @@ class Window(io.RawIOBase):
 
     def __init__(self, stream: io.BufferedReader, begin: int, length: int) -> None:
         self._stream, self._begin, self._length, self._at = stream, begin, length, 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def part(self) -> tuple[io.BufferedReader, int, int]:
+        return self._stream, self._begin, self._length
 
     def seekable(self) -> bool:
         return True

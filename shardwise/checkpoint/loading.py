@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: any checkpoint into any layout of the same tensors, after every byte was checked.
 
-check   names, shapes, dtypes against the manifest's index; sha256, files shared out over ranks
-agree   one small object per rank: all go on, or all raise the same
-read    the saved boxes that meet this rank's, each copied into place (``reading``)
-agree   that everybody has read
+compare  sha256 of every file, shared out over the ranks, before any of them is interpreted
+read     index, values, names, shapes, dtypes; the saved boxes that meet this rank's, to host memory
+offer    extra states to the modules that have any: their own code, which may refuse
+write    tensors, optimizer, random states: no file is read, nothing is left to refuse
+
+After each step one small object per rank: all go on, or all raise the same, and undo what was done.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -20,13 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import metadata, random_state, state
-from shardwise.checkpoint.errors import DamagedError, MismatchError
+from shardwise.checkpoint.errors import MismatchError
 from shardwise.checkpoint.experts import Stack
-from shardwise.checkpoint.files import check_bytes
-from shardwise.checkpoint.manifest import Manifest, rank_file
-from shardwise.checkpoint.reading import Checkpoint, Copies
-from shardwise.checkpoint.state import State, state_key
-from shardwise.checkpoint.world import World, share
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
+from shardwise.checkpoint.state import Changes, State, state_key
+from shardwise.checkpoint.world import World
 from shardwise.layout import Shape
 from shardwise.precision.mxfp8_tensor import NAMES
 
@@ -45,24 +47,34 @@ def load(
     random states and ``extra`` back; with another number, ``extra`` is rank 0's and the generators
     are seeded from it (``random_state``). ``optimizer=None`` leaves saved optimizer states alone.
 
-    ``MismatchError`` lists all that does not fit; nothing has been loaded then, nor where a byte is
-    not as it was written (``DamagedError``) or a file is not what it should be (``UnsafeError``).
+    A load that is refused has changed nothing, on any rank. ``MismatchError`` lists all that does
+    not fit, ``DamagedError`` names a file that is not as it was written, ``UnsafeError`` one that
+    asks for more than numbers. What a rank loads is in host memory, whole, before it is written.
     """
     world = World.now()
     job = _Job(Path(os.path.abspath(path)), model, optimizer, world)
-    identities = world.together(job.check, facts=lambda: job.checkpoint.manifest.identity)
+    identities = world.together(job.compare, facts=lambda: job.manifest.identity)
     if len(set(identities)) > 1:
         raise MismatchError(f"the ranks were asked to load different checkpoints: {identities}")
-    world.together(lambda: job.read(restore_random))
+    try:
+        world.together(job.read)
+        world.together(job.offer)
+    except BaseException:
+        job.undo()
+        raise
+    world.together(lambda: job.write(restore_random))
     return job.extra
 
 
 class _Job:
     """One rank's part of one load."""
 
+    manifest: Manifest
     checkpoint: Checkpoint
     state: State
     copies: Copies
+    changes: Changes | None = None
+    random_states: random_state.States
     extra: dict[str, Any]
 
     def __init__(
@@ -70,12 +82,23 @@ class _Job:
     ) -> None:
         self.path, self.model, self.optimizer, self.world = path, model, optimizer, world
         self.new_states: list[tuple[Tensor, dict[str, Any]]] = []  # given out when all is read
+        self.offered: list[tuple[nn.Module, Any]] = []  # with the extra states they had
+        states = {} if optimizer is None else optimizer.state
+        self.had_state = {parameter: bool(states[parameter]) for parameter in states}
+
+    def compare(self) -> None:
+        self.manifest = Manifest.read(self.path)
+        self.manifest.check_sizes(self.path)
+        compare_bytes(self.path, self.manifest, self.world)
 
     # ------------------------------------------------------------------ before anything is changed
 
-    def check(self) -> None:
-        """All that doesn't fit, at once; then the bytes; then what they say they are."""
-        self.checkpoint = Checkpoint.open(self.path)
+    def read(self) -> None:
+        """Check all that doesn't fit, at once; then read everything that this rank loads."""
+        self.checkpoint = Checkpoint.open(self.path, self.manifest)
+        self.random_states, self.extra = self.checkpoint.rank_values(
+            self.world.rank if self.same_world else 0
+        )
         self.state = state.of_model(self.model)
         problems = list(self.state.problems)
         model_problems = self._model_problems()
@@ -83,13 +106,13 @@ class _Job:
         if self.optimizer is not None and not model_problems:
             problems += self._optimizer_problems(self.optimizer)
         if problems:
-            raise MismatchError(_explain(self.path, self.checkpoint.manifest, problems))
-        files = self.checkpoint.manifest.files
-        sizes = [file.size for file in files]
-        for file in share(files, sizes, self.world.rank, self.world.size):
-            check_bytes(self.path, file)
+            raise MismatchError(_explain(self.path, self.manifest, problems))
         self.copies = Copies(self.checkpoint, self.state)
-        self.checkpoint.inspect(self.copies.chunks)
+        self.copies.stage()
+
+    @property
+    def same_world(self) -> bool:
+        return self.manifest.world_size == self.world.size
 
     def _model_problems(self) -> list[str]:
         saved = {
@@ -158,6 +181,9 @@ class _Job:
         stored = set(saved["tensors"]) | set(saved["scalars"])
         for name in sorted(stored - known):
             problems.append(f"unexpected in it: optimizer state of '{name}'")
+        if not problems:
+            self.changes = Changes(optimizer, self.state, saved)
+            problems += self.changes.problems
         return problems
 
     def _state_problems(
@@ -183,8 +209,6 @@ class _Job:
             key: [self.checkpoint.index.get(state_key(one, key)) for one in members]
             for key in tensors
         }
-        if any(entry is None for found in entries.values() for entry in found):
-            raise DamagedError(f"{self.path}: optimizer states of '{name}' are not in the index")
         if not here and wanted:
             # It makes its states later than now, or never for this parameter.
             here = {key: _new_state(parameter, key, e[0], stack) for key, e in entries.items()}
@@ -232,32 +256,37 @@ class _Job:
         chunks = [chunk for entry in entries if entry is not None for chunk in entry.chunks]
         return {float(value) for _, value in self.checkpoint.read(chunks)}
 
-    # ------------------------------------------------------------------ reading
+    def offer(self) -> None:
+        """Give modules their extra states; the ones they had are kept, in case somebody refuses."""
+        extra_states = self.checkpoint.values["extra_states"]
+        for module, value in state.extra_state_modules(self.model, self.state, extra_states):
+            self.offered.append((module, copy.deepcopy(module.get_extra_state())))
+            module.set_extra_state(value)
 
-    def read(self, restore_random: bool) -> None:
-        self.copies.run()
+    def undo(self) -> None:
+        """Take back what reading and offering have changed."""
+        for module, value in reversed(self.offered):
+            module.set_extra_state(value)
+        states = {} if self.optimizer is None else self.optimizer.state
+        for parameter in [*states]:
+            if parameter not in self.had_state:
+                del states[parameter]
+            elif not self.had_state[parameter]:
+                states[parameter].clear()
+
+    # ------------------------------------------------------------------ changing
+
+    def write(self, restore_random: bool) -> None:
         for parameter, new in self.new_states:
             assert self.optimizer is not None
             self.optimizer.state[parameter] = new
-        values = self.checkpoint.values
-        state.set_extra_states(self.model, self.state, values["extra_states"])
-        if self.optimizer is not None:
-            state.set_options(self.optimizer, self.state, values["optimizer"])
-            state.set_scalars(self.optimizer, self.state, values["optimizer"])
-        manifest = self.checkpoint.manifest
-        same = manifest.world_size == self.world.size
-        mine = self._rank_values(self.world.rank if same else 0)
-        self.extra = mine["extra"]
-        if restore_random and same:
-            random_state.restore(mine["random"], str(self.path / rank_file(self.world.rank)))
+        self.copies.write()
+        if self.changes is not None:
+            self.changes.make()
+        if restore_random and self.same_world:
+            self.random_states.restore()
         elif restore_random:
-            random_state.reseed(mine["random"], self.world.rank, self.world.size)
-
-    def _rank_values(self, rank: int) -> dict[str, Any]:
-        values = self.checkpoint.manifest.read_json(self.path, rank_file(rank))
-        if not isinstance(values, dict) or not {"random", "extra"} <= set(values):
-            raise DamagedError(f"{self.path / rank_file(rank)} is not what shardwise writes")
-        return values
+            self.random_states.reseed(self.world.rank, self.world.size)
 
 
 def _new_state(
@@ -284,8 +313,6 @@ def _differences(name: str, entry: metadata.Entry, shape: Shape, dtype: torch.dt
             f"'{name}' is {entry.dtype} in it, {dtype} here: load in the saved dtype and "
             f"convert afterwards"
         )
-    if (tiling := entry.problem()) is not None:
-        raise DamagedError(f"'{name}': {tiling}")
     return problems
 
 

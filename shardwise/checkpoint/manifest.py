@@ -14,11 +14,13 @@ none, and a directory without a valid manifest does not exist.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,27 @@ from typing import Any
 import numpy
 import torch
 
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError
-from shardwise.checkpoint.files import File, check_name, check_size, read_listed, write_file
-from shardwise.checkpoint.values import decode, encode, from_bytes
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
+from shardwise.checkpoint.files import (
+    File,
+    check_name,
+    check_size,
+    read_listed,
+    read_small,
+    write_file,
+)
+from shardwise.checkpoint.values import (
+    MAX_JSON_BYTES,
+    check_length,
+    decode,
+    encode,
+    from_bytes,
+    parse_json,
+)
 
 NAME = "manifest.json"
 FORMAT = "shardwise checkpoint 1"
 METADATA, STATE = ".metadata", "state.json"
-_MAX_BYTES = 1 << 28
 _VALUES = ("config", "optimizer")  # fields that hold any values, tagged in JSON
 
 
@@ -72,6 +87,7 @@ class Manifest:
         for name in _VALUES:
             body[name] = encode(body[name], name)
         text = json.dumps({"format": FORMAT, "sha256": _digest(body), "body": body}, indent=1)
+        check_length(text.encode(), NAME)
         write_file(folder / NAME, text.encode())
 
     @staticmethod
@@ -79,16 +95,12 @@ class Manifest:
         """A manifest whose own sha256 holds, or a ``CheckpointError`` that says what is there."""
         path = folder / NAME
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                raise DamagedError(f"{path} is too large to be a manifest")
-            content = json.loads(path.read_bytes())
+            content = parse_json(read_small(path, MAX_JSON_BYTES), str(path))
         except FileNotFoundError:
             raise CheckpointError(_nothing_there(folder)) from None
-        except (OSError, ValueError) as error:
-            raise DamagedError(f"{path} can't be read: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            found = content.get("format") if isinstance(content, dict) else type(content).__name__
-            raise DamagedError(f"{path} is of the format {found!r:.80}; this reads '{FORMAT}'")
+            found = content.get("format") if isinstance(content, dict) else content
+            raise DamagedError(f"{path} has the format {shown(found)}; this reads '{FORMAT}'")
         body = content.get("body")
         if not isinstance(body, dict) or _digest(body) != content.get("sha256"):
             raise DamagedError(f"{path} is damaged: its sha256 is not that of what was written")
@@ -101,7 +113,8 @@ class Manifest:
 
     def read_json(self, folder: Path, name: str) -> Any:
         """The contents of one of the JSON files, checked by sha256."""
-        return from_bytes(read_listed(folder, self.file(name)), str(folder / name))
+        data = read_listed(folder, self.file(name), MAX_JSON_BYTES)
+        return from_bytes(data, str(folder / name))
 
 
 def versions() -> dict[str, str]:
@@ -130,27 +143,65 @@ def _digest(body: dict[str, Any]) -> str:
 
 def _from_body(body: dict[str, Any], path: Path) -> Manifest:
     """A sound sha256 says that the bytes are as written, not who wrote them: check the types."""
-    try:
-        files = tuple(File(**entry) for entry in body["files"])
-        values = {name: decode(body[name], str(path)) for name in _VALUES}
-        manifest = Manifest(**{**body, **values, "files": files})
-        names = [check_name(file.name, str(path)) for file in files]
-        sound = (
-            all(type(f.size) is int and f.size >= 0 and type(f.sha256) is str for f in files)
-            and all(type(n) is int for n in (manifest.sequence, manifest.world_size))
-            and manifest.world_size >= 1
-            and (manifest.step is None or type(manifest.step) is int)
-            and all(value is None or type(value) is dict for value in values.values())
-            and len(set(names)) == len(names)
-            and {METADATA, STATE, *map(rank_file, range(manifest.world_size))} <= set(names)
+    fields = {item.name for item in dataclasses.fields(Manifest)}
+    if body.keys() != fields:
+        odd = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
+        raise DamagedError(f"{path} lacks what a manifest holds, or holds more: {odd}")
+    for name in _VALUES:
+        body[name] = decode(body[name], str(path))
+    for name, sound in _SOUND.items():
+        if not sound(body[name]):
+            raise DamagedError(f"{path}: '{name}' is {shown(body[name])}, which no save writes")
+    for file in body["files"]:
+        check_name(file["name"], str(path))
+    files = tuple(File(**file) for file in body["files"])
+    names = {file.name for file in files}
+    # First the number: a world of a billion ranks has no billion files here.
+    needed = len(names) == len(files) > body["world_size"] and {
+        *(METADATA, STATE),
+        *map(rank_file, range(body["world_size"])),
+    }
+    if not needed or not needed <= names:
+        raise DamagedError(
+            f"{path} is no manifest of a whole checkpoint: files are missing from it"
         )
-    except UnsafeError:
-        raise
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{path} lacks what a manifest holds: {error}") from error
-    if not sound:
-        raise DamagedError(f"{path} is no manifest of a whole checkpoint")
-    return manifest
+    return Manifest(**{**body, "files": files})
+
+
+def _is_line(value: Any) -> bool:
+    """Whether it is a text that can be shown: no control characters, not endless."""
+    return type(value) is str and len(value) <= 2000 and value.isprintable()
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_file(value: Any) -> bool:
+    """Whether it describes a file; its name is looked at later."""
+    return (
+        type(value) is dict
+        and value.keys() == {"name", "size", "sha256"}
+        and _is_count(value["size"])
+        and _is_line(value["sha256"])
+    )
+
+
+_SOUND: dict[str, Callable[[Any], bool]] = {
+    "identity": lambda value: type(value) is str,
+    "step": lambda value: value is None or _is_count(value),
+    "sequence": _is_count,
+    "world_size": lambda value: _is_count(value) and value >= 1,
+    "num_tensors": _is_count,
+    "placements": lambda value: type(value) is list and all(map(_is_line, value)),
+    "optimizer": lambda value: value is None or type(value) is dict,
+    "config": lambda value: value is None or type(value) is dict,
+    "versions": lambda value: (
+        type(value) is dict and "torch" in value and all(map(_is_line, [*value, *value.values()]))
+    ),
+    "created": _is_line,
+    "files": lambda value: type(value) is list and all(map(_is_file, value)),
+}
 
 
 def _nothing_there(folder: Path) -> str:

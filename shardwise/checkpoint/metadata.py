@@ -2,20 +2,14 @@
 """DCP's ``.metadata``: where every piece of every tensor lies. Written as torch writes it, read
 without importing or calling anything that it names.
 
-torch reads this file with a bare ``pickle.load``, which runs whatever the file says. Here every
-name in it is looked up in a short table of inert stand-ins made for this one file:
-
-    torch...metadata.Metadata   ->  a record that keeps its state and can do nothing
-    torch.Size                  ->  tuple
-    torch.float32               ->  the dtype, a constant
-    os.system, anything else    ->  UnsafeError, by name
-
-The records are then checked field by field and become an ``Index``.
+torch reads this file with a bare ``pickle.load``, which runs whatever the file says. ``pickles``
+reads it as records, which are checked here field by field and become an ``Index``.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
+import itertools
 import math
 import pickle
 from collections.abc import Iterable, Mapping
@@ -34,15 +28,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwise.checkpoint.errors import DamagedError, UnsafeError
+from shardwise.checkpoint import pickles
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError, shown
 from shardwise.checkpoint.files import File, check_name
+from shardwise.checkpoint.pickles import Name, Pairs, Record
 from shardwise.layout import Shape
 
 MAX_DIMENSIONS = 64
+DTYPES = {
+    f"torch.{name}": value for name, value in vars(torch).items() if type(value) is torch.dtype
+}
+_TOO_MANY = 1 << 62  # elements or bytes
+_MAX_CUT_DIMENSIONS = 10
 _DCP_VERSION = "1.0.0"  # of the form in which ``dump`` writes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """One box of a tensor, and the bytes that hold it."""
 
@@ -96,133 +97,119 @@ def dump(index: Mapping[str, Entry]) -> bytes:
         storage_meta=StorageMeta(),
         version=_DCP_VERSION,
     )
-    return pickle.dumps(metadata, protocol=4)
+    data = pickle.dumps(metadata, protocol=4)
+    if len(data) > pickles.MAX_BYTES:
+        raise CheckpointError(
+            f"the index of {sum(len(entry.chunks) for entry in index.values())} pieces has "
+            f"{len(data)} bytes, more than the {pickles.MAX_BYTES} that are read: save from fewer "
+            f"ranks, or cut parameters by rows"
+        )
+    return data
 
 
 # ------------------------------------------------------------------------------ reading
 
 
-class _Record:
-    """Stands for an object of the pickle: its state as it was stored, and no behaviour."""
-
-    state: Any = None
-
-    def __init__(self, *args: Any) -> None:
-        if args:
-            raise TypeError(f"a {type(self).__name__} is made in an unknown way")
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        if not isinstance(self.state, dict) or name not in self.state:
-            raise TypeError(f"{type(self).__name__} without '{name}'")
-        return self.state[name]
-
-
-def _stand_ins() -> dict[tuple[str, str], Any]:
-    """Fresh ones for every file: what a hostile one could do to a class dies with it."""
-
-    class Key(_Record):  # the key of a dictionary: it must have a hash
-        def __hash__(self) -> int:
-            return hash((self.get("fqn"), self.get("offset")))
-
-        def __eq__(self, other: object) -> bool:
-            return type(other) is Key and all(
-                self.get(name) == other.get(name) for name in ("fqn", "offset")
-            )
-
-    described = "torch.distributed.checkpoint.metadata"
-    found: dict[tuple[str, str], Any] = {
-        (described, name): type(name, (_Record,), {})
-        for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata")
-        + ("TensorProperties", "StorageMeta")
-    }
-    found[described, "MetadataIndex"] = Key
-    found[described, "_MEM_FORMAT_ENCODING"] = int
-    stored = "torch.distributed.checkpoint.filesystem"
-    found[stored, "_StorageInfo"] = type("_StorageInfo", (_Record,), {})
-    found["torch", "Size"] = tuple
-    found["torch.serialization", "_get_layout"] = str
-    return found
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self._where, self._stand_ins = where, _stand_ins()
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._stand_ins.get((module, name))
-        if found is None and module == "torch" and isinstance(name, str):
-            constant = getattr(torch, name, None) if name.isidentifier() else None
-            found = constant if isinstance(constant, torch.dtype) else None
-        if found is None:
-            raise UnsafeError(
-                f"{self._where} asks for '{module}.{name}', which no checkpoint needs: "
-                f"it was not written by shardwise, and loading it elsewhere could run code"
-            )
-        return found
+_DESCRIBED = "torch.distributed.checkpoint.metadata"
+_SIZE = "torch.Size"
+_TENSOR = f"{_DESCRIBED}.TensorStorageMetadata"
+_NAMES = frozenset(
+    {f"{_DESCRIBED}.{name}" for name in ("Metadata", "MetadataIndex", "ChunkStorageMetadata")}
+    | {f"{_DESCRIBED}.{name}" for name in ("TensorProperties", "StorageMeta")}
+    | {f"{_DESCRIBED}.{name}" for name in ("_MEM_FORMAT_ENCODING", "BytesStorageMetadata")}
+    | {"torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout"}
+    | {_TENSOR, _SIZE, *DTYPES}
+)
 
 
 def parse(data: bytes, where: str, files: Iterable[File]) -> Index:
     """The index in ``.metadata``, every field checked, every file in the manifest."""
-    try:
-        metadata = _Reader(data, where).load()
-    except UnsafeError:
-        raise
-    except Exception as error:  # a broken pickle may raise anything
-        raise DamagedError(f"{where} can't be read: {type(error).__name__}: {error}") from error
+    metadata = pickles.read(data, where, _NAMES)
     try:
         return _index(metadata, where, {file.name: file.size for file in files})
-    except (TypeError, AttributeError, KeyError, IndexError) as error:
+    except (TypeError, LookupError, AttributeError) as error:
         raise DamagedError(f"{where} is not what shardwise writes: {error}") from error
 
 
-def _index(metadata: Any, where: str, sizes: Mapping[str, int]) -> Index:
-    places: dict[tuple[str, Shape], tuple[str, int, int]] = {}
-    for key, info in metadata.get("storage_data").items():
+def _index(metadata: Record, where: str, sizes: Mapping[str, int]) -> Index:
+    """As many steps as the file has entries: each place is used for one chunk."""
+    places: dict[tuple[Any, ...], tuple[str, int, int]] = {}
+    for box, info in _dictionary(metadata.get("storage_data")):
         name = check_name(info.get("relative_path"), where)
         begin, length = _number(info.get("offset")), _number(info.get("length"))
-        if info.state.get("transform_descriptors"):
-            raise UnsafeError(f"{where} asks to transform '{name}' while reading it")
+        with contextlib.suppress(LookupError):  # not in every version of torch
+            if (transform := info.get("transform_descriptors")) is not None and transform != []:
+                raise UnsafeError(f"{where} asks to transform '{name}' while reading it")
         if name not in sizes:
             raise UnsafeError(f"{where} points to '{name}', which is not in the manifest")
         if begin + length > sizes[name]:
             raise DamagedError(f"{where} points behind the end of '{name}'")
-        places[key.get("fqn"), _shape(key.get("offset"))] = (name, begin, length)
+        place = _place(_text(box.get("fqn")), _shape(box.get("offset")))
+        if place in places:
+            raise DamagedError(f"{where} places a piece of {shown(place[1])} twice")
+        places[place] = (name, begin, length)
     index: Index = {}
-    for key, tensor in metadata.get("state_dict_metadata").items():
-        if not isinstance(key, str):
-            raise TypeError(f"a tensor named {key!r:.80}")
-        if type(tensor).__name__ != "TensorStorageMetadata":
-            raise UnsafeError(f"{where}: '{key}' is no tensor; objects are never loaded")
-        dtype = tensor.get("properties").state[0]
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"'{key}' without a dtype")
+    for key, tensor in _dictionary(metadata.get("state_dict_metadata")):
+        _text(key)
+        if tensor.name != _TENSOR:
+            kind = tensor.name.rpartition(".")[2]
+            raise UnsafeError(f"{where}: {shown(key)} is a {kind}; objects are never loaded")
+        if key in index:
+            raise DamagedError(f"{where} describes {shown(key)} twice")
+        dtype = DTYPES[_text(tensor.get("properties").state[0], Name)]
+        described = tensor.get("chunks")
+        if type(described) is not list:
+            raise TypeError(f"chunks {shown(described)}")
         chunks = []
-        for chunk in tensor.get("chunks"):
+        for chunk in described:
             offsets, sides = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
-            if (key, offsets) not in places:
-                raise DamagedError(f"{where}: no file holds '{key}' from {list(offsets)} on")
-            name, begin, length = places.pop((key, offsets))
-            chunks.append(Chunk(offsets, sides, dtype, name, begin, length))
+            if (found := places.pop(_place(key, offsets), None)) is None:
+                raise DamagedError(f"{where}: no file holds {shown(key)} from {list(offsets)} on")
+            chunks.append(Chunk(offsets, sides, dtype, *found))
         index[key] = Entry(_shape(tensor.get("size")), dtype, tuple(chunks))
     if places:
-        raise DamagedError(f"{where} places pieces of unknown tensors: {sorted(places)[:3]}")
+        names = ", ".join(shown(place[1]) for place in [*places][:3])
+        raise DamagedError(f"{where} places pieces of unknown tensors: {names}")
+    for key, entry in index.items():
+        if (problem := entry.problem()) is not None:
+            raise DamagedError(f"{where}: {shown(key)}: {problem}")
     return index
 
 
+def _place(key: str, offsets: Shape) -> tuple[Any, ...]:
+    """The key of a place. It begins with a text, whose hash nobody knows before this process ran:
+    tuples of numbers alone could be chosen to have equal hashes, each compared with all others."""
+    return ("at", key, *offsets)
+
+
+def _dictionary(value: Any) -> Iterable[tuple[Any, Any]]:
+    if type(value) is not Pairs:
+        raise TypeError(f"{shown(value)} where a dictionary stands")
+    return value.entries()
+
+
+def _text(value: Any, kind: type = str) -> str:
+    if type(value) is not kind:
+        raise TypeError(f"{shown(value)} where a name stands")
+    return str(value)
+
+
 def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r:.80} where a size stands")
+    if type(value) is not int or not 0 <= value < _TOO_MANY:
+        raise TypeError(f"{shown(value)} where a size stands")
     return value
 
 
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, tuple) or len(value) > MAX_DIMENSIONS:
-        raise TypeError(f"{value!r:.80} where a shape stands")
-    return tuple(_number(size) for size in value)
+    """A ``torch.Size``, or a tuple that stands for one."""
+    if type(value) is Record and value.name == _SIZE and len(value.args) == 1:
+        [value] = value.args
+    if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
+        raise TypeError(f"{shown(value)} where a shape stands")
+    shape = tuple(_number(size) for size in value)
+    if math.prod(size or 1 for size in shape) >= _TOO_MANY:
+        raise TypeError(f"{list(shape)} is the shape of no tensor")
+    return shape
 
 
 # ------------------------------------------------------------------------------ tiling
@@ -231,8 +218,14 @@ def _shape(value: Any) -> Shape:
 def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None:
     """Why boxes do not cover a tensor exactly once, or None.
 
-    As many elements as the tensor has, none outside and no two boxes with a common one: together
-    they are the whole. Boxes are compared in the order of their first row, so only neighbours meet.
+    As many elements as the tensor has, none outside, none in two boxes. Corners tell the last,
+    in time linear in the number of boxes: a corner counts + where it is the high end of its box in
+    an even number of dimensions, else -. Running totals of these sums along all dimensions say how
+    often each element is covered, so the sums must be those of the whole tensor.
+
+        +-----+-----+         inner corners cancel: + and - of neighbours
+        |     |     |
+        +-----+-----+
     """
     for offsets, sizes in boxes:
         if not len(shape) == len(offsets) == len(sizes) or any(
@@ -242,18 +235,16 @@ def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None
     covered = sum(math.prod(sizes) for _, sizes in boxes)
     if covered != math.prod(shape):
         return f"its pieces hold {covered} of {math.prod(shape)} elements"
-    active: list[tuple[Shape, Shape]] = []
-    for box in sorted(box for box in boxes if math.prod(box[1])):
-        if box[0]:
-            active = [other for other in active if other[0][0] + other[1][0] > box[0][0]]
-        if any(_overlap(box, other) for other in active):
-            return f"two pieces hold the elements from {list(box[0])} on"
-        active.append(box)
-    return None
-
-
-def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
-    return all(
-        a < b + length_b and b < a + length_a
-        for a, length_a, b, length_b in zip(*one, *other, strict=True)
-    )
+    boxes = [box for box in boxes if math.prod(box[1])]
+    cut = [dim for dim, end in enumerate(shape) if any(sizes[dim] != end for _, sizes in boxes)]
+    if len(cut) > _MAX_CUT_DIMENSIONS:
+        return f"it is cut along {len(cut)} dimensions, {_MAX_CUT_DIMENSIONS} can be checked"
+    whole = ((0,) * len(shape), shape)
+    sums: dict[tuple[Any, ...], int] = {}
+    for sign, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
+        ends = (((offsets[d], 1), (offsets[d] + sizes[d], -1)) for d in cut)
+        for corner in itertools.product(*ends):
+            key = _place("corner", tuple(place for place, _ in corner))
+            sums[key] = sums.get(key, 0) + sign * math.prod(low for _, low in corner)
+    odd = [key[2:] for key, total in sums.items() if total]
+    return f"two pieces hold the elements around {list(min(odd))}" if covered and odd else None

@@ -8,11 +8,10 @@ read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint import metadata
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError
-from shardwise.checkpoint.files import Window, open_listed, read_listed
-from shardwise.checkpoint.manifest import METADATA, STATE, Manifest
-from shardwise.checkpoint.state import State, model_key
+from shardwise.checkpoint import metadata, random_state
+from shardwise.checkpoint.errors import CheckpointError, DamagedError
+from shardwise.checkpoint.files import Window, check_bytes, open_listed, read_listed
+from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, rank_file
+from shardwise.checkpoint.pickles import MAX_BYTES
+from shardwise.checkpoint.state import State, check_saved, model_key
+from shardwise.checkpoint.tensors import SavedTensor
+from shardwise.checkpoint.world import World, share
 from shardwise.layout import Shape
 from shardwise.tensor import ShardedTensor
 
@@ -44,55 +46,57 @@ class Checkpoint:
     values: dict[str, Any]
 
     @staticmethod
-    def open(path: Path) -> Checkpoint:
-        manifest = Manifest.read(path)
+    def open(path: Path, manifest: Manifest | None = None) -> Checkpoint:
+        """Read and check what belongs to all ranks. ``compare_bytes`` comes before."""
+        manifest = manifest or Manifest.read(path)
         manifest.check_sizes(path)
-        data = read_listed(path, manifest.file(METADATA))
+        data = read_listed(path, manifest.file(METADATA), MAX_BYTES)
         index = metadata.parse(data, str(path / METADATA), manifest.files)
+        if len(index) != manifest.num_tensors:
+            raise DamagedError(
+                f"{path / METADATA}: {len(index)} tensors, {manifest.num_tensors} were saved"
+            )
         values = manifest.read_json(path, STATE)
-        if not isinstance(values, dict) or not {"tied", "extra_states", "optimizer"} <= set(values):
-            raise DamagedError(f"{path / STATE} is not what shardwise writes")
+        check_saved(values, str(path / STATE), index.keys())
         return Checkpoint(path, manifest, index, values)
+
+    def rank_values(self, rank: int) -> tuple[random_state.States, dict[str, Any]]:
+        """The random states, not yet set, and the ``extra`` of a rank."""
+        where = str(self.path / rank_file(rank))
+        values = self.manifest.read_json(self.path, rank_file(rank))
+        if type(values) is not dict or type(values.get("extra")) is not dict:
+            raise DamagedError(f"{where} is not what shardwise writes")
+        return random_state.States(values.get("random"), where), values["extra"]
 
     def read(self, chunks: Iterable[metadata.Chunk]) -> Iterator[tuple[metadata.Chunk, Tensor]]:
         """The tensors of some chunks, file by file, front to back. One is in memory at a time."""
+        for chunk, archive in self._archives(chunks):
+            yield chunk, archive.read()
+
+    def inspect(self, chunks: Iterable[metadata.Chunk]) -> None:
+        """That each of them is a tensor that ``read`` would return; its numbers are not read."""
+        for _ in self._archives(chunks):
+            pass
+
+    def _archives(
+        self, chunks: Iterable[metadata.Chunk]
+    ) -> Iterator[tuple[metadata.Chunk, SavedTensor]]:
         by_file: dict[str, list[metadata.Chunk]] = {}
         for chunk in chunks:
             by_file.setdefault(chunk.file, []).append(chunk)
         for name, wanted in sorted(by_file.items()):
-            file = self.manifest.file(name)
-            with open_listed(self.path, file) as stream:
+            with open_listed(self.path, self.manifest.file(name)) as stream:
                 for chunk in sorted(wanted, key=lambda chunk: chunk.begin):
-                    yield chunk, _read_tensor(stream, self.path / name, chunk)
-
-    def inspect(self, chunks: Iterable[metadata.Chunk]) -> None:
-        """That each of them is a tensor of the right shape; its numbers are not read."""
-        with torch.serialization.skip_data():
-            for _ in self.read(chunks):
-                pass
+                    window = Window(stream, chunk.begin, chunk.length)
+                    where = f"{self.path / name}, byte {chunk.begin}"
+                    yield chunk, SavedTensor(window, where, chunk.sizes, chunk.dtype)
 
 
-def _read_tensor(stream: Any, where: Path, chunk: metadata.Chunk) -> Tensor:
-    window = Window(stream, chunk.begin, chunk.length)
-    try:
-        value = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        raise UnsafeError(
-            f"{where} holds something else than a tensor at byte {chunk.begin}, which loading "
-            f"could run: {reason}"
-        ) from error
-    except Exception as error:  # torch's reader of broken bytes may raise anything
-        raise DamagedError(f"{where}: no tensor at byte {chunk.begin}: {error!r:.200}") from error
-    found = type(value).__name__
-    if type(value) is Tensor:
-        if value.dtype == chunk.dtype and tuple(value.shape) == chunk.sizes:
-            return value
-        found = f"{value.dtype} {list(value.shape)}"
-    raise DamagedError(
-        f"{where}: {found} at byte {chunk.begin}, where the index promises {chunk.dtype} "
-        f"{list(chunk.sizes)}"
-    )
+def compare_bytes(path: Path, manifest: Manifest, world: World) -> None:
+    """Compare the sha256 of this rank's share of the files: the ranks together compare all."""
+    sizes = [file.size for file in manifest.files]
+    for file in share(manifest.files, sizes, world.rank, world.size):
+        check_bytes(path, file)
 
 
 # ------------------------------------------------------------------------------ tensors
@@ -107,21 +111,24 @@ class _Copy:
     lengths: Shape
     rows: tuple[Tensor, Tensor] | None = None  # in the part, in the target
 
-    def run(self, value: Tensor) -> None:
+    def stage(self, value: Tensor) -> Callable[[], object]:
+        """Take the part out of the saved piece; what is returned puts it in its place."""
         part = _narrow(value, self.offsets, self.lengths)
         if self.rows is None:
-            self.target.copy_(part)
-        else:
-            taken, put = self.rows
-            target = self.target
-            target.index_copy_(0, put.to(target.device), part.index_select(0, taken).to(target))
+            whole = part.numel() == value.numel()
+            part = part if whole else part.clone()  # so that the rest of the piece can go
+            return lambda: self.target.copy_(part)
+        taken, put = self.rows
+        device, moved = self.target.device, part.index_select(0, taken)
+        return lambda: self.target.index_copy_(0, put.to(device), moved.to(self.target))
 
 
 class Copies:
     """What fills this rank's pieces of tensors: for every saved piece, where its parts go."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: State) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._wanted = checkpoint, list(wanted.tensors.values())
+        self._staged: list[Callable[[], object]] = []
         self.chunks: dict[metadata.Chunk, list[_Copy]] = {}
         tied, orders = checkpoint.values["tied"], checkpoint.values["extra_states"]
         for key, tensor in wanted.tensors.items():
@@ -159,34 +166,49 @@ class Copies:
                 f"{read} of {math.prod(sizes)} elements of '{key}' would be read: this is a bug"
             )
 
+    def stage(self) -> None:
+        """Read all of it into host memory; nothing is written yet."""
+        self._staged = [
+            copy.stage(value)
+            for chunk, value in self._checkpoint.read(self.chunks)
+            for copy in self.chunks[chunk]
+        ]
+
     @torch.no_grad()
-    def run(self) -> None:
-        for chunk, value in self._checkpoint.read(self.chunks):
-            for copy in self.chunks[chunk]:
-                copy.run(value)
+    def write(self) -> None:
+        """Put what was read into the tensors. No file is touched: nothing can be missing."""
+        for tensor in self._wanted:
+            _mark_written(tensor)
+        while self._staged:
+            self._staged.pop()()
 
 
 def read_whole(checkpoint: Checkpoint, key: str) -> Tensor:
     """One tensor, whole, in host memory."""
     entry = checkpoint.index[key]
     whole = torch.empty(entry.shape, dtype=entry.dtype)
-    Copies(checkpoint, State(tensors={key: whole})).run()
+    copies = Copies(checkpoint, State(tensors={key: whole}))
+    copies.stage()
+    copies.write()
     return whole
 
 
 def _boxes(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """This rank's boxes. Asking a sharded parameter also marks it as written, on every rank."""
+    """This rank's boxes."""
+    if isinstance(tensor, ShardedTensor):
+        return [ChunkStorageMetadata(*box) for box in tensor.cut.boxes if box[1].numel()]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []
-        if isinstance(tensor, ShardedTensor):
-            if tensor.version is not None:
-                tensor.version.write()
-            chunks = tensor.chunks()
-        else:
-            chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+        chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
         return [chunk for chunk in chunks if chunk.sizes.numel()]
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
+
+
+def _mark_written(tensor: Tensor) -> None:
+    """Count a write, on every rank: also on one that holds nothing of the tensor."""
+    if isinstance(tensor, ShardedTensor) and tensor.version is not None:
+        tensor.version.write()
 
 
 def _overlaps(
@@ -197,13 +219,13 @@ def _overlaps(
         ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         for chunk in entry.chunks
     ]
-    by_offset = {chunk.offsets: chunk for chunk in entry.chunks}
     saved = TensorStorageMetadata(
         TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks
     )
     box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     for item in create_read_items_for_chunk_list("", saved, [box]):
-        chunk = by_offset[tuple(item.storage_index.offset or ())]
+        assert item.storage_index.index is not None
+        chunk = entry.chunks[item.storage_index.index]
         part = _narrow(target, item.dest_offsets, item.lengths)
         yield chunk, _Copy(part, tuple(item.storage_offsets), tuple(item.lengths))
 

@@ -49,15 +49,17 @@ class Staging:
 
 def on_host(data: Tensor) -> Tensor:
     """The tensor in host memory, with a storage of exactly its bytes; copied only if it must be."""
-    data = data.detach()
+    data = data.detach().resolve_conj().resolve_neg()
     if data.device.type != "cpu" or not data.is_contiguous():
         return data.to("cpu").contiguous()
     if data.untyped_storage().nbytes() == data.nbytes:
         return data
-    return _exactly(data.reshape(-1).view(torch.uint8), data) if data.numel() else data.clone()
+    return _exactly(data.reshape(-1).view(torch.uint8), data)
 
 
 def _exactly(memory: Tensor, like: Tensor) -> Tensor:
     """Bytes of a larger block as a tensor of its own, in the same memory."""
+    if not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype)
     # By way of numpy: a view made by torch would share, and save, the whole block's storage.
     return torch.from_numpy(memory.numpy()).view(like.dtype).view(like.shape)

@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.experts import Stack, stacks_of
 from shardwise.checkpoint.values import dtype_name, encode
-from shardwise.optim.muon import convert_momentum
+from shardwise.optim.muon import MomentumForm, convert_momentum
 from shardwise.optim.storage import local_of
 from shardwise.shard.module import units_of
 from shardwise.tensor import ShardedTensor
@@ -281,43 +282,117 @@ def _options(group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     return options, described
 
 
-def set_options(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
-    """Options of the saved groups into this optimizer's, which may be cut otherwise."""
-    by_name = {name: group for group in saved["groups"] for name in group["parameters"]}
-    for index, group in enumerate(optimizer.param_groups):
-        sources = []
-        for parameter in group["params"]:
-            source = by_name.get(state.stored_name(state.names[id(parameter)]))
-            if source is not None:
-                sources.append(source["options"])
-                _convert_momentum(group, source["options"], optimizer.state.get(parameter, {}))
-                _set_described(index, group, source["described"])
+Write = Callable[[], object]
+
+
+class Changes:
+    """Writes to an optimizer's groups and scalars: checked when they are planned, made later."""
+
+    def __init__(self, optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
+        self._optimizer, self._state = optimizer, state
+        self.problems: list[str] = []
+        self._writes: list[Write] = []
+        by_name = {name: group for group in saved["groups"] for name in group["parameters"]}
+        for index, group in enumerate(optimizer.param_groups):
+            stored = [state.stored_name(state.names[id(one)]) for one in group["params"]]
+            sources = [by_name.get(name) for name in stored]
+            for parameter, name, source in zip(group["params"], stored, sources, strict=True):
+                self._plan_scalars(parameter, name, saved["scalars"].get(name, {}))
+                if source is not None:
+                    self._plan_momentum(parameter, name, group, source["options"])
+            known = [source for source in sources if source is not None]
+            for texts in _once([source["described"] for source in known]):
+                _warn_of_objects(index, group, texts)
+            self._plan_options(index, group, _once([source["options"] for source in known]))
+
+    def make(self) -> None:
+        for write in self._writes:
+            write()
+
+    def _plan_options(
+        self, index: int, group: dict[str, Any], sources: list[dict[str, Any]]
+    ) -> None:
+        """Options of the saved groups for one of this optimizer's, which may be cut otherwise."""
         for key in {key: None for source in sources for key in source}:
+            values = [source[key] for source in sources if key in source]
+            current = group.get(key)
             if key in _MACHINE_OPTIONS:
                 continue
-            values = [source[key] for source in sources if key in source]
-            if any(not _same(value, values[0]) for value in values[1:]):
+            if not all(_alike(value, current) for value in values):
+                self.problems.append(
+                    f"'{key}' of group {index} of the optimizer is {shown(values[0])} in it, "
+                    f"{shown(current)} here"
+                )
+            elif any(not _same(value, values[0]) for value in values[1:]):
                 log.warning(
                     "group %d of the optimizer joins parameters that were saved with different "
                     "'%s'; it keeps its own, %s",
                     index,
                     key,
-                    group.get(key),
+                    current,
                 )
-            elif isinstance(current := group.get(key), Tensor):
-                current.copy_(torch.as_tensor(values[0]))
+            elif isinstance(current, Tensor):
+                new = torch.as_tensor(values[0]).to(current)
+                self._writes.append(partial(current.copy_, new))
             else:
-                group[key] = values[0]
+                self._writes.append(partial(group.__setitem__, key, values[0]))
+
+    def _plan_momentum(
+        self, parameter: Tensor, name: str, group: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        """Momentum that was kept in the other form becomes this group's, once it is loaded."""
+        form, before = group.get("momentum_form"), saved.get("momentum_form")
+        if form == before or form is None or before is None:
+            return
+        if before not in get_args(MomentumForm) or type(saved.get("momentum")) is not float:
+            self.problems.append(f"'{name}' has momentum of an unknown form in it")
+            return
+
+        def convert() -> None:
+            own = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if own is not None:
+                convert_momentum(local_of(own), saved["momentum"], before, form)
+
+        self._writes.append(convert)
+
+    def _plan_scalars(self, parameter: Tensor, name: str, scalars: dict[str, Any]) -> None:
+        """States that are plain numbers."""
+        here = self._optimizer.state.get(parameter, {})
+        for key, value in scalars.items():
+            if not _alike(value, here.get(key)):
+                self.problems.append(
+                    f"'{key}' of the optimizer state of '{name}' is {shown(value)} in it, "
+                    f"{shown(here.get(key))} here"
+                )
+        if scalars:
+            self._writes.append(lambda: self._optimizer.state[parameter].update(scalars))
 
 
-def _convert_momentum(group: dict[str, Any], saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Momentum that was kept in the other form becomes this group's."""
-    form, before = group.get("momentum_form"), saved.get("momentum_form")
-    if form != before and form is not None and before is not None and "momentum_buffer" in own:
-        convert_momentum(local_of(own["momentum_buffer"]), saved["momentum"], before, form)
+def _once(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each object once: many parameters share a saved group."""
+    return list({id(value): value for value in values}.values())
 
 
-def _set_described(index: int, group: dict[str, Any], described: dict[str, str]) -> None:
+def _alike(saved: Any, current: Any) -> bool:
+    """Whether a saved value is of a kind that can stand where this one does: number, text..."""
+    kinds = {_kind(saved), _kind(current)}
+    if isinstance(current, Tensor):
+        fits = not isinstance(saved, Tensor) or saved.shape in ((), current.shape)
+        return kinds == {"number"} and fits
+    if isinstance(saved, tuple | list) and isinstance(current, tuple | list) and current:
+        return len(saved) == len(current) and all(map(_alike, saved, current))
+    return len(kinds - {"nothing"}) <= 1
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool | int | float | Tensor | numpy.generic | numpy.ndarray):
+        return "number"
+    return "sequence" if isinstance(value, tuple | list) else type(value).__name__
+
+
+def _warn_of_objects(index: int, group: dict[str, Any], described: dict[str, str]) -> None:
     for key, text in described.items():
         if repr(group.get(key)) != text:
             log.warning(
@@ -326,7 +401,7 @@ def _set_described(index: int, group: dict[str, Any], described: dict[str, str])
                 index,
                 key,
                 group.get(key),
-                text,
+                shown(text),
             )
 
 
@@ -334,23 +409,72 @@ def _same(one: Any, other: Any) -> bool:
     return bool(encode(one, "") == encode(other, ""))
 
 
-def set_scalars(optimizer: Optimizer, state: State, saved: dict[str, Any]) -> None:
-    """States that are plain numbers."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            scalars = saved["scalars"].get(state.stored_name(state.names[id(parameter)]))
-            if scalars:
-                optimizer.state[parameter].update(scalars)
-
-
-def set_extra_states(model: nn.Module, state: State, extra_states: dict[str, Any]) -> None:
-    """What modules with ``set_extra_state`` have saved beside tensors; but gate and up of experts
-    stand in this model's own order by now."""
+def extra_state_modules(
+    model: nn.Module, state: State, extra_states: dict[str, Any]
+) -> list[tuple[nn.Module, Any]]:
+    """Modules with ``set_extra_state`` and what they have saved beside tensors; but gate and up of
+    experts stand in this model's own order by now."""
     modules = {clean(name): module for name, module in unwrapped(model).named_modules()}
     settled = {stack.order for stack in state.stacks.values()}
+    return [
+        (modules[name.rpartition(".")[0]], value)
+        for name, value in extra_states.items()
+        if name not in settled
+    ]
+
+
+def check_saved(values: Any, where: str, keys: Container[str]) -> None:
+    """That the contents of ``state.json`` have the form that ``as_saved`` gives them.
+
+    ``keys`` are those of the tensors in the index.
+    """
+    if (problem := _saved_problem(values, keys)) is not None:
+        raise DamagedError(f"{where} is not what shardwise writes: {problem}")
+
+
+def _saved_problem(values: Any, keys: Container[str]) -> str | None:
+    if not _is_dict(values) or not {"tied", "extra_states", "optimizer"} <= values.keys():
+        return "values are missing"
+    tied, extra_states, optimizer = values["tied"], values["extra_states"], values["optimizer"]
+    if not _is_dict(tied, lambda name: type(name) is str and model_key(name) in keys):
+        return "'tied' names no tensors"
+    if not _is_dict(extra_states):
+        return "'extra_states' are none"
     for name, value in extra_states.items():
-        if name not in settled:
-            modules[name.rpartition(".")[0]].set_extra_state(value)
+        block = value.get("gate_up_block", 0) if type(value) is dict else 0
+        if type(block) is not int or block < 0:
+            return f"the order of gate and up in {shown(name)}"
+    if optimizer is None:
+        return None
+    parts = {"class": str, "groups": list, "scalars": dict, "tensors": dict}
+    if not _is_dict(optimizer) or any(type(optimizer.get(n)) is not k for n, k in parts.items()):
+        return "'optimizer' is none"
+    for group in optimizer["groups"]:
+        if not _is_dict(group) or not (
+            _is_names(group.get("parameters"))
+            and _is_dict(group.get("options"))
+            and "params" not in group["options"]
+            and _is_dict(group.get("described"), lambda text: type(text) is str)
+        ):
+            return "'groups' are none of an optimizer"
+    if not _is_dict(optimizer["scalars"], _is_dict) or not _is_dict(
+        optimizer["tensors"], _is_names
+    ):
+        return "the optimizer's states"
+    for name, states in optimizer["tensors"].items():
+        for key in states:
+            if state_key(name, key) not in keys:
+                return f"the optimizer state {shown(key)} of {shown(name)} is not in the index"
+    return None
+
+
+def _is_dict(value: Any, item: Callable[[Any], bool] = lambda item: True) -> bool:
+    """Whether it is a dictionary with texts as keys, and values of a kind."""
+    return type(value) is dict and all(type(k) is str and item(v) for k, v in value.items())
+
+
+def _is_names(value: Any) -> bool:
+    return type(value) is list and all(type(name) is str for name in value)
 
 
 def as_saved(state: State, optimizer: dict[str, Any] | None) -> Any:

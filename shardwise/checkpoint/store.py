@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import owner, saving
 from shardwise.checkpoint.attempt import Attempt
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, SaveError, UnsafeError
-from shardwise.checkpoint.files import check_bytes
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, SaveError
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import compare_bytes
 from shardwise.checkpoint.staging import Staging
-from shardwise.checkpoint.world import World, share
+from shardwise.checkpoint.world import World
 
 log = logging.getLogger(__name__)
 background = logging.getLogger(f"{__name__}.background")  # what `wait` raises too
@@ -207,14 +207,9 @@ class Store:
         return None
 
     def _is_sound(self, path: Path, world: World) -> bool:
-        def check() -> None:
-            files = Manifest.read(path).files
-            for file in share(files, [file.size for file in files], world.rank, world.size):
-                check_bytes(path, file)
-
         try:
-            world.together(check)
-        except (DamagedError, UnsafeError) as error:
+            world.together(lambda: compare_bytes(path, Manifest.read(path), world))
+        except DamagedError as error:
             log.error("%s is damaged and passed over: %s", path, error)
             return False
         return True

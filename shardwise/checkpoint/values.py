@@ -15,32 +15,44 @@ from __future__ import annotations
 
 import base64
 import json
+import math
+import re
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.errors import CheckpointError, DamagedError
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 
 MAX_ARRAY_BYTES = 1 << 20  # larger ones are tensors of the model or of the optimizer
+MAX_JSON_BYTES = 1 << 26
+MAX_DEPTH = 40  # of a value; JSON spends up to three levels on one of its
+_MAX_JSON_DEPTH = 3 * MAX_DEPTH + 10
 _TAG = "$"
+_NUMPY_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,4}(\[[0-9]{0,3}[a-zA-Z]{1,2}\])?")
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: Any, where: str, depth: int = 0) -> Any:
     """JSON for ``value``; a ``CheckpointError`` names the place of what can't be."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if depth > MAX_DEPTH:
+        raise CheckpointError(
+            f"{where:.200}... is more than {MAX_DEPTH} deep inside other values (or holds itself): "
+            f"make it flatter"
+        )
+    inside = depth + 1
     if isinstance(value, dict):
         if _TAG not in value and all(type(key) is str for key in value):
-            return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {key: encode(item, f"{where}[{key!r}]", inside) for key, item in value.items()}
         pairs = [
-            [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+            [encode(key, f"a key of {where}", inside), encode(item, f"{where}[{key!r}]", inside)]
             for key, item in value.items()
         ]
         return {_TAG: "dict", "v": pairs}
     if isinstance(value, list | tuple):
-        items = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [encode(item, f"{where}[{index}]", inside) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: "tuple", "v": items}
     if isinstance(value, bytes):
         return {_TAG: "bytes", "v": _text(value)}
@@ -69,28 +81,56 @@ def decode(value: Any, where: str) -> Any:
         return {key: decode(item, where) for key, item in value.items()}
     try:
         return _decode_tagged(value, where)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamagedError(f"{where}: a value tagged {value.get(_TAG)!r} is broken") from error
+    except DamagedError:
+        raise
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DamagedError(f"{where}: a value tagged {shown(value[_TAG])} is broken") from error
 
 
 def to_bytes(value: Any, where: str) -> bytes:
     """The JSON text of a value."""
-    return json.dumps(encode(value, where)).encode()
+    data = json.dumps(encode(value, where)).encode()
+    check_length(data, where)
+    return data
+
+
+def check_length(data: bytes, where: str) -> None:
+    """That ``parse_json`` will take it."""
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{where}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} that are read: "
+            f"make large values buffers of the model, or keep them in a file of their own"
+        )
 
 
 def from_bytes(data: bytes, where: str) -> Any:
+    return decode(parse_json(data, where), where)
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """JSON of a bounded depth: whatever walks through the result may recurse."""
     try:
         value = json.loads(data)
-    except ValueError as error:
-        raise DamagedError(f"{where} is no JSON: {error}") from error
-    return decode(value, where)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where} is no JSON that is read here: {error}") from error
+    level = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        if not level:
+            return value
+        level = [
+            item
+            for holder in level
+            if isinstance(holder, dict | list)
+            for item in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+    raise DamagedError(f"{where} is nested more than {_MAX_JSON_DEPTH} levels deep")
 
 
 def dtype_of(name: Any, where: str) -> torch.dtype:
     """``torch.float32`` of ``"float32"``."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
+    found = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise DamagedError(f"{where}: {name!r} is no dtype of torch {torch.__version__}")
+        raise DamagedError(f"{where}: {shown(name)} is no dtype of torch {torch.__version__}")
     return found
 
 
@@ -113,25 +153,39 @@ def _encode_tensor(value: Tensor, where: str) -> Any:
 
 def _decode_tagged(value: dict[str, Any], where: str) -> Any:
     tag, content = value[_TAG], value["v"]
+    if tag in ("tuple", "dict") and type(content) is not list:
+        raise TypeError("a list belongs here")
     if tag == "tuple":
         return tuple(decode(item, where) for item in content)
     if tag == "dict":
-        return {decode(key, where): decode(item, where) for key, item in content}
+        pairs = [(decode(key, where), decode(item, where)) for key, item in content]
+        if 2 * len({hash(key) for key, _ in pairs}) < len(pairs):
+            raise ValueError("keys whose hashes are equal, which takes forever")
+        return dict(pairs)
+    if tag not in ("bytes", "tensor", "array", "number"):
+        raise DamagedError(f"{where}: the tag {shown(tag)} is unknown")
     data = base64.b64decode(content, validate=True)
     if tag == "bytes":
         return data
+    shape, name = value["shape"], value["dtype"]
+    if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("a shape is a list of sizes")
     if tag == "tensor":
-        dtype = dtype_of(value["dtype"], where)
+        dtype = dtype_of(name, where)
+        if math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError("as many bytes as the shape has")
         # frombuffer refuses nothing at all, and shares memory: copy.
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0).to(dtype)
-        return flat.reshape(value["shape"]).clone()
-    if tag in ("array", "number"):
-        kind = numpy.dtype(str(value["dtype"]))
-        if kind.hasobject:
-            raise DamagedError(f"{where}: an array of Python objects is refused")
-        array = numpy.frombuffer(data, dtype=kind).reshape(value["shape"]).copy()
-        return array if tag == "array" else array[()]
-    raise DamagedError(f"{where}: the tag {tag!r} is unknown")
+        return flat.reshape(shape).clone()
+    if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError("a dtype of numpy")
+    kind = numpy.dtype(name)
+    if kind.hasobject:
+        raise DamagedError(f"{where}: an array of Python objects is refused")
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError("as many bytes as the shape has")
+    array = numpy.frombuffer(data, dtype=kind).reshape(shape).copy()
+    return array if tag == "array" else array[()]
 
 
 def _check_size(nbytes: int, where: str) -> None:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.checkpoint import metadata
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import check_bytes
-from shardwise.checkpoint.manifest import NAME, Manifest, rank_file
+from shardwise.checkpoint.manifest import NAME, Manifest
 from shardwise.checkpoint.reading import Checkpoint
 
 
@@ -28,6 +29,14 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """A refusal becomes one of the problems."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.problems.append(str(error))
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
@@ -47,53 +56,35 @@ class Report:
 
 
 def verify(path: str | os.PathLike[str]) -> Report:
-    """Check sizes, every sha256, the index, and every tensor in the files; all problems at once.
+    """Check a checkpoint as ``load`` does, for all ranks: what is reported here is refused there.
 
-    The pieces must tile each tensor exactly: nothing missing, nothing twice.
+    Sizes and every sha256; then, if the bytes are those that were written, what they say: the
+    index, every tensor in the files, the optimizer's groups, each rank's random states and extra.
     """
     report = Report(Path(os.path.abspath(path)))
-    try:
+    with report.collecting():
         report.manifest = Manifest.read(report.path)
-    except CheckpointError as error:
-        report.problems.append(str(error))
+    if report.manifest is None:
         return report
     for file in report.manifest.files:
-        try:
+        with report.collecting():
             check_bytes(report.path, file)
-        except CheckpointError as error:
-            report.problems.append(str(error))
+    sound = report.ok
     listed = {file.name for file in report.manifest.files} | {NAME}
     for entry in sorted(report.path.iterdir()):
         if entry.name not in listed:
             report.problems.append(f"{entry} is not in the manifest")
-    try:
-        checkpoint = Checkpoint.open(report.path)
-        for rank in range(report.manifest.world_size):
-            report.manifest.read_json(report.path, rank_file(rank))
-    except CheckpointError as error:
-        _add(report, error)
-        return report
-    report.num_tensors = len(checkpoint.index)
-    report.num_elements = sum(math.prod(entry.shape) for entry in checkpoint.index.values())
-    _check_tensors(report, checkpoint)
+    if sound:
+        with report.collecting():
+            _check_contents(report, Checkpoint.open(report.path, report.manifest))
     return report
 
 
-def _check_tensors(report: Report, checkpoint: Checkpoint) -> None:
-    index, made = checkpoint.index, checkpoint.manifest
-    if len(index) != made.num_tensors:
-        report.problems.append(f"{len(index)} tensors in the index, {made.num_tensors} were saved")
-    chunks: list[metadata.Chunk] = []
-    for key, entry in index.items():
-        if (problem := entry.problem()) is not None:
-            report.problems.append(f"'{key}': {problem}")
-        chunks += entry.chunks
-    try:
-        checkpoint.inspect(chunks)
-    except CheckpointError as error:
-        _add(report, error)
-
-
-def _add(report: Report, error: CheckpointError) -> None:
-    if str(error) not in report.problems:
-        report.problems.append(str(error))
+def _check_contents(report: Report, checkpoint: Checkpoint) -> None:
+    report.num_tensors = len(checkpoint.index)
+    report.num_elements = sum(math.prod(entry.shape) for entry in checkpoint.index.values())
+    for rank in range(checkpoint.manifest.world_size):
+        with report.collecting():
+            checkpoint.rank_values(rank)
+    with report.collecting():
+        checkpoint.inspect(chunk for entry in checkpoint.index.values() for chunk in entry.chunks)

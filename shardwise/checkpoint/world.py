@@ -15,6 +15,7 @@ from shardwise.checkpoint import errors
 from shardwise.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
+_MAX_TEXT = 20_000  # characters of one rank's problem
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class World:
             value = facts()
         except Exception as error:
             cause = error
-            problem = (type(error).__name__, str(error))
+            problem = (type(error).__name__, str(error)[:_MAX_TEXT])
         everyone = self.agree((problem, value))
         found = {rank: failed for rank, (failed, _) in enumerate(everyone) if failed is not None}
         if found:
@@ -65,18 +66,21 @@ class World:
 
 
 def _joint_error(found: dict[int, tuple[str, str]], world_size: int) -> Exception:
+    """One error for all ranks. Damage comes before all else: whatever the others have seen of that
+    checkpoint says nothing about the next older one."""
     kinds = {kind for kind, _ in found.values()}
     texts = {text for _, text in found.values()}
-    kind = kinds.pop() if len(kinds) == 1 else "CheckpointError"
-    error = getattr(errors, kind, None)
+    name = kinds.pop() if len(kinds) == 1 else "CheckpointError"
+    if kinds & {"DamagedError", "UnsafeError"}:
+        name = "DamagedError"
     if len(texts) == 1 and len(found) == world_size:
         message = texts.pop()
     else:
         message = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in sorted(found.items()))
-    if error is None:
-        return CheckpointError(f"{kind}: {message}")
-    made: Exception = error(message)
-    return made
+    kind = getattr(errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return CheckpointError(f"{name}: {message}")
+    return kind(message)
 
 
 def share(items: Sequence[T], weights: Sequence[int], rank: int, size: int) -> list[T]:

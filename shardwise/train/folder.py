@@ -148,7 +148,10 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     values = Manifest.read(checkpoint).config
     if values is None:
         raise ValueError(f"{checkpoint} was not written by `shardwise train`: it has no config")
-    return TrainConfig.from_json(values)
+    try:
+        return TrainConfig.from_json(values)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise CheckpointError(f"{checkpoint} has a config that no run can have: {error}") from error
 
 
 def begun_config(folder: Path) -> TrainConfig | None:

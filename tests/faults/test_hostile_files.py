@@ -1,0 +1,585 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No file of a checkpoint can hang, crash or flood its reader: it is refused, by its name.
+
+Every reader runs in a process of its own, which may take 400 MiB more than it has: a crash, a
+loop or a flood is that process's end and this test's failure. Sizes and sha256 are always right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import socket
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import shardwise as sw
+from shardwise.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    Store,
+    export,
+    metadata,
+    valid_checkpoints,
+    verify,
+)
+from shardwise.checkpoint.reading import Checkpoint
+from tests.faults.test_safe_loading import put_in_place_of_a_tensor, seal
+from tests.ranks import run_ranks
+
+MEMORY = 400 << 20
+SECONDS = 30.0
+Write = Callable[[Path], None]
+
+
+def refusals(rank: int, world_size: int, path: str, exported: bool) -> dict[str, str]:
+    """What each reader says about a checkpoint that lies beside a sound one."""
+    folder = Path(path)
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, limits[1]))
+    began = time.process_time()
+    try:
+        report = verify(folder)
+        assert not report.ok, "verify calls it sound"
+        found = {"verify": str(report)}
+        model, optimizer = stepped()
+        before = snapshot(model, optimizer)
+        readers: dict[str, Callable[[], object]] = {
+            "load": lambda: sw.load(folder, model, optimizer),
+            "export": lambda: export(folder, folder.parent / "out"),
+        }
+        for name in readers if exported else ("load",):
+            try:
+                readers[name]()
+            except DamagedError as error:
+                found[name] = str(error)
+            else:
+                raise AssertionError(f"{name} has taken it")
+        assert snapshot(model, optimizer) == before
+        # It blocks nobody: a run goes on from the sound one.
+        resumed = Store(folder.parent).resume(model, optimizer)
+        assert resumed is not None and resumed[0].name == "step-000001"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert time.process_time() - began < SECONDS
+    return found
+
+
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """Every value of both, to compare bit for bit."""
+    stream = BytesIO()
+    values = [model.state_dict(), optimizer.state_dict(), torch.get_rng_state()]
+    torch.save(values, stream)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pristine") / "store"
+    model, optimizer = stepped()
+    with Store(root, keep=None) as store:
+        for step in (1, 2):
+            store.save(step, model, optimizer, {"step": step})
+    return root
+
+
+@pytest.fixture
+def path(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "store")) / "step-000002"
+
+
+def assert_refused(path: Path, *words: str) -> None:
+    exported = "rank-00000.json" not in words  # an export reads no file of a rank
+    [found] = run_ranks(refusals, 1, str(path), exported, timeout=2 * SECONDS)
+    for reader, text in found.items():
+        for word in words:
+            assert word in text, f"{reader}: {text}"
+        assert "weights_only" not in text and len(text) < 4000
+
+
+# ------------------------------------------------------------------------------ .metadata
+
+
+def laughs(make: Callable[[list[Any]], Any], levels: int = 200) -> Any:
+    """2**levels elements in a few hundred bytes."""
+    value = make([])
+    for _ in range(levels):
+        value = make([value, value])
+    return value
+
+
+class Key:
+    """Becomes an index key with any offset; its own hash asks for none of it."""
+
+    def __init__(self, offset: Any) -> None:
+        self.offset = offset
+
+    def __reduce__(self) -> Any:
+        return MetadataIndex, (), {"fqn": "model.weight", "offset": self.offset, "index": 0}
+
+
+PLACES: dict[str, Callable[[Metadata, Any], object]] = {
+    "all": lambda data, value: vars(data).update(storage_data=value),
+    "name": lambda data, value: vars(first(data.storage_data)).update(relative_path=value),
+    "offset": lambda data, value: vars(first(data.storage_data)).update(offset=value),
+    "transform": lambda data, value: vars(first(data.storage_data)).update(
+        transform_descriptors=value
+    ),
+    "shape": lambda data, value: vars(first(data.state_dict_metadata)).update(size=value),
+    "chunks": lambda data, value: vars(first(data.state_dict_metadata)).update(chunks=value),
+    "dtype": lambda data, value: vars(first(data.state_dict_metadata)).update(properties=value),
+    "key": lambda data, value: data.storage_data.update({Key(value): first(data.storage_data)}),
+    "planner": lambda data, value: data.state_dict_metadata.update({Key(value): None}),
+}
+
+
+def first(entries: Any) -> Any:
+    return next(iter(entries.values()))
+
+
+def index_with(path: Path, place: str, value: Any) -> bytes:
+    data: Metadata = pickle.loads((path / ".metadata").read_bytes())
+    PLACES[place](data, value)
+    return pickle.dumps(data, protocol=2)  # without frames, so that bytes can be put in
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", ["lists", "tuples", "deep", "deep lists"])
+def test_shared_and_deep_values_in_the_index(form: str, place: str, path: Path) -> None:
+    if form in ("lists", "tuples"):
+        data = index_with(path, place, laughs(list if form == "lists" else tuple))
+    else:
+        deep = b")" + b"\x85" * 300_000
+        if form == "deep lists":
+            deep = b"]" * 300_001 + b"a" * 300_000
+        text = b"X\x08\x00\x00\x00HERE HER"
+        data = index_with(path, place, "HERE HER")
+        assert text in data
+        data = data.replace(text, deep)
+    (path / ".metadata").write_bytes(data)
+    seal(path)
+    assert_refused(path, ".metadata")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(b"Nr" + (10**8).to_bytes(4, "little") + b"0", id="memo"),
+        pytest.param(b"]" * (1 << 23), id="many lists"),
+        pytest.param(b"(" * (1 << 23), id="many marks"),
+        pytest.param(b"N" + b"\x94" * (1 << 23), id="many memos"),
+        pytest.param(b"N" + b"2" * (1 << 23), id="many copies"),
+        pytest.param(b"X\xff\xff\xff\xff", id="a string longer than the file"),
+        pytest.param(b"\x8d" + b"\xff" * 8, id="a string longer than any"),
+        pytest.param(b"\x8a\xff" + b"\x7f" * 255, id="a long number"),
+        pytest.param(b"I" + b"9" * 100_000 + b"\n", id="a longer number"),
+        pytest.param(b"c" + b"x" * 10_000_000 + b"\ny\n", id="a long name"),
+    ],
+)
+def test_pickles_that_take_memory_or_time(begin: bytes, path: Path) -> None:
+    honest = index_with(path, "all", {})
+    (path / ".metadata").write_bytes(honest[:2] + begin + honest[2:])
+    seal(path)
+    assert_refused(path, ".metadata")
+
+
+# ------------------------------------------------------------------------------ JSON
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-00000.json"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 100_000]
+    + ["[" * 500 + "]" * 500, '{"$":"tuple","v":[' * 400 + "]}" * 400, "\\ud800", "\xff\xfe"],
+    ids=["lists", "objects", "digits", "500 lists", "400 tuples", "surrogate", "utf-16"],
+)
+def test_deep_and_odd_json(name: str, text: str, path: Path) -> None:
+    (path / name).write_bytes(text.encode("latin-1"))
+    if name != "manifest.json":
+        seal(path)
+    assert_refused(path, name)
+
+
+def test_equal_hashes_are_no_way_to_wait(path: Path) -> None:
+    """Keys of a dictionary that all have the hash 0: each would be compared with all others."""
+    modulus = (1 << 61) - 1
+    values = json.loads((path / "rank-00000.json").read_text())
+    values["extra"] = {"$": "dict", "v": [[modulus * n, 0] for n in range(200_000)]}
+    (path / "rank-00000.json").write_text(json.dumps(values))
+    seal(path)
+    assert_refused(path, "rank-00000.json")
+
+
+WRONG: dict[str, list[Any]] = {
+    "world_size": [10**9, 10**100, -1, True, None, "1", [1]],
+    "versions": [None, [], {}, {"torch": 1}, {"torch": "2\x1b[2J"}, "torch", {"torch": ["2"]}],
+    "placements": [None, "zero", 7, [7], [None], {"a": "b"}, ["a\nb"]],
+    "identity": [None, 7, []],
+    "created": [None, 7, [], "\x1b[31m"],
+    "step": [-1, True, 1.5, "1", 10**30],
+    "sequence": [None, True, 1.5, "1", 10**30],
+    "num_tensors": [None, 0, 7, True, "6", 10**9],
+    "optimizer": [7, [], "AdamW"],
+    "config": [7, [], "x"],
+    "files": [None, 7, {}, [7], [None], [[]], [{"name": "a", "size": 1, "sha256": None}]]
+    + [[{"name": "a", "size": True, "sha256": ""}], [{"name": "a", "size": 1e300, "sha256": "a"}]],
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_every_wrong_value_of_a_manifest_is_refused(field: str, path: Path) -> None:
+    whole = (path / "manifest.json").read_bytes()
+    for value in WRONG[field]:
+        seal(path, lambda body, value=value: body.update({field: value}))  # type: ignore[misc]
+        assert_refused(path, "manifest.json" if field != "num_tensors" else "tensors")
+        (path / "manifest.json").write_bytes(whole)
+    seal(path, lambda body: body.pop(field))
+    assert_refused(path, "manifest.json", field)
+
+
+STATE: dict[str, tuple[tuple[Any, ...], list[Any]]] = {
+    "tied": (("tied",), [None, [], 7, {"x": 7}, {"x": "ghost"}, {"x": "x"}, {"x": ["weight"]}]),
+    "extra_states": (("extra_states",), [None, [], 7, {"x._extra_state": {"gate_up_block": "a"}}]),
+    "optimizer": (("optimizer",), [7, [], {}, "AdamW"]),
+    "class": (("optimizer", "class"), [None, 7, []]),
+    "groups": (("optimizer", "groups"), [None, 7, {}, [7], [{}], [[]]]),
+    "parameters": (("optimizer", "groups", 0, "parameters"), [None, 7, "weight", [7], [["w"]]]),
+    "options": (("optimizer", "groups", 0, "options"), [None, 7, [], {"lr": "fast"}]),
+    "betas": (("optimizer", "groups", 0, "options", "betas"), [0.9, "x", {"a": 1}]),
+    "described": (("optimizer", "groups", 0, "described"), [None, 7, [], {"a": 7}]),
+    "scalars": (("optimizer", "scalars"), [None, 7, [], {"weight": 7}, {"weight": {"step": "x"}}]),
+    "tensors": (("optimizer", "tensors"), [None, 7, [], {"weight": 7}, {"weight": [7]}]),
+    "ghost": (("optimizer", "tensors", "weight"), [["step", "exp_avg", "ghost"], [["a"]]]),
+}
+
+
+def put(value: Any, place: tuple[Any, ...], new: Any) -> None:
+    for key in place[:-1]:
+        value = value[key]
+    value[place[-1]] = new
+
+
+@pytest.mark.parametrize("field", STATE)
+def test_every_wrong_value_of_the_state_is_refused(field: str, path: Path) -> None:
+    whole = (path / "state.json").read_bytes()
+    place, wrong = STATE[field]
+    for new in wrong:
+        values = json.loads(whole)
+        put(values, place, new)
+        (path / "state.json").write_text(json.dumps(values))
+        seal(path)
+        if field in ("options", "betas", "scalars") and new not in (None, 7, []):
+            # What only an optimizer can tell: load alone refuses it, and changes nothing.
+            model, optimizer = stepped()
+            before = snapshot(model, optimizer)
+            with pytest.raises(CheckpointError):
+                sw.load(path, model, optimizer)
+            assert snapshot(model, optimizer) == before
+        else:
+            assert_refused(path, "state.json")
+
+
+MT = 624
+RANDOM: dict[str, list[Any]] = {
+    "random": [None, 7, [], {}],
+    "extra": [None, 7, [], "x"],
+    "python": [None, 7, {"$": "tuple", "v": [3, 7, None]}, {"$": "tuple", "v": []}],
+    "torch": [None, 7, {"$": "tensor", "dtype": "uint8", "shape": [3], "v": "AAAA"}],
+    "cuda": [7, "x", [1], {"$": "tensor", "dtype": "float32", "shape": [0], "v": ""}],
+    "numpy": [None, 7, {}, {"bit_generator": "PCG64", "state": 7}, "x"],
+    "position": [MT + 1, 10**9, -1, "x", None, 10**30],
+}
+
+
+@pytest.mark.parametrize("field", RANDOM)
+def test_every_wrong_value_of_a_rank_is_refused(field: str, path: Path) -> None:
+    """A position behind the end of numpy's state would be read from foreign memory later on."""
+    whole = (path / "rank-00000.json").read_bytes()
+    for new in RANDOM[field]:
+        values = json.loads(whole)
+        place: tuple[Any, ...] = (field,) if field in values else ("random", field)
+        put(values, ("random", "numpy", "v", 2) if field == "position" else place, new)
+        (path / "rank-00000.json").write_text(json.dumps(values))
+        seal(path)
+        assert_refused(path, "rank-00000.json")
+
+
+# ------------------------------------------------------------------------------ no regular files
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def unix_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's whole name must be short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "state.json", ".metadata", "rank-00000.json", "__0_0.distcp"]
+)
+@pytest.mark.parametrize("make", [fifo, to_zeros, unix_socket, Path.mkdir])
+def test_only_regular_files_are_opened(make: Write, name: str, path: Path) -> None:
+    (path / name).unlink()
+    make(path / name)
+    assert_refused(path, name)
+
+
+def test_what_stands_beside_checkpoints_blocks_none(path: Path) -> None:
+    shutil.rmtree(path)
+    fifo(path)
+    to_zeros(path.with_name("step-000003"))
+    path.with_name("step-000004").write_text("a file")
+    path.with_name("step-000005").mkdir()
+    model, optimizer = stepped()
+    found = Store(path.parent).resume(model, optimizer)
+    assert found is not None and found[0].name == "step-000001"
+    assert [entry.name for entry, _ in valid_checkpoints(path.parent)] == ["step-000001"]
+
+
+# ------------------------------------------------------------------------------ tensors
+
+
+def archive(tensor: torch.Tensor, change: Callable[[str, bytes], bytes], method: int) -> bytes:
+    """What torch.save writes, with other contents or compressed."""
+    saved, made = BytesIO(), BytesIO()
+    torch.save(tensor, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(made, "w", method) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, change(info.filename, old.read(info)))
+    return made.getvalue()
+
+
+def as_it_is(name: str, data: bytes) -> bytes:
+    return data
+
+
+def test_an_archive_that_was_made_anew_is_accepted(path: Path) -> None:
+    """The control: what is refused below is refused for its contents."""
+    data = archive(torch.full((4, 3), 7.0), as_it_is, zipfile.ZIP_STORED)
+    put_in_place_of_a_tensor(path, data)
+    model, optimizer = stepped()
+    sw.load(path, model, optimizer)
+    assert (model.weight == 7.0).all() and verify(path).ok
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compressed_tensors_are_not_inflated(method: int, path: Path) -> None:
+    put_in_place_of_a_tensor(path, archive(torch.zeros(4, 3), as_it_is, method))
+    assert_refused(path, "__0_0.distcp", "compressed")
+
+
+def test_a_gibibyte_of_zeros_is_not_inflated(path: Path) -> None:
+    """Twice as much as the reader may take."""
+    index = Checkpoint.open(path).index
+    rows = 1 << 27
+    shape = (rows, 4)
+    stream = BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
+        small = BytesIO()
+        torch.save(torch.zeros(4, 4), small)
+        with zipfile.ZipFile(small) as old:
+            for info in old.infolist():
+                if not info.filename.endswith("data/0"):
+                    new.writestr(info.filename, old.read(info))
+        with new.open("archive/data/0", "w") as zeros:
+            for _ in range(2 * rows >> 23):
+                zeros.write(bytes(1 << 23))
+    put_in_place_of_a_tensor(path, stream.getvalue())
+    entry = Checkpoint.open(path).index["model.weight"]
+    chunk = replace(entry.chunks[0], sizes=shape)
+    index["model.weight"] = replace(entry, shape=shape, chunks=(chunk,))
+    (path / ".metadata").write_bytes(metadata.dump(index))
+    seal(path)
+    [found] = run_ranks(verified, 1, str(path))
+    assert "__0_0.distcp" in found and "NOT SOUND" in found
+
+
+def verified(rank: int, world_size: int, path: str) -> str:
+    return str(verify(path))
+
+
+def shorter(name: str, data: bytes) -> bytes:
+    return data[:-4] if name.endswith("data/0") else data
+
+
+def another(old: bytes, new: bytes) -> Callable[[str, bytes], bytes]:
+    def change(name: str, data: bytes) -> bytes:
+        if not name.endswith("data.pkl"):
+            return data
+        assert old in data
+        return data.replace(old, new)
+
+    return change
+
+
+TENSORS: dict[str, Callable[[str, bytes], bytes]] = {
+    # A storage that says it is longer than its bytes: others' memory would be read.
+    "short": shorter,
+    "long": lambda name, data: data + bytes(4) if name.endswith("data/0") else data,
+    "endless": another(b"K\x0c", b"J\xff\xff\xff\x7f"),
+    "offset": another(b"K\x00", b"K\x04"),
+    "stride": another(b"K\x03K\x01\x86", b"K\x09K\x01\x86"),
+    "zero stride": another(b"K\x03K\x01\x86", b"K\x00K\x00\x86"),
+    "other dtype": another(b"FloatStorage", b"IntStorage"),
+    "no storage": another(b"FloatStorage", b"FloatTensor"),
+    "code": another(b"torch._utils\n_rebuild_tensor_v2", b"os\nsystem"),
+    "other file": another(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x001"),
+    "deep": another(b"\x89", b")" + b"\x85" * 300_000),
+    "big endian": lambda name, data: b"big" if name.endswith("byteorder") else data,
+    "no pickle": lambda name, data: b"" if name.endswith("data.pkl") else data,
+}
+
+
+@pytest.mark.parametrize("change", TENSORS)
+def test_tensors_that_are_not_what_they_say(change: str, path: Path) -> None:
+    data = archive(torch.ones(4, 3), TENSORS[change], zipfile.ZIP_STORED)
+    put_in_place_of_a_tensor(path, data)
+    assert_refused(path, "__0_0.distcp")
+
+
+def test_a_directory_of_many_entries_is_not_read(path: Path) -> None:
+    stream = BytesIO()
+    torch.save(torch.ones(4, 3), stream)
+    with zipfile.ZipFile(stream, "a") as file:
+        for number in range(20_000):
+            file.writestr(f"archive/{number}", b"")
+    put_in_place_of_a_tensor(path, stream.getvalue())
+    assert_refused(path, "__0_0.distcp")
+
+
+# ------------------------------------------------------------------------------ anything
+
+
+OTHERS: tuple[Any, ...] = (None, True, -1, 0, 1, 10**9, 10**30, 1.5, "", "x", "\x1b", [], {}, [[]])
+OTHERS += ({"$": "tuple", "v": [1]}, {"$": "x"}, {"$": "bytes", "v": "AAAA"}, float("nan"))
+
+
+def places_in(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+        return [before] * bool(before) + [
+            place for key, item in pairs[:12] for place in places_in(item, (*before, key))
+        ]
+    return [before]
+
+
+def mutate_json(path: Path, name: str, rng: random.Random) -> None:
+    content = json.loads((path / name).read_text())
+    body = content["body"] if name == "manifest.json" else content
+    place = rng.choice(places_in(body))
+    holder = body
+    for key in place[:-1]:
+        holder = holder[key]
+    if rng.random() < 0.2:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = rng.choice(OTHERS)
+    if name == "manifest.json":
+        changed = body
+        seal(path, lambda body: (body.clear(), body.update(changed))[0])  # type: ignore[func-returns-value]
+    else:
+        (path / name).write_text(json.dumps(content))
+        seal(path)
+
+
+def mutate_bytes(path: Path, name: str, rng: random.Random) -> None:
+    data = bytearray((path / name).read_bytes())
+    for _ in range(rng.choice((1, 1, 4))):
+        at = rng.randrange(len(data))
+        kind = rng.randrange(4)
+        if kind == 0:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            data[at] = rng.randrange(256)
+        elif kind == 2:
+            del data[at : at + rng.randrange(1, 9)]
+        else:
+            data[at:at] = data[at : at + rng.randrange(1, 40)]
+    (path / name).write_bytes(data)
+    seal(path)
+
+
+def fuzz(rank: int, world_size: int, path: str, seed: int, rounds: int) -> dict[str, int]:
+    """Read many wrong checkpoints: only named errors come out; a refused one changes nothing."""
+    rng, folder = random.Random(seed), Path(path)
+    whole = {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, limits[1]))
+    counts = {"refused": 0, "taken": 0}
+    model, optimizer = stepped()
+    try:
+        for _ in range(rounds):
+            name = rng.choice([*sorted(whole), ".metadata", "state.json"])
+            if name.endswith(".json"):
+                mutate_json(folder, name, rng)
+            else:
+                mutate_bytes(folder, name, rng)
+            wrong = {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+            before = snapshot(model, optimizer)
+            report = verify(folder)
+            str(report).encode()
+            error: CheckpointError | None = None
+            try:
+                sw.load(folder, model, optimizer)
+            except CheckpointError as refused:
+                error = refused
+            about = f"{name}: {error!r:.999}; {report}; {wrong[name]!r:.2000}"
+            if error is None:
+                assert report.ok, f"verify refuses what load takes: {about}"
+                model, optimizer = stepped()
+            else:
+                assert snapshot(model, optimizer) == before, f"changed: {about}"
+                # What does not fit a model or an optimizer, verify cannot tell.
+                fits = not isinstance(error, MismatchError)
+                assert not fits or isinstance(error, DamagedError), f"nobody's error: {about}"
+                assert not fits or not report.ok, f"verify calls it sound: {about}"
+            counts["taken" if error is None else "refused"] += 1
+            for known, data in whole.items():
+                (folder / known).write_bytes(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_mutation_gets_through_as_anything_but_a_named_error(seed: int, path: Path) -> None:
+    [counts] = run_ranks(fuzz, 1, str(path), seed, 200, timeout=120)
+    assert counts["refused"] > 60, "the mutations are wrong ones"
+    assert counts["taken"] > 0, "and not all of them matter"
