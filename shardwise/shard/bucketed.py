@@ -94,15 +94,14 @@ class BucketedUnit(Unit):
     def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
         super()._expect_gradients(comes)
         self._next = 0
-        self._missing = [flags.count(False) for flags in self._arrived]
+        self._missing = [0] * len(self.groups)
+        for number, _ in self.arrivals.missing:
+            self._missing[number] += 1
 
-    def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
-        if self.phase is not Phase.BACKWARD:
-            self._enter_backward()
-        before = self._waiting
-        super().arrived(number, index, settle=False)
-        self._missing[number] -= before - self._waiting  # nothing, where it had come before
-        if settle:
+    def arrived(self, number: int, index: int) -> None:
+        if self._arrives(number, index):
+            self._missing[number] -= 1
+            self.arrivals.delayed.discard((number, index))
             self._reduce_complete()
             self._maybe_complete()
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.shard.find import Found
+from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
-from shardwise.shard.starting import Members
 from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)

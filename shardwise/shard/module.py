@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.shard.group import lost_writes
-from shardwise.shard.unit import Unit, start_runtime
+from shardwise.shard.runtime import Runtime
+from shardwise.shard.unit import Unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -113,7 +114,7 @@ class ShardedModule(FSDPModule):
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit
         if unit._runtime is None:
-            start_runtime(unit, self)  # type: ignore[arg-type]
+            Runtime.start(unit, self)  # type: ignore[arg-type]
         return unit
 
     def _get_fsdp_state(self) -> Unit:  # type: ignore[override]

@@ -19,14 +19,17 @@ from typing import Any, Protocol
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.memory import Caching, Source, TracePool
+from shardwise.precision import Precision
+from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Phase
 from shardwise.shard.call import reaches_all_leaves, will_come
 from shardwise.shard.order import InTurn, Order
+from shardwise.shard.starting import refuse_problems
 from shardwise.streams import Lanes
 
 
@@ -58,13 +61,27 @@ class _Ending:
 class Member(InTurn, Protocol):
     """A unit, as its runtime and the other units see it."""
 
+    name: str
+    unused: str
     sync: bool
     gated: bool
+    options: dict[str, Any]
+    shared: SharedLanes
+    precision: Precision
+    stored: dict[tuple[int, int], Stored]
+    forsaken: list[tuple[str, weakref.ref[Tensor]]]
 
     @property
     def groups(self) -> Sequence[Any]: ...
 
-    def trainable_leaves(self) -> list[Tensor]: ...
+    @property
+    def arrivals(self) -> Any:
+        """Its Arrivals."""
+
+    @property
+    def waits_for_delayed(self) -> bool: ...
+
+    def begin(self, runtime: Runtime, name: str, is_root: bool) -> None: ...
 
     @property
     def gathers_in_backward(self) -> bool:
@@ -80,18 +97,9 @@ class Member(InTurn, Protocol):
 
     def end_backward(self) -> None: ...
 
-    def left_behind(self) -> list[str]: ...
-
-    def missing_gradients(self) -> comm.Facts:
-        """For each parameter, whether this backward should have brought a gradient and did not."""
-
-    def parameter_names(self) -> list[str]: ...
-
     def release_unused(self, graph_kept: bool) -> None: ...
 
     def drop_dead_calls(self, entering: bool) -> None: ...
-
-    def kept_gradients(self) -> list[str]: ...
 
     def reset(self) -> None: ...
 
@@ -137,6 +145,28 @@ class Runtime:
         self._writers_awaited = False  # whether the user marked the optimizer's end
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
+
+    @staticmethod
+    def start(unit: Member, root: nn.Module) -> None:
+        """The first forward of a root: look for problems, name its units, give them lanes and
+        memory."""
+        units: dict[Member, str] = {}
+        for name, module in root.named_modules():
+            inner = getattr(module, "_shardwise_unit", None)
+            if inner is not None:
+                units.setdefault(inner, name)
+        refuse_problems(list(units), list(units.values()))
+        groups = [group for inner in units for group in inner.groups]
+        runtime = Runtime(
+            groups[0].device if groups else torch.device("cpu"),
+            list(units),
+            list(dict.fromkeys(axis for group in groups for axis in group.ranks.axes)),
+            lanes=unit.shared.lanes,
+            **unit.options,
+        )
+        unit.shared.lanes = runtime.lanes
+        for inner, name in units.items():
+            inner.begin(runtime, name or type(root).__name__.removeprefix("FSDP"), inner is unit)
 
     @property
     def units(self) -> list[Member]:
@@ -263,7 +293,7 @@ class Runtime:
         """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
         if reaches_all_leaves() or not any(unit.gated for unit in self.units):
             return False
-        leaves = (leaf for unit in self.units for leaf in unit.trainable_leaves())
+        leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))
 
     @property
@@ -282,7 +312,8 @@ class Runtime:
         for unit in [*self.order.waiting(), *units]:
             unit.end_backward()
         self.drain()
-        left = [name for unit in units for name in unit.left_behind()]
+        done = [unit for unit in units if not unit.waits_for_delayed]
+        left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
         missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
@@ -320,13 +351,16 @@ class Runtime:
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise."""
-        found = numpy.concatenate([numpy.zeros(0, bool), *(u.missing_gradients() for u in units)])
+        counted = [
+            unit.arrivals.absent() & (unit.unused == "error") for unit in units if unit.groups
+        ]
+        found = numpy.concatenate([numpy.zeros(0, bool), *counted])
         if any(unit.sync for unit in units) and not self.for_inputs:
             for axis in self.axes:
                 found = comm.any_rank_in_step(found, axis)
         if not found.any():
             return []
-        names = [name for unit in units for name in unit.parameter_names()]
+        names = [f"'{n}' of unit '{unit.name}'" for unit in units for n in unit.arrivals.names()]
         return [names[position] for position in found.nonzero()[0]]
 
     # ------------------------------------------------------------------ after an exception
@@ -334,7 +368,7 @@ class Runtime:
     def recover(self) -> None:
         """Go on after a backward that raised. Nothing may be lost by it: gradients must have been
         dropped by the user before."""
-        kept = [name for unit in self.units for name in unit.kept_gradients()]
+        kept = [name for unit in self.units for name in unit.arrivals.kept()]
         if kept:
             raise RuntimeError(
                 f"the last backward raised an exception and left a part of its gradients "

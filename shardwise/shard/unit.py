@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +28,7 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
+from shardwise.shard.arrivals import Arrivals
 from shardwise.shard.call import (
     Call,
     calls_on_stack,
@@ -40,8 +39,8 @@ from shardwise.shard.call import (
     will_come,
 )
 from shardwise.shard.group import Group, lost_writes
+from shardwise.shard.members import Members, refuse_create_graph, refuse_written
 from shardwise.shard.runtime import Runtime, SharedLanes
-from shardwise.shard.starting import Members, refuse_problems
 from shardwise.streams import annotate
 
 
@@ -110,29 +109,20 @@ class Unit:
         self._exposed = False
         self._open_calls: list[Call] = []
         self._running: list[Call | None] = []
-        self._arrived = [[False] * len(group.unsharded) for group in self.groups]
-        self._waiting = 0
-        self._sizes = [[item.numel for item in group.items] for group in self.groups]
-        self._to_come = 0  # elements of the gradients that this backward still waits for
-        sizes = [size for group in self._sizes for size in group]
-        self._one_more = max(sizes, default=0) + sum(sizes) // 64  # a matrix, and biases
-        self._owed: set[tuple[int, int]] = set()  # those whose gradient comes after backward
+        self.arrivals = Arrivals(self.groups)
         self._to_run = 0  # modules of a list whose forward is still to come
         self._expected: list[int] = []  # calls whose backward is to come, by the root's forward
         self._tidy = False  # whether the root's forward has looked after this unit already
         self._reached = False  # whether this backward has gathered for this unit
         self._passed = self._completed = False  # whether it went past it; whether it is through
-        self._listeners: dict[tuple[int, int], Any] = {}
         self.gated = False  # whether any call's inputs passed through a gate
-        # (module, attribute): tensors with a graph that forward left there; None: not looked for
-        self._side_outputs: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self.rebind()
 
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = _weakly(self.written, number)
-            group.gradients.on_owed = _weakly(self.owed, number)
+            group.gradients.on_owed = _weakly(self.delay, number)
             if self._early:
                 group.main.version.settled = _weakly(self.settled, number)
             for block in group.blocks:
@@ -141,59 +131,45 @@ class Unit:
                 block.evict = _weakly(self.evict)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
-        self._listen()
+        self.arrivals.listen(weakref.WeakMethod(self.arrived))
 
     # ------------------------------------------------------------------ gradients arriving
 
-    def _listen(self) -> None:
-        """Have every trainable parameter report its gradient; follows ``requires_grad_``."""
-        for number, group in enumerate(self.groups):
-            for index, parameter in enumerate(group.unsharded):
-                key = (number, index)
-                if parameter.requires_grad and key not in self._listeners:
-                    report = partial(_report, weakref.ref(self), number, index)
-                    self._listeners[key] = parameter.register_post_accumulate_grad_hook(report)  # type: ignore[no-untyped-call]
+    def arrived(self, number: int, index: int) -> None:
+        """Autograd has brought the gradient of one parameter, whole for this backward."""
+        if self._arrives(number, index):
+            self.arrivals.delayed.discard((number, index))
+            self._maybe_complete()
 
-    def arrived(self, number: int, index: int, *, settle: bool = True) -> None:
-        """The gradient of one parameter is whole for this backward.
-
-        ``settle=False``: the next gradient, the inputs' gate or the end of backward completes the
-        unit.
-        """
+    def _arrives(self, number: int, index: int) -> bool:
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
             self._enter_backward()
-        flags = self._arrived[number]
-        if flags[index]:
-            return
-        flags[index] = True
-        self._waiting -= 1
-        self._to_come -= self._sizes[number][index]
-        if 0 < self._to_come <= self._one_more:
+        if not self.arrivals.arrive((number, index)):
+            return False
+        if self.arrivals.almost_all:
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
-        if settle or (number, index) in self._owed:  # who owed it is done with the weight
-            self._owed.discard((number, index))
-            self._maybe_complete()
+        return True
 
     def written(self, number: int, index: int) -> None:
-        """A kernel added to the gradient of one parameter itself. Whether it is whole, autograd
-        tells: its hook comes after all uses of the parameter. Of one that was owed nobody else
-        will tell."""
+        """A kernel added to the gradient of one parameter itself. Autograd's hook tells when it is
+        whole, after all uses of the parameter; nobody else tells of a delayed one, whose kernel no
+        longer reads the weight: it completes the unit."""
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
-        if (number, index) in self._owed:
-            self.arrived(number, index, settle=False)
+        if (number, index) in self.arrivals.delayed:
+            self.arrived(number, index)
 
-    def owed(self, number: int, index: int) -> None:
+    def delay(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
-        self._owed.add((number, index))
+        self.arrivals.delayed.add((number, index))
 
     @property
-    def _owes(self) -> bool:
-        """Whether nothing but what is owed keeps this unit in backward."""
-        return 0 < self._waiting == len(self._owed) and not self._open_calls
+    def waits_for_delayed(self) -> bool:
+        """Whether nothing but delayed gradients keeps this unit in backward."""
+        return self.arrivals.only_delayed and not self._open_calls
 
     def inputs_done(self, call: Call) -> None:
         """The gradients of one call's inputs are on their way."""
@@ -219,7 +195,7 @@ class Unit:
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._runtime is None:
-            start_runtime(self, module)
+            Runtime.start(self, module)
         return self.pre_forward(args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -229,6 +205,15 @@ class Unit:
     def runtime(self) -> Runtime:
         assert self._runtime is not None, "the root's first forward makes the runtime"
         return self._runtime
+
+    def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
+        """The root's first forward: this unit gets its name in the model, lanes and memory."""
+        self.name, self.is_root, self.forsaken = name, is_root, []
+        self.adopt_runtime(runtime)
+        for number, group in enumerate(self.groups):
+            group.label = f"'{name}'" + (f" buffer {number}" if number else "")
+            group.gradients.label = group.label
+            group.settle_initial_values()
 
     def adopt_runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -305,8 +290,9 @@ class Unit:
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
-        if self._owed:
-            names = [self.groups[number].items[index].name for number, index in sorted(self._owed)]
+        if self.arrivals.delayed:
+            delayed = sorted(self.arrivals.delayed)
+            names = [self.groups[number].items[index].name for number, index in delayed]
             raise RuntimeError(
                 f"the gradients of {names} in unit '{self.name}' are still to come: call "
                 f"backward_dw() of their module after each backward, before the next forward"
@@ -317,7 +303,7 @@ class Unit:
             group.reads_again = group.reads_again and self.expects_backward
             for leaf in group.unsharded:
                 leaf.delayed = leaf.delayed and self.expects_backward
-        self._listen()
+        self.arrivals.listen(weakref.WeakMethod(self.arrived))
         self._tidy = True
 
     def refuse_changes(self) -> None:
@@ -343,31 +329,14 @@ class Unit:
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
-        """Be called when a gradient of an output comes, or of a tensor that a module of this unit
-        keeps on itself (the loss of a router)."""
-        if self._side_outputs is None:
-            self._side_outputs = [
-                (weakref.ref(inner), name)
-                for inner in self._own_modules()
-                for name, value in vars(inner).items()
-                if isinstance(value, Tensor) and value.grad_fn is not None
-            ]
-        kept = [getattr(module(), name, None) for module, name in self._side_outputs]
+        """Be called when a gradient of an output comes, or of what a module keeps on itself."""
+        kept = self.members.side_outputs(self) if self.members is not None else ()
         try:
             return call.watch_outputs(output, kept)
         except TypeError as error:
             if any(group.comes_and_goes for group in self.groups):
                 raise TypeError(f"unit '{self.name}': {error}") from None
             return False
-
-    def _own_modules(self) -> Iterator[nn.Module]:
-        """The modules of this unit, without those of wrapped modules inside it."""
-        waiting = [module for reference in self.modules if (module := reference()) is not None]
-        while waiting:
-            module = waiting.pop()
-            if getattr(module, "_shardwise_unit", self) is self:
-                yield module
-                waiting += module.children()
 
     def _end_forward(self, kept: bool) -> None:
         self.refuse_changes()
@@ -397,7 +366,7 @@ class Unit:
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
         if call.enters() and self.gather_in_backward and call.weights != self._weights:
-            self._refuse_written(call)
+            refuse_written(self, call.weights)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
@@ -413,20 +382,6 @@ class Unit:
         """The versions of the main weights."""
         return [group.main.state for group in self.groups]
 
-    def _refuse_written(self, call: Call) -> None:
-        names = [
-            item.name
-            for group, seen in zip(self.groups, call.weights, strict=True)
-            for item in group.items
-            if group.main.state != seen
-        ]
-        raise RuntimeError(
-            f"weights of unit '{self.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
-            f"were written between a forward and its backward, whose gradients would be those of "
-            f"neither the old weights nor the new: step, load or write after backward, or run "
-            f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
-        )
-
     def _enter_backward(self) -> None:
         self.refuse_changes()
         runtime = self.runtime
@@ -434,7 +389,8 @@ class Unit:
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
-        self._refuse_create_graph()
+        if torch.is_grad_enabled() and self.release_after_backward:
+            refuse_create_graph(self)
         self._go(Phase.BACKWARD)
         for group in self.groups:
             group.follow_trainability(freezing=True)
@@ -452,20 +408,9 @@ class Unit:
         if self.runtime.for_inputs:
             return will_come
         known = self.unused == "zeros" and (
-            all(map(will_come, self.trainable_leaves())) or not recomputes_inside(self)
+            all(map(will_come, self.arrivals.leaves())) or not recomputes_inside(self)
         )
         return will_come if known else _surely
-
-    def _refuse_create_graph(self) -> None:
-        if not torch.is_grad_enabled() or not self.release_after_backward:
-            return
-        if any(group.comes_and_goes for group in self.groups):
-            raise RuntimeError(
-                f"create_graph=True (a gradient of a gradient) in unit '{self.name}': its second "
-                f"backward would read weights that the first has released. Keep them: "
-                f"fully_shard(..., reshard_after_forward=False) and "
-                f"set_reshard_after_backward(False), or placements=sw.zero(2)"
-            )
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -475,15 +420,9 @@ class Unit:
 
     def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
         """``comes``: which gradients to wait for, of parameters that are trained."""
-        self._waiting = self._to_come = 0
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
-            flags = [not (leaf.requires_grad and comes(leaf)) for leaf in group.unsharded]
-            self._arrived[number] = flags
-            self._waiting += flags.count(False)
-            self._to_come += sum(
-                size for size, here in zip(self._sizes[number], flags, strict=True) if not here
-            )
+        self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:
         """Backward went past this unit here, or has ended. Other ranks may have entered it: gather
@@ -494,7 +433,7 @@ class Unit:
             self._rest()
         if self.phase is not Phase.RESTING:
             return
-        leaves = self.trainable_leaves()
+        leaves = self.arrivals.leaves()
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
@@ -530,7 +469,7 @@ class Unit:
         return self.expects_backward and self.gather_in_backward
 
     def _maybe_complete(self) -> None:
-        if self._waiting == 0 and not self._open_calls:
+        if not self.arrivals.missing and not self._open_calls:
             self._complete()
 
     def _complete(self) -> None:
@@ -543,7 +482,7 @@ class Unit:
         self._running.clear()
         self._go(Phase.RESTING)
         self._completed = self.runtime.in_backward  # what was owed may come after it
-        if self.trainable and not self.runtime.for_inputs:
+        if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
         self.runtime.settle_late()
 
@@ -555,17 +494,12 @@ class Unit:
                     group.gradients.reduce(self.runtime)
 
     @property
-    def trainable(self) -> bool:
-        """Whether this unit has gradients to reduce."""
-        return any(group.trainable for group in self.groups)
-
-    @property
     def holds_turn(self) -> bool:
         """Whether units behind must wait: this one is in backward, or other ranks' may be."""
-        if not self.trainable:
+        if not self.arrivals.trainable:
             return False
         if self.phase is Phase.BACKWARD:
-            return not self._owes
+            return not self.waits_for_delayed
         return self.unused == "zeros" and self.expects_backward
 
     def end_backward(self) -> None:
@@ -576,49 +510,12 @@ class Unit:
             return
         self._running.clear()
         self._open_calls.clear()
-        if self._owes:  # it reduces when that has come; the weights are not needed for it
+        if self.waits_for_delayed:  # it reduces then; the weights are not needed for that
             self.hide()
             self._release()
             return
-        self._owed.clear()
+        self.arrivals.delayed.clear()
         self._complete()
-
-    def missing_gradients(self) -> comm.Facts:
-        """For each parameter, whether this backward should have brought a gradient and did not."""
-        missing = numpy.zeros(sum(len(group.items) for group in self.groups), bool)
-        first = 0
-        for group in self.groups:
-            # Empty where nothing was reduced: frozen, not reached, or delayed ones are to come.
-            for index, here in enumerate(group.gradients.came):
-                if not here and self.unused == "error":
-                    missing[first + index] = group.unsharded[index].requires_grad
-            first += len(group.items)
-        return missing
-
-    def trainable_leaves(self) -> list[Tensor]:
-        """The parameters as forward sees them that are to get gradients."""
-        return [leaf for group in self.groups for leaf in group.unsharded if leaf.requires_grad]
-
-    def parameter_names(self) -> list[str]:
-        """The parameters of this unit, in words."""
-        return [f"'{item.name}' of unit '{self.name}'" for g in self.groups for item in g.items]
-
-    def left_behind(self) -> list[str]:
-        """Gradients that were computed and not reduced, after a backward; none may be."""
-        if self._owes:  # they are reduced together with the delayed ones
-            return []
-        return self._names_of(lambda group: group.gradients.unreduced())
-
-    def kept_gradients(self) -> list[str]:
-        """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
-        return self._names_of(lambda group: group.gradients.kept())
-
-    def _names_of(self, chosen: Callable[[Group], list[int]]) -> list[str]:
-        return [
-            f"'{group.items[index].name}' of unit '{self.name}'"
-            for group in self.groups
-            for index in chosen(group)
-        ]
 
     # ------------------------------------------------------------------ weights
 
@@ -715,39 +612,8 @@ class Unit:
         self.phase = Phase.RESTING
         self._running.clear()
         self._open_calls.clear()
-        self._owed.clear()
+        self.arrivals.forget()
         self._to_run = 0
-
-
-def start_runtime(unit: Unit, root: nn.Module) -> None:
-    """The first forward of a root: look for problems, name its units, give them lanes and
-    memory."""
-    units: dict[Unit, str] = {}
-    for name, module in root.named_modules():
-        inner = getattr(module, "_shardwise_unit", None)
-        if inner is not None:
-            units.setdefault(inner, name)
-    members = list(units)
-    refuse_problems(members, list(units.values()))
-    devices = [group.device for inner in members for group in inner.groups]
-    axes = dict.fromkeys(a for inner in members for g in inner.groups for a in g.ranks.axes)
-    runtime = Runtime(
-        devices[0] if devices else torch.device("cpu"),
-        members,  # type: ignore[arg-type]
-        list(axes),
-        lanes=unit.shared.lanes,
-        **unit.options,
-    )
-    unit.shared.lanes = runtime.lanes
-    for inner, name in units.items():
-        inner.name = name or type(root).__name__.removeprefix("FSDP")
-        inner.forsaken = []
-        inner.is_root = inner is unit
-        inner.adopt_runtime(runtime)
-        for number, group in enumerate(inner.groups):
-            group.label = f"'{inner.name}'" + (f" buffer {number}" if number else "")
-            group.gradients.label = group.label
-            group.settle_initial_values()
 
 
 def _surely(leaf: Tensor) -> bool:
@@ -756,12 +622,6 @@ def _surely(leaf: Tensor) -> bool:
 
 def _never(leaf: Tensor) -> bool:
     return False
-
-
-def _report(unit: weakref.ref[Unit], number: int, index: int, parameter: Tensor) -> None:
-    owner = unit()
-    if owner is not None:
-        owner.arrived(number, index)
 
 
 def _weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:

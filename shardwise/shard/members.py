@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a wrapped model is still what was wrapped: the modules hold the same parameters, and
+weights that a backward will read are those that its forward read. What changed is refused by
+name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, NoReturn, Protocol
+from weakref import ref
+
+from torch import Tensor, nn
+
+
+class Wrapped(Protocol):
+    """A unit, as far as the modules below it are concerned."""
+
+    name: str
+    modules: list[ref[nn.Module]]
+    places: list[tuple[dict[str, Any], str, int, int]]
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
+
+
+class Members:
+    """What a unit's modules held when they were wrapped. Whoever replaces a parameter later, adds
+    one or takes one away would train without it: each is refused by name.
+
+    Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
+    """
+
+    def __init__(self, unit: Wrapped) -> None:
+        self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
+        self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
+        self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
+        self._kept: list[tuple[ref[nn.Module], str]] | None = None
+        self._record(unit)
+
+    def _record(self, unit: Wrapped) -> None:
+        modules = [module for _, module in _below(unit)]
+        self._children = [module._modules for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        named = [(each, name) for each in self._parameters for name in each]
+        empty = [(each, name) for each, name in named if each[name] is None]
+        self._empty = [each for each, _ in empty], [name for _, name in empty]
+        ours = {(id(parameters), name) for parameters, name, *_ in unit.places}
+        filled = {(id(each), name) for each, name in named if each[name] is not None}
+        self._ignored = filled - ours
+        self._known = self._structure()
+
+    def _structure(self) -> list[Any]:
+        """Every module below, every name of a parameter."""
+        inside = chain.from_iterable(map(dict.values, self._children))
+        return [*inside, *chain.from_iterable(self._parameters)]
+
+    # Before every forward and backward, so without a loop of Python's.
+
+    def refuse_replaced(self, unit: Wrapped) -> None:
+        """Raise where the modules do not hold the parameters that were wrapped."""
+        for expected in (self._sharded, self._whole):
+            if all(map(is_, map(dict.get, *self._places), expected)):
+                return
+        self._refuse_all(unit)  # unless each is one of both, where weights come by and by
+
+    def refuse_added(self, unit: Wrapped) -> None:
+        """Raise where they hold more, or are others."""
+        same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
+        if not same or self._structure() != self._known:
+            self._refuse_all(unit)
+            self._record(unit)  # modules without parameters, or with units of their own
+
+    def side_outputs(self, unit: Wrapped) -> list[Any]:
+        """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
+        Looked for after the first forward, and from then on under the names found there."""
+        if self._kept is None:
+            self._kept = [
+                (ref(module), name)
+                for _, module in _below(unit)
+                for name, value in vars(module).items()
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
+        return [getattr(module(), name, None) for module, name in self._kept]
+
+    def _refuse_all(self, unit: Wrapped) -> None:
+        problems = []
+        lost = {
+            (id(parameters), name): (unit.groups[number], index)
+            for parameters, name, number, index in unit.places
+        }
+        for path, module in _below(unit):
+            for name, held in module._parameters.items():
+                key = (id(module._parameters), name)
+                if key in lost and held is not None:
+                    group, index = lost.pop(key)
+                    if held is not group.sharded[index] and held is not group.unsharded[index]:
+                        problems.append(
+                            f"'{path}{name}' was replaced, and what replaced it would be dropped: "
+                            f"write values into the parameter instead (with torch.no_grad(): "
+                            f"parameter.copy_(values) takes the whole tensor), or replace and tie "
+                            f"parameters before wrapping"
+                        )
+                elif held is not None and key not in self._ignored and key not in lost:
+                    problems.append(
+                        f"'{path}{name}' was added, and is neither sharded nor reduced: add it "
+                        f"before wrapping (ignored_params leaves it alone), or wrap its module "
+                        f"with fully_shard"
+                    )
+        problems += [
+            f"'{group.items[index].name}' is gone, and the optimizer would go on with it: remove "
+            f"parameters before wrapping"
+            for group, index in lost.values()
+        ]
+        if problems:
+            raise RuntimeError(
+                f"the parameters of unit '{unit.name}' changed after it was wrapped: "
+                + "; ".join(problems)
+            )
+
+
+def _below(unit: Wrapped) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit and those below that no inner unit owns, with the paths to them."""
+    roots = [root for reference in unit.modules if (root := reference()) is not None]
+    waiting = [("", root) for root in roots][::-1]
+    seen: set[int] = set()
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in seen or getattr(module, "_shardwise_unit", unit) is not unit:
+            continue
+        seen.add(id(module))
+        yield path, module
+        waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
+
+
+def refuse_written(unit: Wrapped, seen: Sequence[Any]) -> NoReturn:
+    """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
+    names = [
+        item.name
+        for group, state in zip(unit.groups, seen, strict=True)
+        for item in group.items
+        if group.main.state != state
+    ]
+    raise RuntimeError(
+        f"weights of unit '{unit.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
+        f"were written between a forward and its backward, whose gradients would be those of "
+        f"neither the old weights nor the new: step, load or write after backward, or run "
+        f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
+    )
+
+
+def refuse_create_graph(unit: Wrapped) -> None:
+    """Raise in a backward with ``create_graph=True`` whose weights will be released."""
+    if any(group.comes_and_goes for group in unit.groups):
+        raise RuntimeError(
+            f"create_graph=True (a gradient of a gradient) in unit '{unit.name}': its second "
+            f"backward would read weights that the first has released. Keep them: "
+            f"fully_shard(..., reshard_after_forward=False) and "
+            f"set_reshard_after_backward(False), or placements=sw.zero(2)"
+        )
