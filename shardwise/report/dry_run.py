@@ -142,7 +142,9 @@ def dry_run(
         )
         # The model dies with its process group: its buffers must not be counted any longer.
         for unit in units:
-            unit.groups, unit.places = [], []
+            unit.groups.clear()
+            unit.places.clear()
+            unit.members = None
         return result
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Protocol
@@ -86,6 +86,71 @@ class Call:
                 f"no tensor can be found: return tensors, or containers or objects of them"
             )
         return watched
+
+
+class Calls:
+    """The forwards of one unit: those that run now, those whose backward is to come (by the number
+    of the root's forward), and those that backward has entered and not left."""
+
+    def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
+        self._modules = modules
+        self.running: list[Call | None] = []
+        self.awaited: list[int] = []
+        self.open: list[Call] = []
+        self._to_run = 0  # modules of a list whose forward is still to come
+
+    def begin(self, call: Call | None) -> None:
+        """A forward begins; None where no backward can come."""
+        self._to_run = (self._to_run or len(self._modules)) - 1
+        self.running.append(call)
+
+    def end(self) -> Call | None:
+        """A forward is over."""
+        return self.running.pop() if self.running else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every module of a list has run."""
+        return not self.running and not self._to_run
+
+    def wait_for(self, call: Call, forward: int) -> None:
+        """A backward of ``call`` may come."""
+        call.forward = forward
+        self.awaited.append(forward)
+
+    def enter(self, call: Call) -> None:
+        """Backward has come to a call."""
+        if not call.opened:
+            call.opened = True
+            if call.forward in self.awaited:  # no earlier backward of this graph went past it
+                self.awaited.remove(call.forward)
+            if call.gated and not call.finished:
+                self.open.append(call)
+
+    def leave(self, call: Call) -> None:
+        """The gradients of its inputs are on their way."""
+        call.finished = True
+        if call in self.open:
+            self.open.remove(call)
+
+    def forget(self, forwards: Container[int]) -> None:
+        """No backward will come to the calls of these forwards of the root."""
+        self.awaited = [one for one in self.awaited if one not in forwards]
+
+    def drop_dead(self, entering: bool) -> bool:
+        """Forget calls that an exception ended; whether none is left of some. ``entering``: one
+        more has begun just now."""
+        if not self.running:
+            return False
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        del self.running[max(calls_on_stack(modules) - entering, 0) :]
+        return not self.running
+
+    def stop(self) -> None:
+        """None runs any more, and backward is in none."""
+        self.running.clear()
+        self.open.clear()
+        self._to_run = 0
 
 
 def _open(call: Call, grad: Tensor) -> None:

@@ -155,7 +155,7 @@ def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
     """Forward is over, or raised: then the parameters at rest come back at once. Whoever catches
     the exception and calls ``model.zero_grad()`` means those."""
     unit = unit_of(module)
-    if unit is not None and unit.running and not unit.runtime.in_backward:
+    if unit is not None and unit.calls.running and not unit.runtime.in_backward:
         unit.drop_dead_calls(entering=True)
 
 

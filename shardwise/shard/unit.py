@@ -31,7 +31,7 @@ from shardwise.precision.mxfp8_tensor import Phase as Reads
 from shardwise.shard.arrivals import Arrivals
 from shardwise.shard.call import (
     Call,
-    calls_on_stack,
+    Calls,
     cast_floats,
     in_checkpoint,
     in_recomputation,
@@ -41,6 +41,7 @@ from shardwise.shard.call import (
 from shardwise.shard.group import Group, lost_writes
 from shardwise.shard.members import Members, refuse_create_graph, refuse_written
 from shardwise.shard.runtime import Runtime, SharedLanes
+from shardwise.shard.weights import Place, Weights
 from shardwise.streams import annotate
 
 
@@ -69,7 +70,7 @@ class Unit:
         name: str,
         modules: Sequence[nn.Module],
         groups: Sequence[Group],
-        places: Sequence[tuple[dict[str, Any], str, int, int]],
+        places: Sequence[Place],
         *,
         precision: Precision,
         release_after_forward: bool | None,
@@ -80,10 +81,8 @@ class Unit:
     ) -> None:
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
-        self.groups = list(groups)
-        # (a module's parameter dictionary, name in it, group, index): the dictionary, not the
-        # module, so that nothing here keeps a model alive
-        self.places = list(places)
+        self.weights = self._make_weights(groups, places)
+        self.groups, self.places = self.weights.groups, self.weights.places
         self.precision = precision
         self.release_after_forward = release_after_forward
         self.release_after_backward = True
@@ -106,17 +105,16 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self._early = early  # whether weights are gathered as soon as the optimizer is done
         self._runtime: Runtime | None = None
-        self._exposed = False
-        self._open_calls: list[Call] = []
-        self._running: list[Call | None] = []
+        self.calls = Calls(self.modules)
         self.arrivals = Arrivals(self.groups)
-        self._to_run = 0  # modules of a list whose forward is still to come
-        self._expected: list[int] = []  # calls whose backward is to come, by the root's forward
         self._tidy = False  # whether the root's forward has looked after this unit already
         self._reached = False  # whether this backward has gathered for this unit
         self._passed = self._completed = False  # whether it went past it; whether it is through
         self.gated = False  # whether any call's inputs passed through a gate
         self.rebind()
+
+    def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> Weights:
+        return Weights(groups, places)
 
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
@@ -169,13 +167,11 @@ class Unit:
     @property
     def waits_for_delayed(self) -> bool:
         """Whether nothing but delayed gradients keeps this unit in backward."""
-        return self.arrivals.only_delayed and not self._open_calls
+        return self.arrivals.only_delayed and not self.calls.open
 
     def inputs_done(self, call: Call) -> None:
         """The gradients of one call's inputs are on their way."""
-        call.finished = True
-        if call in self._open_calls:
-            self._open_calls.remove(call)
+        self.calls.leave(call)
         if self.phase is Phase.BACKWARD:
             self._maybe_complete()
 
@@ -236,7 +232,7 @@ class Unit:
         runtime = self.runtime
         runtime.lanes.refuse_capture(f"forward of '{self.name}'")
         recomputing = runtime.in_backward
-        if not recomputing and (runtime.failed or self._running):
+        if not recomputing and (runtime.failed or self.calls.running):
             self._recover()
         with annotate(f"{self.name}: gather for forward"):
             if not recomputing:
@@ -250,10 +246,9 @@ class Unit:
             self.expose("forward")
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
-        self._to_run = (self._to_run or len(self.modules)) - 1
         awaited = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self, self._weights) if awaited else None
-        self._running.append(call)
+        call = Call(self, self.weights.versions) if awaited else None
+        self.calls.begin(call)
         if awaited and not recomputing and in_checkpoint():
             for group in self.groups:
                 group.reads_again = True
@@ -269,20 +264,10 @@ class Unit:
         for unit in self.runtime.units:
             unit.drop_dead_calls(entering=unit is self)
 
-    @property
-    def running(self) -> bool:
-        """Whether a forward of this unit has begun and not ended."""
-        return bool(self._running)
-
     def drop_dead_calls(self, entering: bool) -> None:
         """Forget calls that an exception ended. ``entering``: one more has begun just now."""
-        if not self._running:
-            return
-        modules = [module for reference in self.modules if (module := reference()) is not None]
-        alive = calls_on_stack(modules) - entering
-        del self._running[alive:]
-        if not self._running:
-            self._expected = [one for one in self._expected if one != self.runtime.forward]
+        if self.calls.drop_dead(entering):
+            self.calls.forget({self.runtime.forward})
             self._rest()
 
     def tidy(self) -> None:
@@ -313,18 +298,16 @@ class Unit:
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
-        call = self._running.pop() if self._running else None
+        call = self.calls.end()
         runtime = self.runtime
         if not runtime.in_backward:
             runtime.order.left(self)
-        finished = self.phase is Phase.FORWARD and not self._running and not self._to_run
-        if finished and not runtime.in_backward:
+        if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
             self._end_forward(kept=call is not None)
             if self.is_root:
                 runtime.end_forward()
         if call is not None and self._watch(call, output):
-            call.forward = 0 if runtime.in_backward else runtime.forward
-            self._expected.append(call.forward)
+            self.calls.wait_for(call, 0 if runtime.in_backward else runtime.forward)
             self.gated = self.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
 
@@ -344,7 +327,7 @@ class Unit:
         with annotate(f"{self.name}: release after forward"):
             self.hide()
             if self._releases_after_forward:
-                self._release(kept)
+                self.weights.release(self.runtime, self.kept_axis if kept else None)
         self._go(Phase.RESTING)
         if lost is not None:
             raise lost
@@ -353,8 +336,7 @@ class Unit:
         """The root's forward is over: a list of modules of which only some ran goes to rest too,
         and so does a unit whose exception the model itself has caught."""
         if self.phase is Phase.FORWARD:
-            self._running.clear()
-            self._to_run = 0
+            self.calls.stop()
             self._end_forward(kept=torch.is_grad_enabled())
 
     @property
@@ -365,22 +347,12 @@ class Unit:
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
-        if call.enters() and self.gather_in_backward and call.weights != self._weights:
+        if call.enters() and self.gather_in_backward and call.weights != self.weights.versions:
             refuse_written(self, call.weights)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
-        if not call.opened:
-            call.opened = True
-            if call.forward in self._expected:  # no earlier backward of this graph went past it
-                self._expected.remove(call.forward)
-            if call.gated and not call.finished:
-                self._open_calls.append(call)
-
-    @property
-    def _weights(self) -> list[tuple[int, int]]:
-        """The versions of the main weights."""
-        return [group.main.state for group in self.groups]
+        self.calls.enter(call)
 
     def _enter_backward(self) -> None:
         self.refuse_changes()
@@ -437,27 +409,22 @@ class Unit:
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and not self._passed:
             if not self._reached:
-                for group in self.groups:
-                    group.gather(self.runtime, phase="backward")
+                self.weights.gather(self.runtime, "backward")
                 self._reached = True
             self._prefetch_backward()
             if not comes and self.release_after_backward:  # else ranks that entered it hold it too
-                self._release()
+                self.weights.release(self.runtime)
         self._passed = True
         if leaves and not comes:
-            self._forget_calls()
+            self.calls.forget(self.runtime.walked)
             self._go(Phase.BACKWARD)
             self._expect_gradients(_never)
             self._complete()
 
-    def _forget_calls(self) -> None:
-        """Those of forwards that this backward walks: it did not come to them, or will not."""
-        self._expected = [one for one in self._expected if one not in self.runtime.walked]
-
     @property
     def expects_backward(self) -> bool:
         """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
-        return bool(self._expected)
+        return bool(self.calls.awaited)
 
     def viewed(self) -> bool:
         """Whether autograd holds views of the weights: a forward still waits for its backward."""
@@ -469,17 +436,16 @@ class Unit:
         return self.expects_backward and self.gather_in_backward
 
     def _maybe_complete(self) -> None:
-        if not self.arrivals.missing and not self._open_calls:
+        if not self.arrivals.missing and not self.calls.open:
             self._complete()
 
     def _complete(self) -> None:
         """Release the weights first, then reduce: the two never need memory at the same time."""
         self.hide()
         if self.release_after_backward:
-            self._release()
-        self._open_calls.clear()
+            self.weights.release(self.runtime)
         # torch's checkpoint stops a recomputation once it has all: that forward never ends.
-        self._running.clear()
+        self.calls.stop()
         self._go(Phase.RESTING)
         self._completed = self.runtime.in_backward  # what was owed may come after it
         if self.arrivals.trainable and not self.runtime.for_inputs:
@@ -508,11 +474,10 @@ class Unit:
             self.rest()
         if self.phase is not Phase.BACKWARD:
             return
-        self._running.clear()
-        self._open_calls.clear()
+        self.calls.stop()
         if self.waits_for_delayed:  # it reduces then; the weights are not needed for that
             self.hide()
-            self._release()
+            self.weights.release(self.runtime)
             return
         self.arrivals.delayed.clear()
         self._complete()
@@ -521,8 +486,7 @@ class Unit:
 
     def prefetch(self, reads: Reads) -> None:
         """Begin to gather, ahead of use, what forward or backward will read."""
-        for group in self.groups:
-            group.gather(self.runtime, ahead=True, phase=reads)
+        self.weights.gather(self.runtime, reads, ahead=True)
 
     def settled(self, number: int) -> None:
         """The optimizer is done with this group: bring its weights while it computes the others.
@@ -535,8 +499,8 @@ class Unit:
 
     def evict(self) -> None:
         """Give up what was gathered ahead, if it is not in use yet."""
-        if not self._exposed:
-            self._release()
+        if not self.weights.shown and self._runtime is not None:
+            self.weights.release(self._runtime)
 
     def _prefetch(
         self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
@@ -549,53 +513,32 @@ class Unit:
                 unit._reached = reads == "backward"
 
     def expose(self, reads: Reads) -> None:
-        """Gather what forward or backward reads, wait, and put the whole weights in the modules'
-        hands."""
-        runtime = self.runtime
-        for group in self.groups:
-            group.gather(runtime, phase=reads)
-        for group in self.groups:
-            group.wait(runtime)
-        if not self._exposed:
-            self._show()
-
-    def _show(self) -> None:
-        for parameters, name, number, index in self.places:
-            parameters[name] = self.groups[number].unsharded[index]
-        self._exposed = True
+        """Gather, wait, and put the whole weights in the modules' hands."""
+        self.weights.expose(self.runtime, reads, by_and_by=self.phase is Phase.FORWARD)
 
     def show_again(self) -> None:
         """After a look at the parameters at rest: the modules hold what their phase needs."""
-        if self.phase is not Phase.RESTING and not self._exposed:
-            self._show()
+        if self.phase is not Phase.RESTING and not self.weights.shown:
+            self.weights.show(self.runtime)
 
     def hide(self, force: bool = False) -> None:
         """The modules hold the parameters at rest again."""
-        if self._exposed or force:
-            for parameters, name, number, index in self.places:
-                parameters[name] = self.groups[number].sharded[index]
-            self._exposed = False
-
-    def _release(self, kept: bool = False) -> None:
-        for group in self.groups:
-            if kept and self.kept_axis is not None:
-                group.keep_part(self.runtime, self.kept_axis)
-            group.release(self.runtime)
+        self.weights.hide(force)
 
     def release_unused(self, graph_kept: bool) -> None:
         """After backward: what was gathered ahead and never came."""
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
-            self._forget_calls()
+            self.calls.forget(self.runtime.walked)
         self._reached = self._passed = self._completed = False
         for group in self.groups:
             group.gradients.came = []
-        if self.phase is Phase.RESTING and not self._exposed and self.release_after_backward:
-            self._release()
+        if self.phase is Phase.RESTING and not self.weights.shown and self.release_after_backward:
+            self.weights.release(self.runtime)
 
     def rest(self) -> None:
         """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
-        self._expected.clear()
+        self.calls.awaited.clear()
 
     def reset(self) -> None:
         """Back to rest, without gradients."""
@@ -606,14 +549,11 @@ class Unit:
     def _rest(self) -> None:
         self.hide()
         if self._runtime is not None:
-            for group in self.groups:  # messages under way cannot be called back
-                group.wait(self._runtime)
-            self._release()
+            self.weights.wait(self._runtime)  # messages under way cannot be called back
+            self.weights.release(self._runtime)
         self.phase = Phase.RESTING
-        self._running.clear()
-        self._open_calls.clear()
+        self.calls.stop()
         self.arrivals.forget()
-        self._to_run = 0
 
 
 def _surely(leaf: Tensor) -> bool:
