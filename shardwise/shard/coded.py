@@ -39,9 +39,9 @@ from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phas
 from shardwise.shard.call import in_checkpoint
 from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
-from shardwise.shard.gradient import WholeParameter
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
+from shardwise.shard.whole_parameter import WholeParameter
 
 
 class GroupPlane:

@@ -28,7 +28,7 @@ from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
 from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase, restored
-from shardwise.shard.gradient import WholeParameter
+from shardwise.shard.whole_parameter import WholeParameter
 
 
 class PlaneOwner(Protocol):

@@ -32,8 +32,9 @@ from shardwise.memory import Block, Caching
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Phase
-from shardwise.shard.gradient import LOST, Gradients, WholeParameter
+from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
+from shardwise.shard.whole_parameter import LOST, WholeParameter
 
 
 class Group:

@@ -25,7 +25,7 @@ from shardwise.precision.mxfp8_linear import (
 )
 from shardwise.precision.mxfp8_native import Native, native_problem, swizzle
 from shardwise.precision.mxfp8_tensor import Format, Matrices, MXFP8Tensor
-from shardwise.shard.gradient import WholeParameter
+from shardwise.shard.whole_parameter import WholeParameter
 from tests.ranks import run_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10

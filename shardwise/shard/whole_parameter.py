@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WholeParameter: a parameter as forward and its kernels see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layout import Layout
+
+
+class Home(Protocol):
+    """The gradients of a group, as far as one of its parameters is concerned."""
+
+    layout: Layout
+    on_written: Callable[[int], None]
+    on_owed: Callable[[int], None]
+
+    def destination(self, index: int) -> tuple[Tensor, bool]: ...
+
+    def mark_written(self, index: int) -> None: ...
+
+
+_DATA: Any = torch.Tensor.data
+LOST = (
+    "weights are made from the main weights by every gather, so what forward writes to them is "
+    "lost. Write to the parameter outside of forward, under torch.no_grad(): the next forward "
+    "sees it"
+)
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter as forward sees it: a view of gathered memory.
+
+    A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
+    first contribution) and then sets ``grad_added_to_main_grad = True``. One that can overwrite
+    asks ``fresh_main_grad()`` and saves the zeroing. Either way it may return any gradient or none,
+    for a parameter that is an input of its node: autograd tells when the last use is done.
+    """
+
+    # Set by a forward that gives autograd something else to bring it to its backward, where it will
+    # say ``owe()``: no graph tells that a gradient comes.
+    delayed: bool = False
+    _gradients: ref[Home] | None
+    _index: int
+    _added: bool
+    # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
+    _lent: tuple[Tensor, ...] = ()
+    _counted = 0  # the version up to which writes are known
+
+    @staticmethod
+    def empty(requires_grad: bool) -> WholeParameter:
+        parameter = WholeParameter(torch.empty(0), requires_grad=requires_grad)
+        parameter._gradients, parameter._index, parameter._added = None, 0, False
+        return parameter
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        lent: Tensor = _DATA.__get__(self)
+        self._lent += (lent,)
+        return lent
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(f"{self.name_here}.data = ...: {LOST}")
+
+    def show(self, memory: Tensor) -> None:
+        """Make this parameter a view of gathered memory. Its version counter stays its own, so a
+        gather is no in-place change to autograd."""
+        _DATA.__set__(self, memory)
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote to the values since this was last asked."""
+        lent, known, version = self._lent, self._counted, self._version
+        if not lent and version == known:
+            return False
+        self._lent, self._counted = (), version
+        return version != known or any(one._version for one in lent)
+
+    @property
+    def name_here(self) -> str:
+        """As its group knows it, for errors."""
+        return f"'{self._home.layout.items[self._index].name}'"
+
+    @property
+    def main_grad(self) -> Tensor:
+        """Where this microbatch's gradient is summed, ready to be added to."""
+        view, fresh = self.fresh_main_grad()
+        if fresh:
+            view.zero_()
+            self._home.mark_written(self._index)
+        return view
+
+    def fresh_main_grad(self) -> tuple[Tensor, bool]:
+        """The same memory, and whether its contents are undefined and to be overwritten."""
+        return self._home.destination(self._index)
+
+    def owe(self) -> None:
+        """Say inside a backward that the gradient comes later than this backward ends."""
+        self._home.on_owed(self._index)
+
+    @property
+    def _home(self) -> Home:
+        gradients = self._gradients() if self._gradients is not None else None
+        if gradients is None:
+            raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
+        return gradients
+
+    @property
+    def grad_added_to_main_grad(self) -> bool:
+        return self._added
+
+    @grad_added_to_main_grad.setter
+    def grad_added_to_main_grad(self, value: bool) -> None:
+        self._added = bool(value)
+        if value:
+            self._home.mark_written(self._index)
+            self._home.on_written(self._index)
