@@ -174,7 +174,7 @@ def check_order(rank: int, world_size: int) -> list[list[str]]:
 
         def note(module: Any, args: Any, unit: Any = unit, pending: Any = pending) -> None:
             # A bucket that has been shown has arrived; the others are on their way.
-            pending.append("".join("." if shown else "?" for shown in unit._shown))
+            pending.append("".join("." if shown else "?" for shown in unit.weights._here))
 
         for layer in model.layers:
             layer.register_forward_pre_hook(note)
