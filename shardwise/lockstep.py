@@ -89,14 +89,13 @@ class Journal:
         }
 
 
-@dataclass(frozen=True, slots=True)
 class Ticket:
     """One collective in a journal."""
 
-    journal: Journal
-    operation: str
-    count: int
-    purpose: str
+    __slots__ = ("count", "journal", "operation", "purpose")
+
+    def __init__(self, journal: Journal, operation: str, count: int, purpose: str) -> None:
+        self.journal, self.operation, self.count, self.purpose = journal, operation, count, purpose
 
     @property
     def tag(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import numpy
@@ -19,6 +19,12 @@ from shardwise import comm
 from shardwise.shard.group import Group
 
 Key = tuple[int, int]  # (group, index in it)
+
+
+class Listener(Protocol):
+    """A unit, as far as this is concerned."""
+
+    def arrived(self, number: int, index: int) -> None: ...
 
 
 class Arrivals:
@@ -32,14 +38,15 @@ class Arrivals:
             for index, item in enumerate(group.items)
         }
         total = sum(self._sizes.values())
-        self._one_more = max(self._sizes.values(), default=0) + total // 64  # a matrix, and biases
+        # Where no more than this is missing, the last gradient may be next: a matrix, and biases.
+        self.one_more = max(self._sizes.values(), default=0) + total // 64
         self.missing: set[Key] = set()
         self.delayed: set[Key] = set()
-        self._elements = 0  # of the missing ones
+        self.elements = 0  # of the missing ones
         self._listeners: dict[Key, Any] = {}
 
-    def listen(self, told: ref[Callable[[int, int], None]]) -> None:
-        """Have ``told`` called when autograd has brought the gradient of a trainable parameter;
+    def listen(self, told: ref[Listener]) -> None:
+        """Have ``told`` hear when autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
         for number, group in enumerate(self._groups):
             for index, leaf in enumerate(group.unsharded):
@@ -57,20 +64,17 @@ class Arrivals:
             for index, leaf in enumerate(group.unsharded)
             if leaf.requires_grad and comes(leaf)
         }
-        self._elements = sum(map(self._sizes.__getitem__, self.missing))
+        self.elements = sum(map(self._sizes.__getitem__, self.missing))
 
     def arrive(self, key: Key) -> bool:
         """Note a gradient; False where it had come before, or is not waited for."""
         if key not in self.missing:
             return False
         self.missing.remove(key)
-        self._elements -= self._sizes[key]
+        self.elements -= self._sizes[key]
+        if self.delayed:
+            self.delayed.discard(key)
         return True
-
-    @property
-    def almost_all(self) -> bool:
-        """Whether only the last and largest may still be missing."""
-        return 0 < self._elements <= self._one_more
 
     @property
     def only_delayed(self) -> bool:
@@ -78,7 +82,7 @@ class Arrivals:
         return 0 < len(self.missing) == len(self.delayed)
 
     def forget(self) -> None:
-        self.missing, self.delayed, self._elements = set(), set(), 0
+        self.missing, self.delayed, self.elements = set(), set(), 0
 
     # ------------------------------------------------------------------ at its end
 
@@ -120,7 +124,7 @@ class Arrivals:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
 
 
-def _tell(told: ref[Callable[[int, int], None]], number: int, index: int, leaf: Tensor) -> None:
+def _tell(told: ref[Listener], number: int, index: int, leaf: Tensor) -> None:
     owner = told()
     if owner is not None:
-        owner(number, index)
+        owner.arrived(number, index)

@@ -73,6 +73,7 @@ class BucketedUnit(Unit):
     """The state behind one ``data_parallel`` call; groups in the order of backward."""
 
     weights: BucketedWeights
+    by_group = True
 
     def __init__(
         self,
@@ -110,15 +111,10 @@ class BucketedUnit(Unit):
         for number, _ in self.arrivals.missing:
             self._missing[number] += 1
 
-    def arrived(self, number: int, index: int) -> None:
-        if self._arrives(number, index):
-            self._missing[number] -= 1
-            self.arrivals.delayed.discard((number, index))
-            self._reduce_complete()
-            self._maybe_complete()
-
-    def _reduce_complete(self) -> None:
-        """Reduce the buckets that have all their gradients, in order."""
+    def group_arrived(self, number: int) -> None:
+        """A gradient of one bucket has come: reduce the buckets that have all of theirs, in
+        order."""
+        self._missing[number] -= 1
         while self._next < len(self.groups) and not self._missing[self._next]:
             self._reduce_next()
 

@@ -72,12 +72,12 @@ class Call:
         Raises TypeError where no tensor is found and an object may hide one: its backward would
         read weights that are no longer there.
         """
+        if isinstance(output, Tensor) and not more:
+            return self._watch(output)
         watched, closed = False, []
         for found in (*_look_into(output, set()), *_look_into(more, set())):
             if isinstance(found, Tensor):
-                if found.requires_grad:
-                    found.register_hook(partial(_open, self))
-                    watched = True
+                watched = self._watch(found) or watched
             else:
                 closed.append(type(found).__name__)
         if closed and not watched:
@@ -86,6 +86,11 @@ class Call:
                 f"no tensor can be found: return tensors, or containers or objects of them"
             )
         return watched
+
+    def _watch(self, tensor: Tensor) -> bool:
+        if tensor.requires_grad:
+            tensor.register_hook(partial(_open, self))
+        return tensor.requires_grad
 
 
 class Calls:
@@ -193,9 +198,10 @@ def reaches_all_leaves() -> bool:
 
 def _look_into(value: Any, seen: set[int]) -> Iterator[Any]:
     """The tensors inside ``value``, and objects that cannot be looked into."""
-    if value is None or isinstance(value, (Tensor, *_SIMPLE)):
-        if isinstance(value, Tensor):
-            yield value
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is None or isinstance(value, _SIMPLE):
         return
     if id(value) in seen:
         return

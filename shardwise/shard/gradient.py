@@ -79,6 +79,7 @@ class Gradients:
         self._inner: Buffer | None = None
         self._main: Buffer | None = None
         self._dtensors: list[ShardedTensor] = []
+        self._locals: list[Tensor] = []  # of these
         self._turns: dict[int, Turns] | None = None  # for which these were made
         self._references = 0  # to them and their memory while nobody else has any
         self._spans: dict[int, tuple[list[Span], list[list[Span]]]] = {}  # by axis
@@ -173,6 +174,7 @@ class Gradients:
         if self._turns is not self.main_weight.version.turns:
             self._turns, self._spans = self.main_weight.version.turns, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
+            self._locals = [grad._local_tensor for grad in self._dtensors]
             self._references = self._count_references(self._main)
         return self._main
 
@@ -187,7 +189,7 @@ class Gradients:
     def _forget_main(self) -> None:
         """Have other memory the next time."""
         self._views.pop(id(self._main), None)
-        self._main, self._turns, self._dtensors = None, None, []
+        self._main, self._turns, self._dtensors, self._locals = None, None, [], []
 
     def _count_references(self, main: Buffer) -> int:
         """To the memory of the main grad and to the tensors that show it, but for own views."""
@@ -195,9 +197,7 @@ class Gradients:
         found: int = torch._C._storage_Use_Count(storage._cdata) - len(
             self._views.get(id(main), ())
         )  # type: ignore[attr-defined]
-        for grad in self._dtensors:
-            found += getrefcount(grad) + getrefcount(grad._local_tensor)
-        return found
+        return found + sum(map(getrefcount, self._dtensors)) + sum(map(getrefcount, self._locals))
 
     def _show(self, main: Buffer, index: int) -> ShardedTensor:
         """The gradient of one parameter: of this rank's turn, where replicas take turns at it."""
@@ -415,7 +415,10 @@ class Gradients:
 
     def _main_is_fresh(self) -> bool:
         with _plain_attributes():
-            return all(parameter.grad is None for parameter in self.sharded)
+            for parameter in self.sharded:  # a plain loop: asked several times a step
+                if parameter.grad is not None:
+                    return False
+        return True
 
     def _repair_main(self) -> Buffer:
         """Some grads may be gone or replaced by the user's: the main grad that says what they say.

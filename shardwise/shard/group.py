@@ -370,7 +370,10 @@ class Group:
         """The parameters whose whole weights somebody wrote to, where these are not main's; before
         a release."""
         with torch._C.DisableTorchFunctionSubclass():
-            written = [one for one in self.unsharded if one.was_written()]
+            touched = [w for w in self.unsharded if w._version != w._counted or w._lent]
+            written = [one for one in touched if one.was_written()]
+            if not written:
+                return []
             memory = _storage(self.whole.flat) if self.aliased else None
             lost = [one.name_here for one in written if _storage(one) != memory]
             if lost:

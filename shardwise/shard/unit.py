@@ -65,6 +65,8 @@ _ALLOWED = {
 class Unit:
     """The state behind one ``fully_shard`` call. Holds modules weakly: they hold it."""
 
+    by_group = False  # whether groups are reduced one by one, as their gradients come
+
     def __init__(
         self,
         name: str,
@@ -129,27 +131,29 @@ class Unit:
                 block.evict = _weakly(self.evict)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
-        self.arrivals.listen(weakref.WeakMethod(self.arrived))
+        self.arrivals.listen(weakref.ref(self))
 
     # ------------------------------------------------------------------ gradients arriving
 
     def arrived(self, number: int, index: int) -> None:
         """Autograd has brought the gradient of one parameter, whole for this backward."""
-        if self._arrives(number, index):
-            self.arrivals.delayed.discard((number, index))
-            self._maybe_complete()
-
-    def _arrives(self, number: int, index: int) -> bool:
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
             self._enter_backward()
-        if not self.arrivals.arrive((number, index)):
-            return False
-        if self.arrivals.almost_all:
+        arrivals = self.arrivals
+        if not arrivals.arrive((number, index)):
+            return
+        if 0 < arrivals.elements <= arrivals.one_more:
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
-        return True
+        if self.by_group:
+            self.group_arrived(number)
+        if not arrivals.missing and not self.calls.open:
+            self._complete()
+
+    def group_arrived(self, number: int) -> None:
+        """One more gradient of a group is here; for units that reduce by groups."""
 
     def written(self, number: int, index: int) -> None:
         """A kernel added to the gradient of one parameter itself. Autograd's hook tells when it is
@@ -288,7 +292,7 @@ class Unit:
             group.reads_again = group.reads_again and self.expects_backward
             for leaf in group.unsharded:
                 leaf.delayed = leaf.delayed and self.expects_backward
-        self.arrivals.listen(weakref.WeakMethod(self.arrived))
+        self.arrivals.listen(weakref.ref(self))
         self._tidy = True
 
     def refuse_changes(self) -> None:
