@@ -38,29 +38,38 @@ _NUMBERS = 1 << 12  # messages of one operation that are told apart by their num
 patience = 5.0
 
 
+class _Issued:
+    """The collectives of one operation: how many, the last ones, a checksum over all, in order."""
+
+    __slots__ = ("count", "recent", "trail")
+
+    def __init__(self) -> None:
+        self.count = self.trail = 0
+        self.recent: deque[str] = deque(maxlen=_REMEMBERED)
+
+
 class Journal:
     """The collectives that this rank has issued over one group, by operation."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._counts: dict[str, int] = {}
-        self._recent: dict[str, deque[str]] = {}
-        self._trails: dict[str, int] = {}  # a checksum over the purposes of all of them, in order
+        self._issued: dict[str, _Issued] = {}  # by operation
 
     def add(self, operation: str, purpose: str) -> Ticket:
         """Note one more collective."""
-        count = self._counts[operation] = self._counts.get(operation, 0) + 1
-        recent = self._recent.get(operation)
-        if recent is None:
-            recent = self._recent[operation] = deque(maxlen=_REMEMBERED)
-        recent.append(purpose)
-        self._trails[operation] = zlib.crc32(purpose.encode(), self._trails.get(operation, 0))
-        return Ticket(self, operation, count, purpose)
+        issued = self._issued.get(operation)
+        if issued is None:
+            issued = self._issued[operation] = _Issued()
+        issued.count += 1
+        issued.recent.append(purpose)
+        issued.trail = zlib.crc32(purpose.encode(), issued.trail)
+        return Ticket(self, operation, issued.count, purpose)
 
     def trail(self) -> NDArray[numpy.bool_]:
         """32 bits that are the same on ranks which have issued the same collectives. Operations
         are kept apart: a rank that reduces late still gathers in step with the others."""
-        together = zlib.crc32(repr(sorted(self._trails.items())).encode())
+        trails = sorted((operation, issued.trail) for operation, issued in self._issued.items())
+        together = zlib.crc32(repr(trails).encode())
         return numpy.unpackbits(numpy.frombuffer(together.to_bytes(4, "big"), numpy.uint8)) > 0
 
     def first_difference(self) -> str:
@@ -84,8 +93,8 @@ class Journal:
     def issued(self) -> dict[str, Any]:
         """How many of each operation, and the last ones, as JSON knows it."""
         return {
-            operation: [count, list(self._recent[operation])]
-            for operation, count in self._counts.items()
+            operation: [issued.count, list(issued.recent)]
+            for operation, issued in self._issued.items()
         }
 
 

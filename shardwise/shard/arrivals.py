@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import ref
 
 import numpy
+import torch
 from torch import Tensor
 
 from shardwise import comm
 from shardwise.shard.group import Group
 
 Key = tuple[int, int]  # (group, index in it)
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Listener(Protocol):
@@ -37,6 +41,9 @@ class Arrivals:
             for number, group in enumerate(groups)
             for index, item in enumerate(group.items)
         }
+        self._leaves = {key: groups[key[0]].unsharded[key[1]] for key in self._sizes}
+        self._flags: list[bool] = []  # which of them were trainable when last looked at
+        self._trainable: set[Key] = set()
         total = sum(self._sizes.values())
         # Where no more than this is missing, the last gradient may be next: a matrix, and biases.
         self.one_more = max(self._sizes.values(), default=0) + total // 64
@@ -48,22 +55,29 @@ class Arrivals:
     def listen(self, told: ref[Listener]) -> None:
         """Have ``told`` hear when autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
-        for number, group in enumerate(self._groups):
-            for index, leaf in enumerate(group.unsharded):
-                if leaf.requires_grad and (number, index) not in self._listeners:
-                    hook = partial(_tell, told, number, index)
-                    self._listeners[number, index] = leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._follow()
+        for key in self._trainable - self._listeners.keys():
+            hook = partial(_tell, told, *key)
+            self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _follow(self) -> None:
+        """Note which parameters are trained now, without a loop where nothing has changed."""
+        with torch._C.DisableTorchFunctionSubclass():  # half the time
+            flags = list(map(_REQUIRES_GRAD, self._leaves.values()))
+        if flags != self._flags:
+            self._flags = flags
+            self._trainable = set(compress(self._leaves, flags))
 
     # ------------------------------------------------------------------ one backward
 
-    def expect(self, comes: Callable[[Tensor], bool]) -> None:
-        """A backward begins; ``comes``: which gradients to wait for, of trainable parameters."""
-        self.missing = {
-            (number, index)
-            for number, group in enumerate(self._groups)
-            for index, leaf in enumerate(group.unsharded)
-            if leaf.requires_grad and comes(leaf)
-        }
+    def expect(self, comes: Callable[[Tensor], bool] | None) -> None:
+        """A backward begins; ``comes``: which gradients to wait for, of trainable parameters. None:
+        all of them."""
+        self._follow()
+        if comes is None:
+            self.missing = set(self._trainable)
+        else:
+            self.missing = {key for key in self._trainable if comes(self._leaves[key])}
         self.elements = sum(map(self._sizes.__getitem__, self.missing))
 
     def arrive(self, key: Key) -> bool:
@@ -89,11 +103,11 @@ class Arrivals:
     @property
     def trainable(self) -> bool:
         """Whether there is anything to reduce."""
-        return any(group.trainable for group in self._groups)
+        return bool(self._trainable)
 
     def leaves(self) -> list[Tensor]:
-        """The trainable parameters, as forward sees them."""
-        return [leaf for group in self._groups for leaf in group.unsharded if leaf.requires_grad]
+        """The trainable parameters, as forward sees them, in order."""
+        return [leaf for key, leaf in self._leaves.items() if key in self._trainable]
 
     def names(self) -> list[str]:
         """The names of all parameters."""

@@ -104,7 +104,7 @@ class BucketedUnit(Unit):
 
     # ------------------------------------------------------------------ gradients
 
-    def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
+    def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
         super()._expect_gradients(comes)
         self._next = 0
         self._missing = [0] * len(self.groups)

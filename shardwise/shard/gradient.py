@@ -25,6 +25,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 from sys import getrefcount
 from typing import Any
 
@@ -415,10 +417,7 @@ class Gradients:
 
     def _main_is_fresh(self) -> bool:
         with _plain_attributes():
-            for parameter in self.sharded:  # a plain loop: asked several times a step
-                if parameter.grad is not None:
-                    return False
-        return True
+            return all(map(is_, map(_GRAD, self.sharded), repeat(None)))
 
     def _repair_main(self) -> Buffer:
         """Some grads may be gone or replaced by the user's: the main grad that says what they say.
@@ -460,8 +459,10 @@ class Gradients:
     def unreduced(self) -> list[int]:
         """Parameters whose gradient of this microbatch has come and was not reduced."""
         with _plain_attributes():
-            leaves = enumerate(self.unsharded)
-            return [i for i, leaf in leaves if leaf.grad is not None or i in self._written]
+            grads = list(map(_GRAD, self.unsharded))
+        if not self._written and all(map(is_, grads, repeat(None))):
+            return []
+        return [i for i, grad in enumerate(grads) if grad is not None or i in self._written]
 
     def kept(self) -> list[int]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
@@ -512,6 +513,7 @@ def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
 
 
 _CACHING = Caching()
+_GRAD = attrgetter("grad")
 # Attributes of parameters at rest (.grad and the like) are read many times a step; not through
 # __torch_function__, which some torch versions give our DTensors.
 _plain_attributes = torch._C.DisableTorchFunctionSubclass

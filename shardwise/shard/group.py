@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
     label = ""  # what others call it in messages, once its unit has a name
+    # Versions of the whole weights, and how often any was lent, when writes were last looked for.
+    _versions: Sequence[int] = ()
+    _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
     saved_by_autograd = True  # whether graphs hold views of the whole weights' memory
@@ -370,10 +374,11 @@ class Group:
         """The parameters whose whole weights somebody wrote to, where these are not main's; before
         a release."""
         with torch._C.DisableTorchFunctionSubclass():
-            touched = [w for w in self.unsharded if w._version != w._counted or w._lent]
-            written = [one for one in touched if one.was_written()]
-            if not written:
+            now = [*map(_VERSION, self.unsharded), WholeParameter.loans]
+            if now == self._versions:
                 return []
+            self._versions = now
+            written = [one for one in self.unsharded if one.was_written()]
             memory = _storage(self.whole.flat) if self.aliased else None
             lost = [one.name_here for one in written if _storage(one) != memory]
             if lost:
@@ -386,8 +391,11 @@ class Group:
         ``freezing``: only where it was frozen since forward; backward has no gradient for others.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            for sharded, whole in zip(self.sharded, self.unsharded, strict=True):
-                wanted = sharded.requires_grad
+            now = list(map(_REQUIRES_GRAD, self.sharded))
+            if now == self._followed:
+                return
+            self._followed = None if freezing else now
+            for wanted, whole in zip(now, self.unsharded, strict=True):
                 if wanted != whole.requires_grad and not (freezing and wanted):
                     whole.requires_grad_(wanted)
 
@@ -400,6 +408,9 @@ def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
     """What to raise where somebody wrote to whole weights; asked before they are released."""
     names = [name for group in groups for name in group.lost_writes()]
     return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
+
+
+_REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -378,15 +378,15 @@ class Unit:
                 if not self._passed:  # else it was done then, when other ranks did
                     self._prefetch_backward()
 
-    def _foresight(self) -> Callable[[Tensor], bool]:
-        """Which gradients to wait for. Where that cannot be told, all; the end of backward knows
-        which have not come."""
+    def _foresight(self) -> Callable[[Tensor], bool] | None:
+        """Which gradients to wait for. Where that cannot be told, all (None); the end of backward
+        knows which have not come."""
         if self.runtime.for_inputs:
             return will_come
         known = self.unused == "zeros" and (
             all(map(will_come, self.arrivals.leaves())) or not recomputes_inside(self)
         )
-        return will_come if known else _surely
+        return will_come if known else None
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
@@ -394,8 +394,8 @@ class Unit:
             after = None
         self._prefetch(after, self.backward_prefetch, "backward")
 
-    def _expect_gradients(self, comes: Callable[[Tensor], bool]) -> None:
-        """``comes``: which gradients to wait for, of parameters that are trained."""
+    def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
+        """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
         for group in self.groups:
             group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
         self.arrivals.expect(comes)
@@ -558,10 +558,6 @@ class Unit:
         self.phase = Phase.RESTING
         self.calls.stop()
         self.arrivals.forget()
-
-
-def _surely(leaf: Tensor) -> bool:
-    return True
 
 
 def _never(leaf: Tensor) -> bool:

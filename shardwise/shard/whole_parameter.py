@@ -51,6 +51,7 @@ class WholeParameter(nn.Parameter):
     # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
     _lent: tuple[Tensor, ...] = ()
     _counted = 0  # the version up to which writes are known
+    loans = 0  # how often ``.data`` of any parameter was asked for
 
     @staticmethod
     def empty(requires_grad: bool) -> WholeParameter:
@@ -62,6 +63,7 @@ class WholeParameter(nn.Parameter):
     def data(self) -> Tensor:
         lent: Tensor = _DATA.__get__(self)
         self._lent += (lent,)
+        WholeParameter.loans += 1
         return lent
 
     @data.setter
