@@ -44,6 +44,7 @@ class Arrivals:
         self._leaves = {key: groups[key[0]].unsharded[key[1]] for key in self._sizes}
         self._flags: list[bool] = []  # which of them were trainable when last looked at
         self._trainable: set[Key] = set()
+        self.trained: comm.Facts = numpy.zeros(len(self._leaves), bool)  # the same, by position
         total = sum(self._sizes.values())
         # Where no more than this is missing, the last gradient may be next: a matrix, and biases.
         self.one_more = max(self._sizes.values(), default=0) + total // 64
@@ -65,7 +66,7 @@ class Arrivals:
         with torch._C.DisableTorchFunctionSubclass():  # half the time
             flags = list(map(_REQUIRES_GRAD, self._leaves.values()))
         if flags != self._flags:
-            self._flags = flags
+            self._flags, self.trained = flags, numpy.array(flags, bool)
             self._trainable = set(compress(self._leaves, flags))
 
     # ------------------------------------------------------------------ one backward

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy
@@ -54,8 +55,13 @@ class _Ending:
 
     def __call__(self) -> None:
         runtime = self._runtime()
-        if runtime is not None:
+        if runtime is None:
+            return
+        try:
             runtime.end_backward()
+        except BaseException:
+            runtime.hide_weights()
+            raise
 
 
 class Member(InTurn, Protocol):
@@ -100,6 +106,10 @@ class Member(InTurn, Protocol):
     def release_unused(self, graph_kept: bool) -> None: ...
 
     def drop_dead_calls(self, entering: bool) -> None: ...
+
+    def hide(self, force: bool = False) -> None: ...
+
+    def stray_gradients(self) -> list[str]: ...
 
     def reset(self) -> None: ...
 
@@ -285,7 +295,7 @@ class Runtime:
         self.order.begin_backward()
         self.for_inputs = self._is_for_inputs()
         ending = _Ending(self)
-        self._ending = weakref.ref(ending)
+        self._ending = weakref.ref(ending, partial(_dropped, weakref.ref(self)))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(ending)
 
@@ -295,6 +305,13 @@ class Runtime:
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))
+
+    def hide_weights(self, ending: Any = None) -> None:
+        """The modules hold the parameters at rest again. ``ending``: of a backward that may have
+        raised; nothing to do for one that ended."""
+        if ending is None or ending is self._ending:
+            for unit in self.units:
+                unit.hide()
 
     @property
     def failed(self) -> bool:
@@ -314,6 +331,7 @@ class Runtime:
         self.drain()
         done = [unit for unit in units if not unit.waits_for_delayed]
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
+        strays = [name for unit in units for name in unit.stray_gradients()]
         missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:
@@ -329,6 +347,13 @@ class Runtime:
                 f"root to go on, and please report the order in which your model calls them"
             )
         self._ending = None
+        if strays:
+            raise RuntimeError(
+                f"gradients went to {', '.join(strays)} as before wrapping: forward uses a "
+                f"reference from then (in a list, a closure or another attribute), which nobody "
+                f"trains any more. Read the parameter from its module in forward, or share modules "
+                f"instead"
+            )
         if missing:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
@@ -350,18 +375,32 @@ class Runtime:
             self.lanes.settle()
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
-        """Parameters without a gradient that should have one, on any rank: all ranks raise."""
-        counted = [
-            unit.arrivals.absent() & (unit.unused == "error") for unit in units if unit.groups
-        ]
-        found = numpy.concatenate([numpy.zeros(0, bool), *counted])
+        """Parameters without a gradient that should have one, on any rank: all ranks raise. They
+        also raise for parameters that only some of them train."""
+        units = [unit for unit in units if unit.groups]
+        none = [numpy.zeros(0, bool)]
+        absent = numpy.concatenate(
+            none + [unit.arrivals.absent() & (unit.unused == "error") for unit in units]
+        )
         if any(unit.sync for unit in units) and not self.for_inputs:
+            trained = numpy.concatenate(none + [unit.arrivals.trained for unit in units])
+            found = numpy.concatenate([absent, trained, ~trained])
             for axis in self.axes:
                 found = comm.any_rank_in_step(found, axis)
-        if not found.any():
+            absent, trained, frozen = numpy.split(found, 3)
+            if (trained & frozen).any():
+                raise RuntimeError(
+                    f"{', '.join(self._named(units, trained & frozen))} is trained on some ranks "
+                    f"and frozen on others: call requires_grad_ on every rank alike"
+                )
+        return self._named(units, absent)
+
+    def _named(self, units: Sequence[Member], chosen: comm.Facts) -> list[str]:
+        """The chosen ones of all parameters of these units, in words."""
+        if not chosen.any():
             return []
         names = [f"'{n}' of unit '{unit.name}'" for unit in units for n in unit.arrivals.names()]
-        return [names[position] for position in found.nonzero()[0]]
+        return [names[position] for position in chosen.nonzero()[0]]
 
     # ------------------------------------------------------------------ after an exception
 
@@ -389,6 +428,12 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+
+
+def _dropped(runtime: weakref.ref[Runtime], ending: Any) -> None:
+    owner = runtime()
+    if owner is not None:
+        owner.hide_weights(ending)
 
 
 def _dead() -> None:

@@ -208,7 +208,7 @@ class Unit:
 
     def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
         """The root's first forward: this unit gets its name in the model, lanes and memory."""
-        self.name, self.is_root, self.forsaken = name, is_root, []
+        self.name, self.is_root = name, is_root
         self.adopt_runtime(runtime)
         for number, group in enumerate(self.groups):
             group.label = f"'{name}'" + (f" buffer {number}" if number else "")
@@ -485,6 +485,14 @@ class Unit:
             return
         self.arrivals.delayed.clear()
         self._complete()
+
+    def stray_gradients(self) -> list[str]:
+        """Parameters whose original from before wrapping got a gradient, which nobody will use."""
+        if not self.forsaken:
+            return []
+        self.forsaken = [(name, one) for name, one in self.forsaken if one() is not None]
+        found = [(name, one()) for name, one in self.forsaken]
+        return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
 
     # ------------------------------------------------------------------ weights
 

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.layout import Layout
 
@@ -122,3 +123,18 @@ class WholeParameter(nn.Parameter):
         if value:
             self._home.mark_written(self._index)
             self._home.on_written(self._index)
+
+
+def _refuse_whole(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer that was built while weights were gathered would train copies."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, WholeParameter):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds {parameter.name_here} as gathered for a "
+                    f"forward: its updates would be lost. It was built while weights were "
+                    f"unsharded; call reshard() on the modules, then build it again"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_whole)

@@ -20,6 +20,7 @@ from tests.contract.helpers import (
     average_gradients,
     full,
     pair,
+    raised,
     ranks_for,
     transient_bytes,
     vector_loss,
@@ -199,3 +200,15 @@ def test_frozen_then_unfrozen(strategy: str, mixed: bool, part: str) -> None:
 @pytest.mark.parametrize(("strategy", "mixed"), CASES)
 def test_unfrozen_then_frozen(strategy: str, mixed: bool, part: str) -> None:
     run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, True, part)
+
+
+def frozen_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
+    net = wrap(Net(), world_size, strategy)
+    net.blocks[1].up.weight.requires_grad_(rank == 0)
+    return raised(lambda: word_loss(net, rank).backward(), RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_that_only_some_ranks_train_is_named(strategy: str) -> None:
+    for message in run_ranks(frozen_on_one_rank, ranks_for(strategy), strategy):
+        assert "up.weight" in message and "frozen on others" in message

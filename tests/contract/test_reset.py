@@ -319,3 +319,43 @@ def interrupted(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_an_interrupt_leaves_nothing_behind(strategy: str) -> None:
     run_ranks(interrupted, ranks_for(strategy), strategy, timeout=40)
+
+
+# ------------------------------------------------------------------------- parameters meanwhile
+
+
+def rebuilt(rank: int, world_size: int, strategy: str) -> None:
+    """Right after a failed backward the modules hold what is trained: to save, clip or optimize."""
+    net, plain = pair(Mined)
+    wrap(net, world_size, strategy)
+    resting = dict(net.named_parameters())
+    net.blocks[1].armed = "backward"
+    raised(lambda: vector_loss(net, rank, 60).backward(), BoomError)
+    net.blocks[1].armed = None
+    assert all(value is resting[name] for name, value in net.named_parameters())
+    net.zero_grad()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    vector_loss(net, rank).backward()
+    average_gradients(plain, vector_loss, world_size)
+    optimizer.step()
+    reference.step()
+    assert_parameters_equal(net, plain)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_after_a_failed_backward_the_modules_hold_what_is_trained(strategy: str) -> None:
+    run_ranks(rebuilt, ranks_for(strategy), strategy)
+
+
+def unsharded_optimizer(rank: int, world_size: int) -> str:
+    net = wrap(Mined(), world_size)
+    net.blocks[0].unshard()
+    optimizer = torch.optim.AdamW(net.parameters())
+    vector_loss(net, rank).backward()
+    return raised(optimizer.step, RuntimeError)
+
+
+def test_an_optimizer_over_gathered_weights_is_refused() -> None:
+    for message in run_ranks(unsharded_optimizer, 2):
+        assert "AdamW" in message and ".weight'" in message and "reshard()" in message

@@ -131,3 +131,27 @@ def shared_module(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
 def test_a_unit_registered_under_two_names_works(strategy: str) -> None:
     run_ranks(shared_module, ranks_for(strategy), strategy)
+
+
+class Remembering(nn.Module):
+    """Keeps a reference to a parameter where no module finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 8)
+        self.kept = [self.emb.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.emb(x), self.kept[0])
+
+
+def remembered(rank: int, world_size: int, strategy: str) -> str:
+    net = wrap(Remembering(), world_size, strategy)
+    x = torch.arange(4)
+    return raised(lambda: net(x).square().mean().backward(), RuntimeError)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_reference_from_before_wrapping_is_named(strategy: str) -> None:
+    for message in run_ranks(remembered, 2, strategy):
+        assert "'emb.weight'" in message and "before wrapping" in message
