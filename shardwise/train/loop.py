@@ -281,6 +281,12 @@ class Trainer:
                     raise
                 logger.error("%s is damaged and passed over: %s", candidate, error)
                 continue
+            missing = [key for key in ("step", "data", "skipped") if key not in extra]
+            if missing:
+                raise CheckpointError(
+                    f"{candidate}: its extra holds no {missing}: it was not written by "
+                    f"'shardwise train'. Load it with sw.load, or resume from a run"
+                )
             self.step = extra["step"]
             for group, options in zip(groups, configured, strict=True):
                 group.update(options)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import Manifest
+from shardwise.checkpoint import CheckpointError, Manifest, save
 from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
 from shardwise.shard.module import units_of
@@ -348,3 +348,20 @@ def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
     assert run_ranks(older_one, 2, str(run), str(newest), data, True) == [4, 4]
     said = run_ranks(older_one, 2, str(run), str(newest), data, False)
     assert all("__1_0.distcp" in text for text in said), "asked for by name, it is refused by name"
+
+
+def foreign(rank: int, world_size: int, folder: str, data: str) -> str:
+    """A sound checkpoint of the same model that no trainer has written."""
+    here = Path(folder)
+    trainer = make_trainer(rank, world_size, str(here / "one"), data=data)
+    save(here / "saved", trainer.parts.model, trainer.parts.optimizer, extra={"epoch": 1})
+    try:
+        make_trainer(rank, world_size, str(here / "two"), str(here / "saved"), data=data)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_of_another_program_is_named(tmp_path: Path) -> None:
+    for message in run_ranks(foreign, 2, str(tmp_path), write_text(tmp_path)):
+        assert "saved" in message and "'step'" in message and "sw.load" in message
