@@ -130,6 +130,13 @@ def inside(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def default_signals() -> None:
+    """In a child: whoever ran the tests may ignore some (nohup, a shell's background), and a
+    command that finds a signal ignored respects that."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     """Run the command in the background, in a session of its own."""
     process = subprocess.Popen(
@@ -140,6 +147,7 @@ def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,
     )
     _STARTED.append(process)
     return process

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
+from tests.train_runs import default_signals
 
 ROOT = Path(__file__).parents[2]
 # Generous beside the harness's own promises, because two cores are shared with other work.
@@ -272,6 +273,7 @@ def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=default_signals,
         )
     for ending, session in sessions.items():
         said, _ = session.communicate(timeout=60)
