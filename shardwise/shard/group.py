@@ -392,9 +392,10 @@ class Group:
         """
         with torch._C.DisableTorchFunctionSubclass():
             now = list(map(_REQUIRES_GRAD, self.sharded))
-            if now == self._followed:
+            known = self._followed if freezing else list(map(_REQUIRES_GRAD, self.unsharded))
+            self._followed = now
+            if now == known:
                 return
-            self._followed = None if freezing else now
             for wanted, whole in zip(now, self.unsharded, strict=True):
                 if wanted != whole.requires_grad and not (freezing and wanted):
                     whole.requires_grad_(wanted)

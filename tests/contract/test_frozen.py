@@ -212,3 +212,21 @@ def frozen_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
 def test_a_parameter_that_only_some_ranks_train_is_named(strategy: str) -> None:
     for message in run_ranks(frozen_on_one_rank, ranks_for(strategy), strategy):
         assert "up.weight" in message and "frozen on others" in message
+
+
+def frozen_while_gathered(rank: int, world_size: int) -> None:
+    """``requires_grad_`` of weights that unshard() shows does not outlive them."""
+    net, plain = pair(Net)
+    wrap(net, world_size)
+    word_loss(net, rank).backward()
+    net.zero_grad()
+    net.blocks[0].unshard()
+    net.blocks[0].requires_grad_(False)
+    net.blocks[0].reshard()
+    word_loss(net, rank).backward()
+    average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+
+
+def test_freezing_gathered_weights_does_not_outlive_them() -> None:
+    run_ranks(frozen_while_gathered, 2)
