@@ -12,7 +12,7 @@ take turns), so it is saved and resharded like any other tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardwise.optim.routing import Route
 from shardwise.optim.split import Parcel, Split, parcels_of
 from shardwise.optim.storage import (
     Home,
+    Piece,
     block_shape,
     buffer_of,
     home_of,
@@ -102,18 +103,28 @@ def freight(
 ) -> list[Freight]:
     """The parcels of parameters of one home, in order, with the price of each."""
     found: list[Freight] = []
+    # By what parameters must have in common to be cut and weighed alike: their pieces, the parcels.
+    alike: dict[Any, tuple[Sequence[Piece], list[Freight]]] = {}
     for position, matrix in enumerate(matrices):
-        parameter, group = matrix.parameter, matrix.group
-        preset = preset_of(group["preset"])
-        found += freight_of(
-            matrix.name,
-            position,
-            parcels_of(matrix.shape, matrix.held[0]),
-            pieces_of(parameter),
-            partial(price, preset=preset, form=group["form"], measured=measured),
-            pinned=kept_whole(matrix),
-            wave=waves[position] if waves is not None else 0,
+        group, pieces, pinned = matrix.group, pieces_of(matrix.parameter), kept_whole(matrix)
+        key = (
+            id(pieces),
+            matrix.shape,
+            matrix.held[0],
+            str(group["preset"]),
+            group["form"],
+            pinned,
         )
+        if key not in alike:
+            preset = preset_of(group["preset"])
+            one = partial(price, preset=preset, form=group["form"], measured=measured)
+            parcels = parcels_of(matrix.shape, matrix.held[0])
+            alike[key] = pieces, freight_of("", 0, parcels, pieces, one, pinned=pinned)
+        wave = waves[position] if waves is not None else 0
+        found += [
+            replace(parcel, name=matrix.name + parcel.name, position=position, wave=wave)
+            for parcel in alike[key][1]
+        ]
     return found
 
 
@@ -129,13 +140,16 @@ def kept_whole(matrix: Matrix) -> bool:
 class Fleet:
     """Parameters of one home and of equal settings, and their exchange."""
 
-    def __init__(self, home: Home, matrices: Sequence[Matrix]) -> None:
-        self.matrices = list(matrices)
+    def __init__(
+        self, home: Home, matrices: Sequence[Matrix], measured: bool | None = None
+    ) -> None:
+        self.home, self.matrices = home, list(matrices)
         first = matrices[0]
         self.preset = preset_of(first.group["preset"])
         self.form, self.scale = first.group["form"], first.group["scale"]
         device = local_of(first.parameter).device
-        measured = kernels_everywhere(device, (home.shards, home.replicas))
+        if measured is None:
+            measured = kernels_everywhere(device, (home.shards, home.replicas))
         wave_of = waves(matrices)
         # By wave, in order: what is updated, and can be gathered, together.
         self.waves = [
@@ -295,6 +309,8 @@ class Fleet:
     def _orthogonalize(self, batch: Tensor) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
         shape = batch.shape[-2], batch.shape[-1]
+        if batch.is_meta:  # a plan, which has no values
+            return batch
         if self.blocks is None:
             result = newton_schulz(batch, self.preset, form=self.form)
         else:
@@ -317,8 +333,9 @@ def _by_group(matrices: Sequence[Matrix]) -> list[list[Matrix]]:
     return list(found.values())
 
 
-def fleets_of(matrices: Sequence[Matrix]) -> list[Fleet]:
-    """One fleet per home and settings, in order of first appearance: alike on every rank."""
+def fleets_of(matrices: Sequence[Matrix], measured: bool | None = None) -> list[Fleet]:
+    """One fleet per home and settings, in order of first appearance: alike on every rank.
+    ``measured``: whether costs are those measured on GPUs; None: where kernels serve."""
     found: dict[Any, tuple[Home, list[Matrix]]] = {}
     for matrix in matrices:
         home = home_of(matrix.parameter)
@@ -327,4 +344,4 @@ def fleets_of(matrices: Sequence[Matrix]) -> list[Fleet]:
         places = (group["replicas"], group["tensor_parallel"], matrix.held[1])
         key = (home.key, alike, places, str(local_of(matrix.parameter).device))
         found.setdefault(key, (home, []))[1].append(matrix)
-    return [Fleet(home, members) for home, members in found.values()]
+    return [Fleet(home, members, measured) for home, members in found.values()]

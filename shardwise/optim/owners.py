@@ -243,9 +243,14 @@ def _ranks(cargo: Sequence[Cargo], members: Sequence[int], num_shards: int) -> d
     loads = [0] * num_shards
     heap = [(0, rank) for rank in range(num_shards)]
     owners: dict[int, int] = {}
+    holders: dict[int, int] = {}  # by id of the pieces: parcels that are cut alike share theirs
     for index in sorted(members, key=lambda i: (not cargo[i].pinned, -cargo[i].cost, i)):
         parcel = cargo[index]
-        holder = max(parcel.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))[0]
+        key = id(parcel.pieces)
+        if key not in holders:
+            most = max(parcel.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))
+            holders[key] = most[0]
+        holder = holders[key]
         while heap[0][0] != loads[heap[0][1]]:  # out of date: a newer entry follows
             heapq.heappop(heap)
         fits = loads[holder] + parcel.cost <= limit or loads[holder] == heap[0][0]

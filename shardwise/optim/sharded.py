@@ -66,8 +66,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         names: dict[int, str],
         defaults: dict[str, Any] | None = None,
+        *,
+        measured: bool | None = None,
     ) -> None:
         self._names = names  # by id of the parameter
+        # Whether matrices weigh what was measured on GPUs; None: where the parameters' device says.
+        self._measured = measured
         self._fleets: list[Fleet] | None = None
         super().__init__(groups, defaults or {})
         self._warn_of_narrow_weights()
@@ -130,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if group["kind"] == "matrix"
             for parameter in group["params"]
         ]
-        self._fleets = fleets_of(found)
+        self._fleets = fleets_of(found, self._measured)
         for matrix in found:
             before = self.state.get(matrix.parameter, {})
             self.state[matrix.parameter] = matrices.state_of(matrix.parameter, before)
@@ -140,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _warn_of_narrow_weights(self) -> None:
         every = [p for group in self.param_groups for p in group["params"]]
-        names = [self._name(p) for p in every if p.itemsize < torch.float32.itemsize]
+        names = [self._name(p) for p in every if p.itemsize < 4 and not p.is_meta]
         if names:
             logger.warning(
                 "%d parameters that an optimizer trains are stored in 16 bits (%s), which round "

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.buffer import Ranks
+from shardwise.layout import Layout
 from shardwise.placements import REPLICATE, SHARD, shard_range
 from shardwise.tensor import ShardedTensor, Version
 
@@ -223,7 +224,7 @@ def block_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def pieces_of(parameter: Tensor) -> list[Piece]:
+def pieces_of(parameter: Tensor) -> Sequence[Piece]:
     """Who holds which elements of a parameter (of its block), by element."""
     if isinstance(parameter, ShardedTensor):
         return _packed_pieces(parameter)
@@ -232,21 +233,33 @@ def pieces_of(parameter: Tensor) -> list[Piece]:
     return [(0, 0, parameter.numel())]
 
 
-def _packed_pieces(parameter: ShardedTensor) -> list[Piece]:
-    cut = parameter.cut
-    home = home_of(parameter)
-    every = [SHARD] * len(home.coordinates[0])
-    sizes = [size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded]
-    rank_of = {
-        shard_range(every, sizes, coordinate, home.num_shards)[0]: rank
-        for rank, coordinate in enumerate(home.coordinates)
+def _packed_pieces(parameter: ShardedTensor) -> tuple[Piece, ...]:
+    cut, home = parameter.cut, home_of(parameter)
+    sizes = tuple(size for size, sharded in zip(home.sizes, home.sharded, strict=True) if sharded)
+    return _held(cut.layout, cut.index, sizes)
+
+
+@lru_cache(maxsize=1 << 10)
+def _held(layout: Layout, index: int, sizes: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The pieces of one item over sharded axes of these sizes; layers that are alike share them."""
+    rank_of, run = _rank_of(sizes), layout.num_shards // math.prod(sizes)
+    shards = layout.holders(index)
+    return tuple(
+        (rank_of[holder], *layout.piece(index, holder * run, run))
+        for holder in range(shards[0] // run, shards[-1] // run + 1)
+    )
+
+
+@lru_cache(maxsize=16)
+def _rank_of(sizes: tuple[int, ...]) -> dict[int, int]:
+    """The rank on the joint axis of each holder: ranks count the inner axis fastest, holders as
+    ``shard_range`` does."""
+    every, count = [SHARD] * len(sizes), math.prod(sizes)
+    coordinates = itertools.product(*map(range, sizes))
+    return {
+        shard_range(every, sizes, coordinate, count)[0]: rank
+        for rank, coordinate in enumerate(coordinates)
     }
-    run = cut.layout.num_shards // cut.num_holders
-    found = []
-    for holder in sorted({shard // run for shard in cut.layout.holders(cut.index)}):
-        lo, hi = cut.piece_of(holder)
-        found.append((rank_of[holder], lo, hi))
-    return found
 
 
 def _chunked_pieces(parameter: DTensor) -> list[Piece]:
