@@ -121,7 +121,7 @@ def fully_shard(
         f"gather_in_step={gather_in_step}"
     ] + [describe_parameter(f, grain, precision) for f in found]
     raise_together("fully_shard", problems, description, ranks.axes, same="wrap the same module")
-    kept_axis, release = _after_forward(reshard_after_forward, ranks)
+    kept_axis, release = after_forward(reshard_after_forward, ranks)
     device = device_of(mesh)
     values = same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
@@ -222,7 +222,7 @@ def _default_placements(mesh: DeviceMesh, dims: Any) -> Placements:
     return Placements(compute=weights, grad=[PARTIAL] * outer + [SHARD] * inner, main=weights)
 
 
-def _after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
+def after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | None, bool | None]:
     """(the axis of k ranks that keep weights between forward and backward, whether to release)."""
     if wanted is None or isinstance(wanted, bool):
         return None, wanted

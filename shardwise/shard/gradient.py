@@ -203,11 +203,12 @@ class Gradients:
 
     def _show(self, main: Buffer, index: int) -> ShardedTensor:
         """The gradient of one parameter: of this rank's turn, where replicas take turns at it."""
-        whole, turns = main.dtensor(index), self.main_weight.version.turns.get(index)
-        if turns is None:
-            return whole
-        cut = whole.cut.turned(turns)
-        return ShardedTensor(cut.within(whole.cut, whole.to_local()), cut, version=main.version)
+        cut, local = self.sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
+        turns = self.main_weight.version.turns.get(index)
+        if turns is not None:
+            cut, whole = cut.turned(turns), cut
+            local = cut.within(whole, local)
+        return ShardedTensor(local, cut, version=main.version)
 
     def _source_of(self, buffer: Buffer) -> Source:
         """Only the packed gradients come and go within one backward; the others outlive it."""
