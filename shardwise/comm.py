@@ -54,17 +54,24 @@ class Axis:
     """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
 
     name: str
-    group: Any  # a ProcessGroup
+    group: Any  # a ProcessGroup; None: nobody is behind this axis, see :meth:`pretended`
     size: int
     rank: int
     backends: dict[str, str]  # by device type
     peers: tuple[int, ...]  # global ranks, by rank on the axis
     journal: Journal = field(repr=False)
 
+    @classmethod
+    def pretended(cls, name: str, size: int, rank: int, backend: str) -> Axis:
+        """An axis for a plan: tensors on the meta device are sent as ``backend`` would send them,
+        counted, and go nowhere."""
+        journal = Journal(None, rank, size)
+        return cls(name, None, size, rank, {"meta": backend}, tuple(range(size)), journal)
+
     @property
     def pretends(self) -> bool:
-        """Whether this is torch's fake backend: one process posing as a rank of many."""
-        return "fake" in self.backends.values()
+        """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
+        return self.group is None or "fake" in self.backends.values()
 
     def backend_for(self, tensor: Tensor) -> str | None:
         return self.backends.get(tensor.device.type)
@@ -77,10 +84,12 @@ class Axis:
     def split(self, size: int) -> Axis:
         """This rank's run of ``size`` neighbours on the axis (collective over the default
         group)."""
+        first, name = self.rank // size * size, f"{self.name}/{size}"
+        if self.group is None:
+            return Axis.pretended(name, size, self.rank - first, self.backends["meta"])
         key = (self, size)
         if key not in _SPLITS:
-            first = self.rank // size * size
-            _SPLITS[key] = self._subgroup(self.peers[first : first + size], f"{self.name}/{size}")
+            _SPLITS[key] = self._subgroup(self.peers[first : first + size], name)
         return _SPLITS[key]
 
     def _subgroup(self, mine: tuple[int, ...], name: str) -> Axis:
@@ -218,6 +227,8 @@ def _messages(
     tag = ticket.tag + (_SECOND_ROUND if second_round else 0)
     operation = ticket.operation
     what = f"{operation} over axis '{axis.name}' (rank {axis.rank} of {axis.size})"
+    if axis.group is None:
+        return Pending(what, (), finish)
     works: list[Any] = []
     # Start with the next rank, so that not everybody talks to rank 0 first.
     for step in range(1, axis.size):
@@ -253,6 +264,8 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
     """Where the tensor must be for this axis to carry it: gloo reads host memory, NCCL the
     device's."""
     backend = axis.backend_for(tensor)
+    if axis.group is None:
+        return None
     if tensor.device.type != "cpu" and backend == "gloo":
         return torch.device("cpu")
     if backend is None:
@@ -261,8 +274,9 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
 
 
 def _imagined(axis: Axis, tensor: Tensor) -> bool:
-    """A dry run: one process poses as a rank of many, and its tensors hold nothing to send."""
-    return tensor.is_meta and axis.pretends
+    """Whether nothing is left to do but to count: tensors on the meta device hold nothing to send.
+    Messages of gloo are received in memory of the rank's own, which is counted too."""
+    return tensor.is_meta and axis.pretends and not _by_messages(axis, tensor)
 
 
 def _no_float8(operation: str, tensor: Tensor) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise import comm
 from shardwise.layout import Layout
+from shardwise.mesh import PretendedMesh
 from shardwise.placements import REPLICATE, SHARD, Turns, shard_range
 
 
@@ -277,8 +278,10 @@ class Cut:
             )
         return local.reshape(-1)[lo - begin : hi - begin].view(self.local_shape)
 
-    def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The whole tensor as torch's DTensor describes it."""
+    def spec(self, dtype: torch.dtype) -> DTensorSpec | None:
+        """The whole tensor as torch's DTensor describes it; None in a plan, where nobody asks."""
+        if isinstance(self.mesh, PretendedMesh):
+            return None
         spec = self._specs.get(dtype)
         if spec is None:
             meta = TensorMeta(self.shape, self.stride, dtype)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,7 +40,6 @@ class Ledger:
         self.total = 0
         self.peak_total = 0
         self.watchers: list[Callable[[str, int], None]] = []
-        self.counts_meta = False  # a dry run: count what blocks on the meta device would take
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, negative, less) of ``kind``."""
@@ -60,6 +60,19 @@ class Ledger:
 
 
 ledger = Ledger()
+_open_ledger = ledger  # where new blocks count themselves
+
+
+@contextmanager
+def separate_ledger() -> Iterator[Ledger]:
+    """A ledger of its own for the blocks that are made while the context is open; blocks on the
+    meta device, which hold no bytes, count there what they would hold. For plans."""
+    global _open_ledger
+    before, _open_ledger = _open_ledger, Ledger()
+    try:
+        yield _open_ledger
+    finally:
+        _open_ledger = before
 
 
 class Source(Protocol):
@@ -110,7 +123,7 @@ class Block:
     @property
     def _held(self) -> int:
         """What the ledger counts while the block is live: the meta device holds no bytes."""
-        return 0 if self.tensor.is_meta and not ledger.counts_meta else self.nbytes
+        return 0 if self.tensor.is_meta and self._counted.ledger is ledger else self.nbytes
 
     def release(self, source: Source) -> None:
         """Give the memory back. The contents are lost."""
@@ -144,10 +157,10 @@ class _Counted:
     uncounted."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.nbytes = kind, 0
+        self.kind, self.nbytes, self.ledger = kind, 0, _open_ledger
 
     def set(self, nbytes: int) -> None:
-        ledger.add(self.kind, nbytes - self.nbytes)
+        self.ledger.add(self.kind, nbytes - self.nbytes)
         self.nbytes = nbytes
 
 

@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise import comm
 
 AXES = ("dp_outer", "dp", "ep", "tp")
 DATA_AXES = ("dp_outer", "dp")
@@ -45,6 +49,53 @@ def init_mesh(
         )
     names = tuple(name for name in AXES if sizes[name] > 1 or name == "dp")
     return init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+class PretendedMesh:
+    """A DeviceMesh as one of its ranks sees it, with no process group and nobody behind it: the
+    mesh of a plan. It has as much of a DeviceMesh as parameters and their buffers ask for.
+
+    ``backend``: "nccl" or "gloo", as which its axes count what they send.
+    """
+
+    device_type = "meta"
+
+    def __init__(
+        self, names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int], backend: str
+    ) -> None:
+        self.mesh_dim_names, self.shape = tuple(names), tuple(sizes)
+        self.ndim, self._coordinate, self._backend = len(names), tuple(coordinate), backend
+        self._axes = [
+            comm.Axis.pretended(name, size, place, backend)
+            for name, size, place in zip(names, sizes, coordinate, strict=True)
+        ]
+        self._parts: dict[tuple[str, ...], PretendedMesh] = {}
+
+    def size(self, axis: int | None = None) -> int:
+        return math.prod(self.shape) if axis is None else self.shape[axis]
+
+    def get_coordinate(self) -> list[int]:
+        return list(self._coordinate)
+
+    def get_group(self, axis: int = 0) -> comm.Axis:
+        """In the place of a process group: ``comm`` takes either."""
+        return self._axes[axis]
+
+    def __getitem__(self, names: tuple[str, ...]) -> PretendedMesh:
+        if names not in self._parts:
+            chosen = [self.mesh_dim_names.index(name) for name in names]
+            sizes, places = ([x[i] for i in chosen] for x in (self.shape, self._coordinate))
+            self._parts[names] = PretendedMesh(names, sizes, places, self._backend)
+        return self._parts[names]
+
+    def _flatten(self) -> PretendedMesh:
+        """All axes as one; the inner ones count fastest."""
+        name = "+".join(self.mesh_dim_names)
+        if (name,) not in self._parts:
+            every = itertools.product(*map(range, self.shape))
+            rank = list(every).index(self._coordinate)
+            self._parts[name,] = PretendedMesh([name], [self.size()], [rank], self._backend)
+        return self._parts[name,]
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dry_run``: the real code on meta tensors, as one rank of a large mesh, measured as it runs.
+"""``dry_run``: a plan whose step runs the model's own forward, on meta tensors.
 
-    fake process group   rank 3 of 64, nobody else there; collectives are counted, none is sent
-    meta tensors         shapes without bytes; the ledger counts what they would take
-    fully_shard          hooks, prefetch, reductions: what a real step runs, in its real order
-
-A plan is arithmetic about that code; a dry run is that code. They must agree to the byte, and the
-tests say so. What a dry run knows beyond a plan: whether the model's forward and backward go
-through, and in which order its units really come.
+A plan takes units to run in the order in which they are registered, and every trainable parameter
+to get a gradient. A dry run knows: whether the model's forward and backward go through, and in
+which order its units really come. Where both is as taken, they agree to the byte, and the tests say
+so.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise import comm
-from shardwise.memory import ledger
-from shardwise.optim.turns import take_turns
+from shardwise.moe import mixtures_of
 from shardwise.placements import Placements
 from shardwise.precision import Precision
-from shardwise.report.plan import Plan, plan
+from shardwise.report.engine import BuiltUnit, Engine
+from shardwise.report.plan import Plan, plan_with
+from shardwise.report.planned import Mesh
 from shardwise.shard.call import map_tensors
-from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.find import GrainChoice, wrap_units
-from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.runtime import Runtime
-from shardwise.shard.unit import Unit
-from shardwise.streams import Lanes
+from shardwise.shard.find import GrainChoice
 
 TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
 
@@ -61,18 +48,20 @@ def dry_run(
     other_bytes: int = 0,
     name: str | None = None,
 ) -> Plan:
-    """As :func:`~shardwise.report.plan.plan`, with the figures of one real step on meta tensors.
+    """As :func:`~shardwise.report.plan.plan`, with the model's own forward on meta tensors.
 
-    Work is issued as on a CUDA device. The model must be on the meta device, and is wrapped by
-    this: build another for real use. The process must have no process group of its own; one is
-    made for the time of the run.
+    Work is issued as on a CUDA device. The model must be on the meta device, and is left as it
+    was.
 
     Args:
         rank: which rank of the mesh this process poses as.
         loss: runs forward and returns what ``backward`` starts from; default: the sum of the
             outputs for a batch of token ids.
     """
-    made = plan(
+    mesh = Mesh.of(mesh_shape)
+    _check(model, mesh, rank)
+    made = plan_with(
+        partial(_own_forward, loss or _sum_of_outputs),
         model,
         mesh_shape,
         placements,
@@ -87,68 +76,13 @@ def dry_run(
         other_bytes=other_bytes,
         name=name,
         rank=rank,
+        device="cuda",
+        in_model=True,
     )
-    _check(model, made, rank)
-    modules = list(wrap) if wrap is not None else wrap_units(model)
-    modules = [module for module in modules if module is not model] + [model]
-    options: dict[str, Any] = {
-        "placements": made.options.placements,
-        "precision": made.options.precision,
-    }
-    before = dict(ledger.current)
-    with _posing(made, rank) as mesh, _counting_meta():
-        with torch.device("meta"):
-            if bucket_mb is not None:
-                data_parallel(model, mesh=mesh, bucket_mb=bucket_mb, **options)
-            for module in modules if bucket_mb is None else ():
-                fully_shard(
-                    module,
-                    mesh=mesh,
-                    reshard_after_forward=reshard_after_forward,
-                    grain=grain,
-                    **options,
-                )
-        for path, parameter in model.named_parameters():
-            take_turns(parameter, made.turns.get(path))  # as the optimizer would
-        units = _start(model)
-        rest = _since(before)
-        run = partial(_step, model, loss or _sum_of_outputs, microbatches)
-        run()  # the first step gathers frozen weights too, and makes buffers
-        _update(units)
-        ledger.reset_peak()
-        timeline: list[tuple[str, str, int]] = []
-
-        def note(kind: str, nbytes: int) -> None:
-            if nbytes:
-                busy = [unit for unit in units if unit.phase.value != "resting"]
-                doing = f"{busy[-1].phase.value} {busy[-1].name}" if busy else "at rest"
-                timeline.append((doing, kind, nbytes))
-
-        ledger.watchers.append(note)
-        try:
-            with comm.record() as calls:
-                run()
-        finally:
-            ledger.watchers.remove(note)
-        result = replace(
-            made,
-            source=f"dry run as rank {rank} of {made.mesh.num_ranks}",
-            rest=rest,
-            loaded=_since(before),
-            peak=_since(before, ledger.peak),
-            peak_total=ledger.peak_total - sum(before.values()),
-            calls=Counter(calls),
-            timeline=tuple(timeline),
-        )
-        # The model dies with its process group: its buffers must not be counted any longer.
-        for unit in units:
-            unit.groups.clear()
-            unit.places.clear()
-            unit.members = None
-        return result
+    return replace(made, source=f"dry run as rank {rank} of {mesh.num_ranks}")
 
 
-def _check(model: nn.Module, made: Plan, rank: int) -> None:
+def _check(model: nn.Module, mesh: Mesh, rank: int) -> None:
     problems = []
     real = [name for name, value in model.named_parameters() if not value.is_meta]
     if real:
@@ -156,102 +90,54 @@ def _check(model: nn.Module, made: Plan, rank: int) -> None:
             f"{len(real)} parameters ('{real[0]}', ...) are not on the meta device: build the "
             f"model under torch.device('meta')"
         )
-    if not 0 <= rank < made.mesh.num_ranks:
-        problems.append(f"rank {rank} of a mesh of {made.mesh.num_ranks}: name one that exists")
-    if made.options.ep > 1:
+    if not 0 <= rank < mesh.num_ranks:
+        problems.append(f"rank {rank} of a mesh of {mesh.num_ranks}: name one that exists")
+    ep = max((layer.experts.ep for layer in mixtures_of(model)), default=1)
+    if ep > 1:
         problems.append(
-            f"experts are spread over ep={made.options.ep}, and rows without values cannot be "
+            f"experts are spread over ep={ep}, and rows without values cannot be "
             f"routed: plan without a dry run"
         )
-    if dist.is_initialized():
-        problems.append("this process has a process group already: run it in one that has none")
     if problems:
         raise ValueError("dry_run: " + "; ".join(problems))
 
 
 @contextmanager
-def _posing(made: Plan, rank: int) -> Iterator[DeviceMesh]:
-    """Be one rank of the mesh, alone."""
-    # A testing module of torch, and the one way to be a rank of many in one process.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _own_forward(
+    loss: Callable[[nn.Module], Tensor], model: nn.Module, engine: Engine
+) -> Iterator[Callable[[], Tensor]]:
+    """The model with the units' parameters and hooks in it, for the time of the context."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    hooks: list[Any] = []
+    for built in engine.units:
+        places = [(parameters, name) for parameters, name, *_ in built.unit.places]
+        before += [(parameters, name, parameters[name]) for parameters, name in places]
+        built.unit.hide(force=True)
+        module = built.owner.module
+        entering = partial(_enter, engine, built)
+        hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(_leave, built)))
 
-    ranks, excepthook = made.mesh.num_ranks, sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield init_device_mesh("cpu", made.mesh.sizes, mesh_dim_names=made.mesh.names)
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook  # torch's own writes "[rank3]:" before every line of errors
-
-
-@contextmanager
-def _counting_meta() -> Iterator[None]:
-    ledger.counts_meta = True
-    try:
-        yield
-    finally:
-        ledger.counts_meta = False
-
-
-class _PretendedLanes(Lanes):
-    """A device that does at once whatever it is told: everything is issued as on CUDA."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("meta"))
-        self.asynchronous = True
-
-    def on(self, lane: str) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def mark(self, lane: str = "compute") -> None:
-        return None
-
-    def join(self, lane: str, other: str) -> None: ...
-
-    def settle(self, event: Any = None) -> None: ...
-
-
-def _start(model: nn.Module) -> list[Unit]:
-    """What the first forward of a root does, but for values: there are none."""
-    units = list(units_of(model))
-    names = {
-        id(unit): path
-        for path, module in model.named_modules()
-        for unit in (getattr(module, "_shardwise_unit", None),)
-    }
-    runtime = Runtime(torch.device("meta"), list(units), (), lanes=_PretendedLanes())
-    for unit in units:
-        unit.is_root = unit is unit_of(model)
-        unit.name = names[id(unit)] or type(model).__name__.removeprefix("FSDP")
-        unit.adopt_runtime(runtime)
-        for group in unit.groups:
-            group.show_whole()
-    return units
-
-
-def _step(model: nn.Module, loss: Callable[[nn.Module], Tensor], microbatches: int) -> None:
-    for number in range(microbatches):
-        model.set_is_last_backward(number == microbatches - 1)  # type: ignore[operator]
+    def forward() -> Tensor:
         with torch.device("meta"):
-            value = loss(model)
-        value.backward()  # type: ignore[no-untyped-call]
+            return loss(model)
+
+    try:
+        yield forward
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameters, name, parameter in before:
+            parameters[name] = parameter
 
 
-def _update(units: Sequence[Unit]) -> None:
-    """What an optimizer does, as far as buffers can tell: it writes what has gradients."""
-    for unit in units:
-        for group in unit.groups:
-            if group.trainable:
-                group.main.version.count += 1
-            for parameter in group.sharded:
-                parameter.grad = None
-            group.gradients.tidy()
+def _enter(engine: Engine, built: BuiltUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    engine.doing = f"forward {built.owner.name}"
+    return built.unit.pre_forward(args, kwargs)
 
 
-def _since(before: Mapping[str, int], now: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Bytes by kind beyond what other models of this process hold."""
-    held = {kind: n - before.get(kind, 0) for kind, n in (now or ledger.current).items()}
-    return {kind: nbytes for kind, nbytes in sorted(held.items()) if nbytes}
+def _leave(built: BuiltUnit, module: nn.Module, args: Any, output: Any) -> Any:
+    return built.unit.post_forward(output)
 
 
 def _sum_of_outputs(model: nn.Module) -> Tensor:

@@ -11,40 +11,53 @@ over 4096 ranks take as long as 8 billion over 8. The figures are those of ``sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise.memory import separate_ledger
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.placements import REPLICATE, SHARD, Placements
+from shardwise.optim.turns import turns_of
+from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.report.buckets import Arrival, SimulatedBuckets, lay_out_buckets, whole_model
-from shardwise.report.exchange import (
-    Fleet,
-    fleets_of,
+from shardwise.report.engine import BuiltUnit, Engine, build
+from shardwise.report.orthogonalisation import (
+    by_rank,
     heaviest,
+    momenta,
+    num_holders,
     orthogonalisation,
+    ownership,
+    summed,
 )
-from shardwise.report.footprint import Mesh
-from shardwise.report.planned import OPTIMIZERS, Figures, Options, as_placements
+from shardwise.report.planned import (
+    OPTIMIZERS,
+    Figures,
+    Mesh,
+    Options,
+    PlannedGroup,
+    PlannedUnit,
+    as_placements,
+)
 from shardwise.report.shard_map import shard_map
-from shardwise.report.simulate import SimulatedUnit, Step, simulate
+from shardwise.report.sketch import sketch
 from shardwise.report.suggest import suggest
 from shardwise.report.table import plan_text
 from shardwise.report.traffic import traffic_of
-from shardwise.report.turns import footprints, state_bytes, turns_of
 from shardwise.report.units import (
+    Buffer,
+    Layouts,
     Owner,
-    buffers_of,
-    folded,
-    lay_out,
     owners,
-    places,
-    simulated,
+    recomputed_modules,
+    whole_model,
 )
 from shardwise.shard.find import GrainChoice
+from shardwise.shard.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +159,58 @@ def plan(
         tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
             if every expert got as many, since only tokens will tell.
     """
+    return plan_with(
+        _sketched,
+        model,
+        mesh_shape,
+        placements,
+        precision=precision,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        wrap=wrap,
+        reshard_after_forward=reshard_after_forward,
+        bucket_mb=bucket_mb,
+        gather_in_step=gather_in_step,
+        grain=grain,
+        ignored_params=ignored_params,
+        device=device,
+        memory=memory,
+        other_bytes=other_bytes,
+        name=name,
+        rank=rank,
+        tokens=tokens,
+    )
+
+
+ForwardOf = Callable[[nn.Module, Engine], AbstractContextManager[Callable[[], Tensor]]]
+
+
+@contextmanager
+def _sketched(model: nn.Module, engine: Engine) -> Iterator[Callable[[], Tensor]]:
+    yield sketch(engine, recomputed_modules(model))
+
+
+def plan_with(
+    forward_of: ForwardOf,
+    model: nn.Module,
+    mesh_shape: Mapping[str, int] | Sequence[int],
+    placements: Placements | str,
+    *,
+    precision: Precision | None = None,
+    microbatches: int = 1,
+    wrap: Sequence[nn.Module] | None = None,
+    bucket_mb: float | None = None,
+    gather_in_step: bool = False,
+    grain: GrainChoice | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    name: str | None = None,
+    rank: int | None = None,
+    tokens: int | None = None,
+    in_model: bool = False,
+    **more: Any,
+) -> Plan:
+    """A plan whose step runs the forward that ``forward_of`` makes; the rest as of :func:`plan`,
+    ``more`` as it is in the options. ``in_model``: forward reads the model's own parameters."""
     ignored = set(ignored_params)
     if bucket_mb is None:
         root = owners(model, wrap, ignored)
@@ -164,19 +229,15 @@ def plan(
         mesh=Mesh.of(mesh_shape),
         placements=as_placements(placements),
         precision=precision,
-        optimizer=optimizer,
         microbatches=microbatches,
-        reshard_after_forward=reshard_after_forward,
         gather_in_step=gather_in_step,
-        device=device,
-        memory=memory,
-        other_bytes=other_bytes,
         ep=max(owner.ep for owner in root.tree()),
         bucket_mb=bucket_mb,
+        **more,
     )
-    routes = routes_of(model)
     label = name or type(model).__name__
-    made = _plan(root, routes, options, grain, label, rank)
+    step = _Step(model, root, routes_of(model), grain, label, forward_of, in_model)
+    made = step.plan(options, rank)
     if tokens is not None:
         traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
         made = replace(made, traffic=traffic)
@@ -190,76 +251,136 @@ def plan(
             options, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
         )
         base = root if buckets == bucket_mb else owners(model, None, ignored)
-        return _plan(base, routes, changed, grain, label, rank, with_exchange=False)
+        other = replace(step, root=base, forward_of=_sketched, in_model=False)
+        return other.plan(changed, rank)
 
     return replace(made, suggestions=tuple(suggest(options, again)))
 
 
-def _plan(
-    root: Owner,
-    routes: Sequence[Routed],
-    options: Options,
-    grain: GrainChoice | None,
-    label: str,
-    rank: int | None = None,
-    *,
-    with_exchange: bool = True,
-) -> Plan:
-    mesh, placements = options.mesh, options.placements
-    release, kept = options.after_forward
-    arrivals: list[Arrival] = []
-    if options.bucket_mb is not None:
-        groups, arrivals = lay_out_buckets(root, routes, options)
-    else:
-        groups = lay_out(
-            root,
-            mesh,
-            placements,
-            options.precision,
-            grain=grain,
-            kept_ranks=kept,
-            matrices={id(one.parameter) for one in routes if one.route.kind == "matrix"},
-        )
-    where = places(root, groups)
-    states = OPTIMIZERS[options.optimizer]
-    units = folded(root, groups)
-    fleets: list[Fleet] = []
-    if options.optimizer == "muon" and (with_exchange or REPLICATE in placements.main):
-        ep_of = {id(found.parameter): owner.ep for owner in root.tree() for found in owner.found}
-        fleets = fleets_of(
-            routes,
-            where,
-            ep_of,
-            mesh,
-            placements.main,
-            measured=options.measured,
-            buffers=buffers_of(root, where) if options.gather_in_step else None,
-        )
-    at = (heaviest(fleets) if fleets else 0) if rank is None else rank
-    turns = turns_of(fleets)
-    sizes = footprints(root, groups, where, turns, mesh, placements, at)
-    step = Step(asynchronous=options.device != "cpu", gathers=options.gather_in_step)
-    if options.bucket_mb is not None:
-        unit: SimulatedUnit = SimulatedBuckets(root.name, step, sizes, arrivals)
-    else:
-        unit = simulated(root, sizes, step, release)
-    result = simulate(unit, options.microbatches)
-    turned = [fleet for fleet in fleets if fleet.plan.num_replicas > 1]
-    held = state_bytes(units, states, mesh, placements, turned, where)
-    return Plan(
-        model=label,
-        num_parameters=sum(f.parameter.numel() * o.ep for o in root.tree() for f in o.found),
-        options=options,
-        source="plan",
-        units=units,
-        rest=result.rest,
-        loaded=result.loaded,
-        peak=result.peak,
-        peak_total=result.peak_total,
-        optimizer_bytes=max(held, default=0),
-        calls=result.calls,
-        phases=result.phases,
-        timeline=result.timeline,
-        matrices=orthogonalisation(fleets, at) if fleets and with_exchange else None,
-        turns={one.name: turns[id(one.parameter)] for one in routes if id(one.parameter) in turns},
+@dataclass(frozen=True)
+class _Step:
+    """All of a plan but its options."""
+
+    model: nn.Module
+    root: Owner
+    routes: list[Routed]
+    grain: GrainChoice | None
+    label: str
+    forward_of: ForwardOf
+    in_model: bool
+
+    def plan(self, options: Options, rank: int | None) -> Plan:
+        with _no_garbage():
+            return self._plan(options, rank)
+
+    def _plan(self, options: Options, rank: int | None) -> Plan:
+        root, ranks = self.root, options.mesh.num_ranks
+        layouts = Layouts(options, self.grain, self.routes)
+        buffers = {owner: layouts.of(owner) for owner in root.tree()}
+        with separate_ledger() as ledger:
+            engine = build(root, buffers, options, rank or 0, ledger, self.in_model)
+            engine.add_optimizer(self.routes)
+            at = rank if rank is not None or not engine.fleets else heaviest(engine.fleets, ranks)
+            if at:
+                engine.close()
+                engine = build(root, buffers, options, at, ledger, self.in_model)
+                engine.add_optimizer(self.routes)
+            with self.forward_of(self.model, engine) as forward:
+                found = engine.measure(forward)
+            fleets = engine.fleets
+            units = _units(engine, buffers, self.routes)
+            made = Plan(
+                model=self.label,
+                num_parameters=sum(
+                    len(unit.names) * unit.ep * group.layout.payload
+                    for unit in units
+                    for group in unit.groups
+                ),
+                options=options,
+                source="plan",
+                units=units,
+                rest=found.rest,
+                loaded=found.loaded,
+                peak=found.peak,
+                peak_total=found.peak_total,
+                optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
+                calls=found.calls,
+                phases=found.phases,
+                timeline=found.timeline,
+                matrices=orthogonalisation(fleets, found.exchanged, ranks) if fleets else None,
+                turns={
+                    one.name: turns
+                    for one in self.routes
+                    if id(one.parameter) in engine.sharded
+                    and (turns := turns_of(engine.sharded[id(one.parameter)])) is not None
+                },
+            )
+            engine.close()
+        return made
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Everything that a plan makes lives until its end: looking for garbage would find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _units(
+    engine: Engine, buffers: dict[Owner, tuple[Buffer, ...]], routes: Sequence[Routed]
+) -> tuple[PlannedUnit, ...]:
+    """Units with the same buffers as one, in the order of their first; in buckets, experts that
+    are spread over ranks apart from the rest."""
+    matrices = {id(one.parameter) for one in routes if one.route.kind == "matrix"}
+    alike: dict[int, list[BuiltUnit]] = {}
+    for built in engine.units:
+        alike.setdefault(id(buffers[built.owner]), []).append(built)
+    found = []
+    for same in alike.values():
+        first, names = same[0], tuple(built.owner.name for built in same)
+        every = list(zip(buffers[first.owner], first.unit.groups, strict=True))
+        for ep in sorted({buffer.ep for buffer, _ in every} or {first.owner.ep}):
+            groups = tuple(
+                _planned_group(first.owner, buffer, group, matrices)
+                for buffer, group in every
+                if buffer.ep == ep
+            )
+            found.append(PlannedUnit(names=names, groups=groups, ep=ep))
+    return tuple(found)
+
+
+def _planned_group(owner: Owner, buffer: Buffer, group: Group, matrices: set[int]) -> PlannedGroup:
+    dtype = str(group.whole.dtype).removeprefix("torch.")
+    return PlannedGroup(
+        layout=buffer.layout,
+        dtype=group.main.dtype,
+        stored="main" if group.aliased else buffer.format or dtype,
+        planes=() if group.aliased else tuple(block.nbytes for block in group.blocks),
+        matrices=tuple(id(owner.found[m].parameter) in matrices for m in buffer.members),
+        trainable=group.trainable,
     )
+
+
+def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
+    """Optimizer state on each rank. Where replicas take turns at matrices, the state of a matrix is
+    on one of them."""
+    states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
+    turned = [fleet for fleet in engine.fleets if ownership(fleet).num_replicas > 1]
+    found = [by_rank(fleet.home, momenta(fleet, states[0]), ranks) for fleet in turned]
+    apart = {ranks // num_holders(fleet.home) for fleet in turned}
+    for ep in sorted({unit.ep for unit in units if unit.groups}):
+        own = mesh.without(ep)
+        counted = (0 if ep in apart else states[0], states[1])
+        beside = [0] * own.num_shards(options.placements.main)
+        for unit in units:
+            for group in unit.groups if unit.ep == ep else ():
+                here = group.state_bytes(counted)
+                beside = [a + len(unit.names) * b for a, b in zip(beside, here, strict=True)]
+        shards = [beside[own.shard(options.placements.main, r)] for r in range(own.num_ranks)]
+        found.append([nbytes for nbytes in shards for _ in range(ep)])
+    return summed(found)

@@ -3,23 +3,78 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
 
 from shardwise.comm import Call
-from shardwise.placements import SHARD, STRATEGIES, Placements, Turns
+from shardwise.layout import Layout
+from shardwise.mesh import DATA_AXES
+from shardwise.placements import SHARD, STRATEGIES, Placement, Placements, Turns, shard_range
 from shardwise.precision import Precision
-from shardwise.report.exchange import Orthogonalisation
-from shardwise.report.footprint import Mesh
-from shardwise.report.simulate import Moment
-from shardwise.report.traffic import Traffic
-from shardwise.report.units import PlannedUnit
+from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import bucket_problems
+
+Moment = Phase | Literal["step"]
 
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
 OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
 KERNELS_SINCE = 90  # the compute capability that the kernels of Newton-Schulz need
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The data-parallel axes, outer to inner: names and sizes, and nobody behind them."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Mapping[str, int] | Sequence[int]) -> Mesh:
+        if isinstance(shape, Sequence) and len(shape) <= len(DATA_AXES):
+            shape = dict(zip(DATA_AXES[-len(shape) :], shape, strict=False))
+        named = shape if isinstance(shape, Mapping) else {"mesh_shape": shape}
+        wrong = [f"{n}={s!r}" for n, s in named.items() if not isinstance(s, int) or s < 1]
+        if wrong or not isinstance(shape, Mapping) or not shape:
+            raise ValueError(
+                f"a mesh of {', '.join(wrong) or 'no axes'}: name each axis with 1 or more ranks, "
+                'outer to inner, as in {"dp_outer": 2, "dp": 4}'
+            )
+        return cls(names=tuple(shape), sizes=tuple(shape.values()))
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def num_shards(self, placements: Sequence[Placement]) -> int:
+        pairs = zip(placements, self.sizes, strict=True)
+        return math.prod(size for placement, size in pairs if placement == SHARD)
+
+    def without(self, ep: int) -> Mesh:
+        """Of every ``ep`` neighbours on the inner axis, which hold different experts, one: those
+        that hold the same. Rank r of this mesh is rank r // ep of that."""
+        return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // ep))
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        found = []
+        for size in reversed(self.sizes):
+            rank, position = divmod(rank, size)
+            found.append(position)
+        return tuple(reversed(found))
+
+    def shard(self, placements: Sequence[Placement], rank: int) -> int:
+        """The one shard that a rank holds."""
+        shards = self.num_shards(placements)
+        return shard_range(placements, self.sizes, self.coordinate(rank), shards)[0]
+
+    def __str__(self) -> str:
+        return " x ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +142,53 @@ class Options:
         _, _, capability = self.device.partition(":sm_")
         return self.device != "cpu" and int(capability or KERNELS_SINCE) >= KERNELS_SINCE
 
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedGroup:
+    """Parameters that share a buffer: where each lies, and what the buffer costs."""
+
+    layout: Layout
+    dtype: torch.dtype  # of the main weight
+    stored: str  # the format or the dtype of the compute weight; "main" where that is read itself
+    planes: tuple[int, ...]  # bytes of the gathered compute weights
+    matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
+    trainable: bool
+
+    def state_bytes(self, states: tuple[int, int]) -> list[int]:
+        """Bytes of optimizer state beside each shard; padding has none.
+
+        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
+        """
+        per_shard = [0] * self.layout.num_shards
+        for index, matrix in enumerate(self.matrices if self.trainable else ()):
+            width = states[0 if matrix else 1] * self.dtype.itemsize
+            for shard in self.layout.holders(index):
+                low, high = self.layout.piece(index, shard)
+                per_shard[shard] += (high - low) * width
+        return per_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """Wrapped modules that are all alike."""
+
+    names: tuple[str, ...]
+    groups: tuple[PlannedGroup, ...]
+    ep: int = 1  # over how many ranks its experts are spread; figures are of one share
+
     @property
-    def after_forward(self) -> tuple[bool | None, int | None]:
-        """(whether whole weights are released after forward, over how many ranks kept: all those
-        of an axis keep what they have anyway)."""
-        k = self.reshard_after_forward
-        if k is None or isinstance(k, bool):
-            return k, None
-        return (False, None) if k == 1 else (True, k)
+    def name(self) -> str:
+        count = len(self.names)
+        name = self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
+        return name if self.ep == 1 else f"{name} (one of {self.ep} shares)"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of routers and of rows on their way to experts, in one step on one rank."""
+
+    known: Counter[Call] = field(default_factory=Counter)
+    even: Counter[Call] = field(default_factory=Counter)  # with these bytes if routing is even
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +305,7 @@ class Figures:
         for unit in self.units:
             for group in unit.groups:
                 name, times = group.stored, len(unit.names)
-                planes = tuple(times * nbytes for nbytes in group.footprint.planes)
+                planes = tuple(times * nbytes for nbytes in group.planes)
                 parameters, elements, held = found.get(name, (0, 0, (0,) * len(planes)))
                 found[name] = (
                     parameters + times * len(group.layout.items),

@@ -16,8 +16,7 @@ import math
 from typing import Any
 
 from shardwise.layout import Layout
-from shardwise.report.planned import Figures
-from shardwise.report.units import PlannedUnit
+from shardwise.report.planned import Figures, PlannedUnit
 
 MAX_ROWS = 8
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from shardwise.placements import SHARD, hfsdp, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.report.footprint import Mesh
-from shardwise.report.planned import Figures, Options
+from shardwise.report.planned import Figures, Mesh, Options
 from shardwise.report.sizes import size_text
 
 MAX_RANKS = 1 << 16

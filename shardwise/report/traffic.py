@@ -11,26 +11,15 @@ choose. What is known beforehand is kept apart from what is planned as if every 
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
 from torch import nn
 
 from shardwise.comm import Call
 from shardwise.moe import MixtureOfExperts, mixtures_of
 from shardwise.precision import Precision
-from shardwise.report.footprint import Mesh
+from shardwise.report.planned import Mesh, Traffic
 from shardwise.report.units import recomputed_modules
 
 COUNT, WEIGHT = 8, 4  # bytes of a count of rows, and of a router's weight
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one step on one rank."""
-
-    known: Counter[Call] = field(default_factory=Counter)
-    even: Counter[Call] = field(default_factory=Counter)  # with these bytes if routing is even
 
 
 def traffic_of(

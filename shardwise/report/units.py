@@ -3,94 +3,65 @@
 
     Model                         root      embedding, norm, head
       embedding                   block 0   every parameter below blocks.0
-      blocks  [0] [1] [2]   -->   block 1   alike: laid out once, counted three times
+      blocks  [0] [1] [2]   -->   block 1   alike: laid out once
       norm, head                  block 2
 
-The grouping and the layouts are made by the same functions that ``fully_shard`` calls.
+Groups, buckets and layouts are made by the functions that ``fully_shard`` and ``data_parallel``
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
-from shardwise.layout import Grain, Layout
+from shardwise.layout import Layout
 from shardwise.moe import mixtures_of
-from shardwise.placements import Placements
-from shardwise.precision import Precision
+from shardwise.optim.muon import muon
+from shardwise.optim.routing import Routed
 from shardwise.precision.mxfp8_tensor import Format
-from shardwise.report.footprint import Footprint, Mesh, footprint
-from shardwise.report.simulate import SimulatedUnit, Step
+from shardwise.report.planned import Options
 from shardwise.shard.bucketed import BucketedUnit
+from shardwise.shard.data_parallel import planned_buckets
 from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
 from shardwise.shard.formats import stored_as
-from shardwise.shard.fully_shard import planned_groups as group_parameters
+from shardwise.shard.fully_shard import planned_groups
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedGroup:
-    """Parameters that share a buffer: where each lies, and what the buffer costs."""
-
-    layout: Layout
-    footprint: Footprint
-    dtype: torch.dtype  # of the main weight
-    stored: str  # the format or the dtype of the compute weight; "main" where that is read itself
-    matrices: tuple[bool, ...]  # per item: does a matrix optimizer take it?
-
-    def state_bytes(self, states: tuple[int, int]) -> list[int]:
-        """Bytes of optimizer state beside each shard; padding has none.
-
-        ``states``: tensors per matrix, and per any other parameter, in main's dtype.
-        """
-        per_shard = [0] * self.layout.num_shards
-        for index, matrix in enumerate(self.matrices if self.footprint.trainable else ()):
-            width = states[0 if matrix else 1] * self.dtype.itemsize
-            for shard in self.layout.holders(index):
-                low, high = self.layout.piece(index, shard)
-                per_shard[shard] += (high - low) * width
-        return per_shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedUnit:
-    """Wrapped modules that are all alike."""
-
-    names: tuple[str, ...]
-    groups: tuple[PlannedGroup, ...]
-    ep: int = 1  # over how many ranks its experts are spread; figures are of one share
-
-    @property
-    def name(self) -> str:
-        count = len(self.names)
-        name = self.names[0] if count == 1 else f"{self.names[0]} and {count - 1} alike"
-        return name if self.ep == 1 else f"{name} (one of {self.ep} shares)"
-
-
 @dataclass(eq=False)
 class Owner:
-    """One module to be wrapped: its own parameters, and the wrapped modules inside it."""
+    """One module to be wrapped. ``parts``, in the order in which they are registered: runs of its
+    own parameters (positions in ``found``), and the wrapped modules inside it."""
 
     name: str
-    found: list[Found]
-    inner: list[Owner] = field(default_factory=list)
-    trains_first: int = 0  # how many parameters it trains that come before the units inside
+    module: nn.Module
+    found: list[Found] = field(default_factory=list)
+    parts: list[list[int] | Owner] = field(default_factory=list)
     ep: int = 1  # over how many ranks its experts are spread
-    recomputed: frozenset[int] = frozenset()  # of a root: modules that backward runs once more
+
+    @property
+    def inner(self) -> list[Owner]:
+        return [part for part in self.parts if isinstance(part, Owner)]
 
     def tree(self) -> Iterator[Owner]:
         yield self
         for owner in self.inner:
             yield from owner.tree()
 
-    @property
-    def trainable(self) -> bool:
-        return any(found.parameter.requires_grad for found in self.found)
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """Parameters that will share a flat buffer: positions in a list of all, and their layout."""
+
+    members: tuple[int, ...]
+    layout: Layout
+    format: Format | None
+    ep: int
 
 
 def recomputed_modules(model: nn.Module) -> frozenset[int]:
@@ -124,7 +95,7 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
     strangers = wrapped - {id(module) for module in model.modules()}
     if strangers:
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
-    root = Owner(type(model).__name__, [], recomputed=recomputed_modules(model))
+    root = Owner(type(model).__name__, model)
     keepers: dict[int, Owner] = {}
     entries: dict[int, Found] = {}
     skipped = {id(parameter) for parameter in ignored}
@@ -143,15 +114,19 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
             if keeper is not owner:
                 tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
                 continue
-            if id(parameter) not in entries:
-                entries[id(parameter)] = Found(prefix + name, parameter, [])
-                owner.found.append(entries[id(parameter)])
-                owner.trains_first += parameter.requires_grad and not owner.inner
-            entries[id(parameter)].modules.append(module)
+            entry = entries.get(id(parameter))
+            if entry is None:
+                entry = entries[id(parameter)] = Found(prefix + name, parameter, [])
+                if not owner.parts or isinstance(owner.parts[-1], Owner):
+                    owner.parts.append([])
+                owner.parts[-1].append(len(owner.found))  # type: ignore[union-attr]
+                owner.found.append(entry)
+            entry.places.append((module._parameters, name))
+            entry.modules.append(module)
         for name, child in module.named_children():
             if id(child) in wrapped:
-                inner = Owner(f"{path}{name}", [], ep=getattr(child, "ep", 1))
-                owner.inner.append(inner)
+                inner = Owner(f"{path}{name}", child, ep=getattr(child, "ep", 1))
+                owner.parts.append(inner)
                 descend(child, f"{path}{name}.", "", inner)
             else:
                 descend(child, f"{path}{name}.", f"{prefix}{name}.", owner)
@@ -178,197 +153,95 @@ def _replannable(units: Sequence[Unit]) -> bool:
     )
 
 
-def lay_out(
-    root: Owner,
-    mesh: Mesh,
-    placements: Placements,
-    precision: Precision,
-    *,
-    grain: GrainChoice | None = None,
-    kept_ranks: int | None = None,
-    matrices: set[int] = frozenset(),  # type: ignore[assignment]
-) -> dict[Owner, tuple[PlannedGroup, ...]]:
-    """The groups of every unit. Units whose parameters are alike share theirs."""
-    known: dict[Any, tuple[PlannedGroup, ...]] = {}
-    result = {}
-    for owner in root.tree():
-        ranks = mesh.without(owner.ep)
-        kept = None if kept_ranks == ranks.sizes[-1] else kept_ranks
-        facts = tuple(facts_of(f, precision, matrices, grain, root.recomputed) for f in owner.found)
-        if (owner.ep, facts) not in known:
-            known[owner.ep, facts] = tuple(
-                planned_group(
-                    [facts[member] for member in members],
-                    layout,
-                    format,
-                    ranks,
-                    placements,
-                    precision,
-                    kept,
-                    divided=owner.ep > 1,
-                )
-                for members, layout, format in group_parameters(
-                    owner.found, ranks.num_shards(placements.main), grain, precision
+def whole_model(model: nn.Module, ignored: set[nn.Parameter]) -> Owner:
+    """One owner of all parameters, for ``data_parallel``. Experts that are spread over ranks must
+    be found as units, and are then taken like the rest."""
+    spread = [layer.experts for layer in mixtures_of(model) if layer.experts.ep > 1]
+    apart = owners(model, spread, ignored)
+    root = Owner(apart.name, model, ep=max(owner.ep for owner in apart.tree()))
+
+    def take(owner: Owner, prefix: str) -> None:
+        for part in owner.parts:
+            if isinstance(part, Owner):
+                take(part, f"{part.name}.")
+            else:
+                found = [owner.found[position] for position in part]
+                root.found += [replace(one, name=prefix + one.name) for one in found]
+
+    take(apart, "")
+    root.parts = [list(range(len(root.found)))]
+    return root
+
+
+def is_spread(found: Found) -> bool:
+    """Whether other ranks hold other experts in the place of this parameter."""
+    return any(
+        getattr(module, "total_experts", 1) > getattr(module, "num_experts", 1)
+        for module in found.modules
+    )
+
+
+class Layouts:
+    """The buffers of every unit; of units that are alike one is laid out, for all of them."""
+
+    def __init__(
+        self, options: Options, grain: GrainChoice | None, routes: Sequence[Routed] = ()
+    ) -> None:
+        self._options, self._grain = options, grain
+        self._routes = {id(one.parameter): one.route for one in routes}
+        self._known: dict[Any, tuple[Buffer, ...]] = {}
+
+    def of(self, owner: Owner) -> tuple[Buffer, ...]:
+        """The buffers of one unit; the same object for units that are alike."""
+        if self._options.bucket_mb is not None:
+            return self._buckets(owner)
+        precision = self._options.precision
+        facts = tuple(
+            (
+                one.name,
+                tuple(one.parameter.shape),
+                one.parameter.dtype,
+                one.parameter.requires_grad,
+                grain_of(one, self._grain),
+                stored_as(one, precision).format,
+                self._is_matrix(one),
+            )
+            for one in owner.found
+        )
+        key = owner.ep, facts
+        if key not in self._known:
+            shards = self._num_shards(owner.ep)
+            self._known[key] = tuple(
+                Buffer(members=members, layout=layout, format=format, ep=owner.ep)
+                for members, layout, format in planned_groups(
+                    owner.found, shards, self._grain, precision
                 )
             )
-        result[owner] = known[owner.ep, facts]
-    return result
+        return self._known[key]
 
+    def _is_matrix(self, found: Found) -> bool:
+        route = self._routes.get(id(found.parameter))
+        return route is not None and route.kind == "matrix"
 
-class Facts(NamedTuple):
-    """All that a plan reads of a parameter: parameters with the same are alike."""
+    def _num_shards(self, ep: int) -> int:
+        return self._options.mesh.without(ep).num_shards(self._options.placements.main)
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-    grain: Grain
-    matrix: bool  # a matrix optimizer takes it
-    format: Format | None
-    by_kernel: bool  # a kernel writes its gradient
-    recomputed: bool  # backward runs its module's forward once more
-
-
-def facts_of(
-    found: Found,
-    precision: Precision,
-    matrices: set[int],
-    grain: GrainChoice | None = None,
-    recomputed: frozenset[int] = frozenset(),
-) -> Facts:
-    parameter = found.parameter
-    return Facts(
-        name=found.name,
-        shape=tuple(parameter.shape),
-        dtype=parameter.dtype,
-        trainable=parameter.requires_grad,
-        grain=grain_of(found, grain),
-        matrix=id(parameter) in matrices,
-        format=stored_as(found, precision).format,
-        by_kernel=any(getattr(owner, "writes_main_grad", False) for owner in found.owners),
-        recomputed=any(id(module) in recomputed for module in found.modules),
-    )
-
-
-def planned_group(
-    chosen: Sequence[Facts],
-    layout: Layout,
-    format: Format | None,
-    mesh: Mesh,
-    placements: Placements,
-    precision: Precision,
-    kept_ranks: int | None = None,
-    *,
-    divided: bool,
-) -> PlannedGroup:
-    """``chosen``: the facts of its parameters."""
-    dtype = chosen[0].dtype
-    size = footprint(
-        layout,
-        mesh,
-        placements,
-        precision,
-        dtype,
-        format=format,
-        trainable=any(fact.trainable for fact in chosen),
-        kept_ranks=kept_ranks,
-        divided=divided,
-    )
-    return PlannedGroup(
-        layout=layout,
-        footprint=replace(
-            size,
-            opens_early=size.trainable and any(fact.by_kernel for fact in chosen),
-            reads_again=any(fact.recomputed for fact in chosen),
-        ),
-        dtype=precision.main_dtype(dtype, size.trainable),
-        stored=_stored(size, format, precision.compute_dtype(dtype)),
-        matrices=tuple(fact.matrix for fact in chosen),
-    )
-
-
-def _stored(size: Footprint, format: Format | None, dtype: torch.dtype) -> str:
-    return "main" if size.aliased else format or str(dtype).removeprefix("torch.")
-
-
-def folded(root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]) -> tuple[PlannedUnit, ...]:
-    """Units with the same groups as one, in the order of their first."""
-    alike: dict[int, list[Owner]] = {}
-    for owner in root.tree():
-        alike.setdefault(id(groups[owner]), []).append(owner)
-    return tuple(
-        PlannedUnit(
-            names=tuple(owner.name for owner in same), groups=groups[same[0]], ep=same[0].ep
+    def _buckets(self, root: Owner) -> tuple[Buffer, ...]:
+        """In the order in which backward fills them."""
+        options = self._options
+        assert options.bucket_mb is not None
+        homes = [root.ep if is_spread(one) else 1 for one in root.found]
+        formats = [stored_as(one, options.precision).format for one in root.found]
+        return tuple(
+            Buffer(members=members, layout=bucket.layout, format=formats[members[0]], ep=ep)
+            for ep, members, bucket in planned_buckets(
+                root.found,
+                self._routes,
+                homes,
+                formats,
+                {ep: self._num_shards(ep) for ep in set(homes)},
+                muon(),
+                options.bucket_mb,
+                options.measured,
+            )
         )
-        for same in alike.values()
-    )
-
-
-def simulated(
-    root: Owner,
-    sizes: Mapping[Owner, Sequence[Footprint]],
-    step: Step,
-    releases_after_forward: bool | None,
-) -> SimulatedUnit:
-    """The same units, to be played through a step."""
-    flows = False  # does what a unit gets need a gradient?
-
-    def build(owner: Owner) -> SimulatedUnit:
-        nonlocal flows
-        flows = flows or owner.trains_first > 0
-        inner = []
-        for child in owner.inner:
-            inner.append(build(child))
-        flows = flows or owner.trainable
-        is_root = owner is root
-        return SimulatedUnit(
-            owner.name,
-            step,
-            sizes[owner],
-            inner=inner,
-            releases_after_forward=not is_root
-            if releases_after_forward is None
-            else releases_after_forward,
-            # Token ids need no gradient, so the root is done when its last parameter is.
-            completes_first=is_root and owner.trainable and not owner.trains_first,
-            trains_last=owner.trains_first,
-            reached=flows,
-        )
-
-    return build(root)
-
-
-def buffers_of(root: Owner, where: Mapping[int, tuple[PlannedGroup, int]]) -> dict[int, Hashable]:
-    """The buffer of every parameter, by id: units that are alike share a group and no buffer."""
-    return {
-        id(one.parameter): (id(owner), id(where[id(one.parameter)][0]))
-        for owner in root.tree()
-        for one in owner.found
-    }
-
-
-def optimizer_bytes(units: Sequence[PlannedUnit], states: tuple[int, int]) -> list[int]:
-    """Optimizer state beside each shard."""
-    totals: list[int] = []
-    for unit in units:
-        for group in unit.groups:
-            here = group.state_bytes(states)
-            totals = totals or [0] * len(here)
-            totals = [a + len(unit.names) * b for a, b in zip(totals, here, strict=True)]
-    return totals
-
-
-def places(
-    root: Owner, groups: dict[Owner, tuple[PlannedGroup, ...]]
-) -> dict[int, tuple[PlannedGroup, int]]:
-    """The group of every parameter and its place in it, by id."""
-    found = {}
-    for owner in root.tree():
-        by_name = {
-            item.name: (group, index)
-            for group in groups[owner]
-            for index, item in enumerate(group.layout.items)
-        }
-        for one in owner.found:
-            found[id(one.parameter)] = by_name[one.name]
-    return found

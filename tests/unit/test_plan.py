@@ -13,18 +13,18 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import layout
+from shardwise.memory import Block as Memory
+from shardwise.mesh import PretendedMesh
 from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.optim.newton_schulz import cost
-from shardwise.optim.owners import plan_owners
-from shardwise.placements import REPLICATE, SHARD
-from shardwise.report import simulate, units
+from shardwise.optim.storage import Home
+from shardwise.report import units
 from shardwise.report.dry_run import dry_run
-from shardwise.report.exchange import Fleet
-from shardwise.report.footprint import Mesh
+from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, plan
-from shardwise.report.planned import strategy_name
+from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, parse_size, size_text
 from shardwise.report.table import plan_text, print_plan
@@ -193,12 +193,9 @@ def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
         assert matrices is not None
         sent.append({call: n for call, n in matrices.calls.items() if call.size == 3})
     assert sent[0::2] == sent[1::2] and sent[0] != sent[2] and all(sent)
-    for placements, figures, wanted in (
-        ([SHARD], {(0, 0): 5, (0, 2): 7}, [5, 5, 0, 0, 7, 7]),
-        ([REPLICATE], {(0, 0): 5, (2, 0): 7}, [5, 5, 0, 0, 7, 7]),
-    ):
-        fleet = Fleet([], Mesh.of({"dp": 6}).without(2), 2, placements, plan_owners([], 3))
-        assert fleet.by_rank(figures) == wanted
+    mesh: Any = PretendedMesh(["dp"], [3], [0], "nccl")
+    for sharded, figures in ((True, {(0, 0): 5, (0, 2): 7}), (False, {(0, 0): 5, (2, 0): 7})):
+        assert by_rank(Home(mesh, (sharded,)), figures, 6) == [5, 5, 0, 0, 7, 7]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -220,7 +217,7 @@ def test_a_dry_run_leaves_the_ledger_as_it_was() -> None:
     before = sw.ledger.snapshot()
     measured = dry_run(small(), {"dp": 8}, "zero3")
     assert measured.rest["main"] > 0 and "rank 0 of 8" in measured.source
-    assert sw.ledger.snapshot() == before and not sw.ledger.counts_meta
+    assert sw.ledger.snapshot() == before
     assert not torch.distributed.is_initialized()
 
 
@@ -377,9 +374,9 @@ def count_work(monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], depth: int
         return counted
 
     with monkeypatch.context() as patch:
-        patch.setattr(units, "group_parameters", counting("groups", units.group_parameters))
+        patch.setattr(units, "planned_groups", counting("groups", units.planned_groups))
         patch.setattr(wrapping, "lay_out", counting("layouts", wrapping.lay_out))
-        patch.setattr(simulate.Held, "acquire", counting("events", simulate.Held.acquire))
+        patch.setattr(Memory, "acquire", counting("events", Memory.acquire))
         with torch.device("meta"):
             model = Llama(16384, 1024, 53248, depth)
         made = plan(model, mesh, "zero3", precision=BF16, microbatches=16)

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library itself as one rank of a mesh that is only pretended, to be walked through a step.
+
+    axes without a process group    collectives are counted, and go nowhere
+    memory on the meta device       the ledger counts what buffers would take
+    groups, units, runtime,         those that a real run has
+    optimizer
+
+What a step then holds and sends is read from the ledger and from ``comm.record()``, as in a run.
+Forward is the model's own (a dry run), or a sketch of it that computes nothing (a plan).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.buffer import Ranks
+from shardwise.memory import Ledger
+from shardwise.mesh import PretendedMesh
+from shardwise.optim.adamw import adamw
+from shardwise.optim.matrices import Fleet
+from shardwise.optim.muon import muon
+from shardwise.optim.routing import Routed
+from shardwise.optim.sharded import ShardedOptimizer, elementwise_group, matrix_group
+from shardwise.report.planned import Moment, Options
+from shardwise.report.units import Buffer, Owner
+from shardwise.shard.bucketed import BucketedUnit
+from shardwise.shard.coded import GROUPS
+from shardwise.shard.find import Found
+from shardwise.shard.fully_shard import after_forward
+from shardwise.shard.group import Group, carry_attributes
+from shardwise.shard.runtime import Runtime
+from shardwise.shard.unit import Unit
+from shardwise.streams import Lanes
+
+META = torch.device("meta")
+
+
+class PretendedLanes(Lanes):
+    """The lanes of a device that does at once whatever it is told."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        super().__init__(META)
+        self.asynchronous = asynchronous
+
+    def on(self, lane: str) -> AbstractContextManager[Any]:
+        return _HERE
+
+    def mark(self, lane: str = "compute") -> None:
+        return None
+
+    def join(self, lane: str, other: str) -> None: ...
+
+    def settle(self, event: Any = None) -> None: ...
+
+
+_HERE: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one step held and sent."""
+
+    rest: dict[str, int]
+    loaded: dict[str, int]  # after the last backward, gradients included
+    peak: dict[str, int]
+    peak_total: int
+    phases: dict[Moment, Counter[comm.Call]]
+    exchanged: Counter[comm.Call]  # by the matrix optimizer
+    timeline: tuple[tuple[str, str, int], ...]  # (what happens, kind, bytes more or less)
+
+    @property
+    def calls(self) -> Counter[comm.Call]:
+        return sum(self.phases.values(), Counter())
+
+
+@dataclass(eq=False)
+class BuiltUnit:
+    """A unit, and the (group, index) of every parameter that its owner found."""
+
+    owner: Owner
+    unit: Unit
+    where: dict[int, tuple[int, int]]
+
+    def leaf(self, position: int) -> Any:
+        """The parameter as forward sees it."""
+        number, index = self.where[position]
+        return self.unit.groups[number].unsharded[index]
+
+
+@dataclass(eq=False)
+class Engine:
+    """All units of one rank. Made and run while ``ledger``, one of its own, is open."""
+
+    options: Options
+    ledger: Ledger
+    units: list[BuiltUnit]
+    sharded: dict[int, nn.Parameter]  # by id of the model's parameter: the one at rest
+    doing: str = "at rest"
+    optimizer: ShardedOptimizer | None = None
+
+    @property
+    def root(self) -> BuiltUnit:
+        return self.units[0]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        return [group for built in self.units for group in built.unit.groups]
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        return [] if self.optimizer is None else list(self.optimizer._fleets or ())
+
+    def add_optimizer(self, routes: Sequence[Routed]) -> None:
+        """The optimizer, as far as it sends anything or is waited for."""
+        options, sharded = self.options, self.sharded
+        trained = [r for r in routes if r.parameter.requires_grad and id(r.parameter) in sharded]
+        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # by whether it is a matrix
+        for one in trained:
+            matrix = options.optimizer == "muon" and one.route.kind == "matrix"
+            kinds[matrix].append(sharded[id(one.parameter)])
+        groups = [matrix_group(muon(), kinds[True])] if kinds[True] else []
+        if options.gather_in_step and kinds[False]:
+            groups.append(elementwise_group(adamw(), kinds[False]))
+        if groups:
+            names = {id(sharded[id(one.parameter)]): one.name for one in trained}
+            self.optimizer = ShardedOptimizer(groups, names, measured=options.measured)
+
+    # ------------------------------------------------------------------ a step
+
+    def measure(self, forward: Callable[[], Tensor]) -> Measured:
+        """One step from rest; ``forward`` returns what backward starts from."""
+        rest = self.ledger.snapshot()
+        count = min(self.options.microbatches, 3)
+        if self._settles:
+            self._step(forward, count)
+        self.ledger.reset_peak()
+        timeline: list[tuple[str, str, int]] = []
+
+        def note(kind: str, nbytes: int) -> None:
+            if nbytes:
+                timeline.append((self.doing, kind, nbytes))
+
+        self.ledger.watchers.append(note)
+        phases, loaded, exchanged = self._step(forward, count)
+        self.ledger.watchers.remove(note)
+        return Measured(
+            rest=rest,
+            loaded=loaded,
+            peak={kind: nbytes for kind, nbytes in sorted(self.ledger.peak.items()) if nbytes},
+            peak_total=self.ledger.peak_total,
+            phases=phases,
+            exchanged=exchanged,
+            timeline=tuple(timeline),
+        )
+
+    @property
+    def _settles(self) -> bool:
+        """Whether the first step is not like the others: it gathers weights that nobody will write,
+        or that later steps gather themselves, and makes memory to decode in."""
+        frozen = any(not group.trainable for group in self.groups)
+        coded = any(group.format is not None for group in self.groups)
+        return self.options.gather_in_step or frozen or coded
+
+    def _step(
+        self, forward: Callable[[], Tensor], count: int
+    ) -> tuple[dict[Moment, Counter[comm.Call]], dict[str, int], Counter[comm.Call]]:
+        """Microbatches between the first and the last are alike: one of them is run, and counted
+        as often as it comes."""
+        phases: dict[Moment, Counter[comm.Call]] = {"forward": Counter(), "backward": Counter()}
+        for number in range(count):
+            for built in self.units:
+                built.unit.last = number == count - 1
+            times = self.options.microbatches - 2 if 0 < number < count - 1 else 1
+            with comm.record() as calls:
+                loss = forward()
+            _add(phases["forward"], calls, times)
+            with comm.record() as calls:
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            _add(phases["backward"], calls, times)
+        loaded = self.ledger.snapshot()
+        self.doing = "step"
+        with comm.record() as calls:
+            self._update()
+        exchanged = Counter(call for call in calls if call.operation == "all_to_all")
+        if self.options.gather_in_step:
+            phases["step"] = Counter(calls) - exchanged
+        return phases, loaded, exchanged
+
+    def _update(self) -> None:
+        """What an optimizer does, as far as buffers and ranks can tell: it writes what has
+        gradients, and drops those."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for group in self.groups:
+            if group.trainable and not self.options.gather_in_step:
+                group.main.version.write()
+            for parameter in group.sharded:
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Take the units apart: nothing of them outlives a plan."""
+        for built in self.units:
+            built.unit.groups.clear()
+            built.unit.places.clear()
+            built.unit.members = None
+
+
+def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> None:
+    for call, count in Counter(calls).items():
+        total[call] += times * count
+
+
+# ------------------------------------------------------------------------------ building
+
+
+def build(
+    root: Owner,
+    buffers: dict[Owner, tuple[Buffer, ...]],
+    options: Options,
+    rank: int,
+    ledger: Ledger,
+    in_model: bool,
+) -> Engine:
+    """The units of ``rank`` at rest, outer before inner, with their runtime. ``in_model``: whether
+    they put their parameters into the modules."""
+    over = {ep: _ranks(options, rank, ep) for ep in {1, options.ep}}
+    with META:
+        units = [
+            _build_unit(owner, buffers[owner], options, over, in_model) for owner in root.tree()
+        ]
+    lanes = PretendedLanes(asynchronous=options.device != "cpu")
+    runtime = Runtime(META, [built.unit for built in units], (), lanes=lanes)
+    for built in units:
+        built.unit.begin(runtime, built.owner.name, built.owner is root)
+        for group in built.unit.groups:
+            group.show_whole()
+    sharded = {
+        id(built.owner.found[position].parameter): built.unit.groups[number].sharded[index]
+        for built in units
+        for position, (number, index) in built.where.items()
+    }
+    return Engine(options, ledger, units, sharded)
+
+
+def _ranks(options: Options, rank: int, ep: int) -> Ranks:
+    backend = "gloo" if options.device == "cpu" else "nccl"
+    mesh = options.mesh.without(ep)
+    place = mesh.coordinate(rank // ep)
+    pretended: Any = PretendedMesh(mesh.names, mesh.sizes, place, backend)
+    others = comm.Axis.pretended("ep", ep, rank % ep, backend) if ep > 1 else None
+    return Ranks(pretended, others)
+
+
+def _build_unit(
+    owner: Owner,
+    buffers: Sequence[Buffer],
+    options: Options,
+    over: dict[int, Ranks],
+    in_model: bool,
+) -> BuiltUnit:
+    groups: list[Group] = []
+    where: dict[int, tuple[int, int]] = {}
+    for buffer in buffers:
+        for index, position in enumerate(buffer.members):
+            where[position] = (len(groups), index)
+        group = GROUPS[buffer.format](
+            buffer.layout.items,
+            [_stand_in(owner.found[position]) for position in buffer.members],
+            over[buffer.ep],
+            options.placements,
+            options.precision,
+            META,
+            layout=buffer.layout,
+        )
+        if buffer.ep > 1:  # gradients of experts are sums over the tokens of all ranks
+            group.gradients.divisor = float(options.mesh.num_ranks)
+        groups.append(group)
+    bucketed = options.bucket_mb is not None
+    kept_axis, release = after_forward(options.reshard_after_forward, over[owner.ep])
+    extra: dict[str, Any] = {"stages": None} if bucketed else {}
+    places = [
+        (parameters, name, *where[position])
+        for position, found in enumerate(owner.found if in_model else ())
+        for parameters, name in found.places
+    ]
+    unit = (BucketedUnit if bucketed else Unit)(
+        owner.name,
+        [owner.module],
+        groups,
+        places,
+        precision=options.precision,
+        release_after_forward=release,
+        kept_axis=kept_axis,
+        unused="error",
+        options={},
+        early=options.gather_in_step,
+        **extra,
+    )
+    return BuiltUnit(owner, unit, where)
+
+
+def _stand_in(found: Found) -> nn.Parameter:
+    """A parameter without values; the model's own where that has none."""
+    original = found.parameter
+    if original.is_meta and type(original) is nn.Parameter:
+        return original
+    empty = torch.empty(original.shape, dtype=original.dtype, device=META)
+    made = nn.Parameter(empty, requires_grad=original.requires_grad)
+    carry_attributes(original, made)
+    return made

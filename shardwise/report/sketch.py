@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that computes nothing and calls units as the model would.
+
+    forward     root( embedding  1( )  2( )  3( )  norm, head )       in registration order
+    backward    what each of them read, in reverse, brings its gradient
+
+Autograd, checkpoints and the units' own hooks do the rest, as in a run. Assumed: units run in the
+order in which they are registered, each once; every trainable parameter gets a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.precision.mxfp8_tensor import READS
+from shardwise.report.engine import META, BuiltUnit, Engine
+from shardwise.report.units import Owner
+from shardwise.shard.coded import CodedGroup
+
+
+def sketch(engine: Engine, recomputed: frozenset[int]) -> Callable[[], Tensor]:
+    """The forward of a model; ``recomputed``: ids of modules that run inside a checkpoint."""
+    built = {id(one.owner): one for one in engine.units}
+
+    def call(owner: Owner, hidden: Tensor, again: bool) -> Tensor:
+        engine.doing = f"forward {owner.name}"
+        one = built[id(owner)]
+        (hidden,), _ = one.unit.pre_forward((hidden,), {})
+        for part in owner.parts:
+            if isinstance(part, Owner):
+                inside = again or id(part.module) in recomputed
+                hidden = _run(inside and not again, call, part, hidden, inside)
+                engine.doing = f"forward {owner.name}"
+                continue
+            within = partial(_within, one, recomputed)
+            for inside, positions in groupby(part, within):
+                work = _Work(engine, one, list(positions))
+                hidden = _run(inside and not again, _apply, work, hidden)
+        return one.unit.post_forward(hidden)  # type: ignore[no-any-return]
+
+    def forward() -> Tensor:
+        return call(engine.root.owner, torch.empty((), device=META), False)
+
+    return forward
+
+
+def _within(one: BuiltUnit, recomputed: frozenset[int], position: int) -> bool:
+    return any(id(module) in recomputed for module in one.owner.found[position].modules)
+
+
+def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    if not again:
+        return function(*args)
+    made = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return made  # type: ignore[no-any-return]
+
+
+class _Work:
+    """Parameters of one unit that are read one after another."""
+
+    def __init__(self, engine: Engine, built: BuiltUnit, positions: list[int]) -> None:
+        self.engine, self.built, self.positions = engine, built, positions
+
+    @property
+    def trains(self) -> bool:
+        return any(self.built.leaf(position).requires_grad for position in self.positions)
+
+    def forward(self) -> None:
+        """Read planes as products do, which decode them in memory that is kept."""
+        for group, index in self._coded():
+            shape, dtype = group.items[index].shape, group.whole.dtype
+            if group.format != "mxfp8_rows" and len(shape) == 2:
+                row = torch.empty(1, shape[1], dtype=dtype, device=META)
+                with torch.no_grad():
+                    F.linear(row, group.unsharded[index])
+            else:
+                group.plane(index, "forward")
+
+    def backward(self) -> None:
+        """Bring gradients in reverse. A kernel writes those of its module before autograd tells of
+        any of them."""
+        self.engine.doing = f"backward {self.built.owner.name}"
+        for group, index in self._coded():
+            if "backward" in READS[group.format]:
+                group.plane(index, "backward")
+        written: list[int] = []
+        for position in reversed(self.positions):
+            leaf = self.built.leaf(position)
+            if not leaf.requires_grad:
+                continue
+            if self._by_kernel(position):
+                leaf.fresh_main_grad()
+                leaf.grad_added_to_main_grad = True
+                written.append(position)
+                continue
+            self._arrive(written)
+            leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
+            self._arrive([position])
+        self._arrive(written)
+
+    def _arrive(self, positions: list[int]) -> None:
+        for position in positions:
+            self.built.unit.arrived(*self.built.where[position])
+        positions.clear()
+
+    def _by_kernel(self, position: int) -> bool:
+        found = self.built.owner.found[position]
+        return any(getattr(module, "writes_main_grad", False) for module in found.modules)
+
+    def _coded(self) -> list[tuple[CodedGroup, int]]:
+        places = [self.built.where[position] for position in self.positions]
+        groups = self.built.unit.groups
+        return [(groups[n], i) for n, i in places if isinstance(groups[n], CodedGroup)]  # type: ignore[misc]
+
+
+def _apply(work: _Work, hidden: Tensor) -> Tensor:
+    trained = torch.empty(0, requires_grad=work.trains)
+    return _Sketched.apply(work, hidden, trained)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Sketched(torch.autograd.Function):
+    """Work that only its parameters notice."""
+
+    @staticmethod
+    def forward(ctx: Any, work: _Work, hidden: Tensor, trained: Tensor) -> Tensor:
+        work.forward()
+        ctx.work = work
+        ctx.save_for_backward(hidden)
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        ctx.saved_tensors  # noqa: B018  # a checkpoint runs forward once more for them
+        ctx.work.backward()
+        return None, grad, None
