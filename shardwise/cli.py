@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -90,16 +91,19 @@ class Plan:
     """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
     ep: int | None = None
     """Over how many ranks experts are spread."""
+    sequences: int | None = None
+    """Of a microbatch on one rank, whose activations are planned; default: the recipe's share."""
     tokens: int | None = None
-    """Of a microbatch on one rank, for the rows that travel to experts; default: one sequence."""
+    """Of a microbatch on one rank, where not whole sequences; default: those of --sequences."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
     """Default, and "auto": the recipe's, or else bf16."""
-    microbatches: int = 1
+    microbatches: int | None = None
+    """Default: the recipe's, or else 1."""
     memory: str | None = None
     """Of one rank, like 80GiB: what does not fit gets suggestions."""
     dry_run: bool = False
-    """Run the real code for one rank, on meta tensors with a pretended process group."""
+    """Run the model's own forward on meta tensors, as one rank."""
     rank: int = 0
     """Which rank --dry-run poses as."""
     svg: Path | None = None
@@ -234,17 +238,18 @@ def plan(command: Plan, words: list[str]) -> int:
     model, config = _model_of(command.model)
     wanted = [command.precision, config.precision if config else None, "bf16"]
     weights = next(name for name in wanted if name not in (None, "auto"))
+    recipe = config
     config = dataclasses.replace(
         config or TrainConfig(),
         strategy=command.strategy or (config.strategy if config else "zero3"),
         optimizer=command.optimizer or (config.optimizer if config else "muon"),
         replicas=command.replicas,
-        microbatches=command.microbatches,
+        microbatches=command.microbatches or (config.microbatches if config else 1),
     )
     options: dict[str, Any] = {
         "precision": named_precision(weights, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
-        "microbatches": command.microbatches,
+        "microbatches": config.microbatches,
         "bucket_mb": command.bucket_mb,
         "memory": None if command.memory is None else parse_size(command.memory),
         "name": command.model,
@@ -261,8 +266,10 @@ def plan(command: Plan, words: list[str]) -> int:
     if command.dry_run:
         made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
     else:
-        tokens = command.tokens or getattr(getattr(model, "config", None), "context", None)
-        made = make_plan(model, shape, config.strategy, tokens=tokens, **options)
+        batch = _batch_of(command, model, recipe and config)
+        tokens = command.tokens or (math.prod(batch) if batch else None)
+        followed = batch if ep == 1 else None  # rows without values cannot be sent to other ranks
+        made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))
     elif sys.stdout.isatty():
@@ -273,6 +280,17 @@ def plan(command: Plan, words: list[str]) -> int:
         command.svg.write_text(map_canvas(shard_map(made)).render())
         print(f"written: {command.svg}", file=sys.stderr)
     return 0 if made.fits is not False else 3
+
+
+def _batch_of(command: Plan, model: Any, config: Any) -> tuple[int, int] | None:
+    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context."""
+    context = getattr(getattr(model, "config", None), "context", None)
+    if context is None:
+        return None
+    if command.tokens is not None and command.sequences is None:
+        return max(1, command.tokens // context), min(command.tokens, context)
+    share = config.batch // (command.ranks * config.microbatches) if config else 1
+    return command.sequences or max(1, share), context
 
 
 def _model_of(name: str) -> tuple[Any, Any]:

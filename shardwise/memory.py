@@ -40,6 +40,8 @@ class Ledger:
         self.total = 0
         self.peak_total = 0
         self.watchers: list[Callable[[str, int], None]] = []
+        # Told of every tensor whose memory is counted here, before it is: others need not count it.
+        self.adopted: Callable[[torch.Tensor], object] | None = None
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, negative, less) of ``kind``."""
@@ -116,7 +118,7 @@ class Block:
         self.viewed: Callable[[], bool] = _never
         # Give the block up if nobody uses it yet; the owner decides.
         self.evict: Callable[[], object] = _never
-        self._counted = _Counted(kind)
+        self._counted = _Counted(kind, self.tensor)
         self._counted.set(self._held)
         weakref.finalize(self, self._counted.set, 0).atexit = False
 
@@ -156,8 +158,10 @@ class _Counted:
     """What the ledger counts for one block; apart from it, so that a dead block can be
     uncounted."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, tensor: torch.Tensor | None = None) -> None:
         self.kind, self.nbytes, self.ledger = kind, 0, _open_ledger
+        if tensor is not None and self.ledger.adopted is not None:
+            self.ledger.adopted(tensor)
 
     def set(self, nbytes: int) -> None:
         self.ledger.add(self.kind, nbytes - self.nbytes)
@@ -166,7 +170,7 @@ class _Counted:
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """``tensor``, fresh memory of its own, in the ledger for as long as it is alive."""
-    entry = _Counted(kind)
+    entry = _Counted(kind, tensor)
     entry.set(tensor.nbytes)
     weakref.finalize(tensor, entry.set, 0).atexit = False
     return tensor

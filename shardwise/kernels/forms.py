@@ -158,6 +158,13 @@ RATES = (
 BLOCK_RATE = 137.0
 
 
+def num_grams(polynomial: Polynomial, form: Form) -> int:
+    """How many Gram matrices an iteration holds at one time for each matrix."""
+    first = polynomial.first_steps("gram")
+    own = {"block": 0, "direct": 2, "gram": 1 + max(first, polynomial.steps - first)}[form]
+    return own + (polynomial.nested and form != "block")
+
+
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
     """The form with the least measured cost. By shape alone: a matrix's bits can't depend on how
     many others are orthogonalised with it."""

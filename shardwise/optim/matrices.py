@@ -173,7 +173,10 @@ class Fleet:
         self.blocks = None if whole else Blocks(cut, home.tensor_dim, mode)  # type: ignore[arg-type]
         # With kernels: the parcels of parameters that never travel, by position.
         self.resident: dict[int, list[Parcel]] = {}
-        self.fused = resident.kernels_serve([local_of(matrix.parameter) for matrix in matrices])
+        pieces = [local_of(matrix.parameter) for matrix in matrices]
+        narrow = any(piece.dtype != torch.float32 for piece in pieces)
+        planned = measured and not narrow  # as kernels would, on the device that is planned for
+        self.fused = planned if device.type == "meta" else resident.kernels_serve(pieces)
         if self.fused and self.blocks is None:
             self._settle()
 
@@ -310,6 +313,8 @@ class Fleet:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
         shape = batch.shape[-2], batch.shape[-1]
         if batch.is_meta:  # a plan, which has no values
+            if self.fused:
+                resident.hold_workspace(len(batch), *shape, self.preset)
             return batch
         if self.blocks is None:
             result = newton_schulz(batch, self.preset, form=self.form)

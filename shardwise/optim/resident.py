@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.kernels.forms import choose, num_grams
 from shardwise.optim.newton_schulz import Preset, has_kernels
 
 BATCH_ELEMENTS = 1 << 29  # of one batch: 1 GiB in fp16, and as much again to work in
@@ -40,17 +41,30 @@ def kernels_serve(tensors: Sequence[Tensor]) -> bool:
     return plain and has_kernels(first.device)
 
 
+def hold_workspace(count: int, rows: int, cols: int, preset: Preset) -> None:
+    """In a plan: take, for a moment, the memory of an iteration of ``count`` matrices: a batch in
+    fp16, as much to work in, and Gram matrices."""
+    form = choose(rows, cols, preset.polynomial)
+    grams = num_grams(preset.polynomial, form) * min(rows, cols) ** 2
+    torch.empty(count * (2 * rows * cols + grams), dtype=torch.float16, device="meta")
+
+
 def step(pieces: Sequence[Piece], group: dict[str, Any], preset: Preset, scale: float) -> None:
     """One step of matrices [rows, cols] of one shape and one parameter group."""
-    from shardwise.kernels.momentum import pack
-    from shardwise.kernels.newton_schulz import orthogonalise_packed
-    from shardwise.kernels.update import apply
+    if not pieces[0].weight.is_meta:
+        from shardwise.kernels.momentum import pack
+        from shardwise.kernels.newton_schulz import orthogonalise_packed
+        from shardwise.kernels.update import apply
 
     polynomial = preset.polynomial
     lr = float(group["lr"])
     most = max(1, BATCH_ELEMENTS // pieces[0].weight.numel())
     for first in range(0, len(pieces), most):
         part = pieces[first : first + most]
+        if part[0].weight.is_meta:
+            rows, cols = part[0].weight.shape
+            hold_workspace(len(part), rows, cols, preset)
+            continue
         packed = pack(
             [piece.grad for piece in part],
             [piece.momentum for piece in part],
@@ -78,9 +92,11 @@ def accumulate(
     nesterov: bool,
 ) -> list[Tensor]:
     """``muon.update_momentum`` in one pass."""
+    updates = [torch.empty_like(buffer) for buffer in buffers]
+    if updates[0].is_meta:
+        return updates
     from shardwise.kernels import momentum as kernel
 
-    updates = [torch.empty_like(buffer) for buffer in buffers]
     kernel.accumulate(grads, buffers, updates, beta=momentum, rule=form, nesterov=nesterov)
     return updates
 
@@ -94,6 +110,8 @@ def apply_update(
     decay: Any,
 ) -> None:
     """``muon.apply_update`` in one pass."""
+    if weights[0].is_meta:
+        return
     from shardwise.kernels.update import apply
 
     apply(weights, updates, step=lr, decay=lr * weight_decay, rule=decay)

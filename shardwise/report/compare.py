@@ -24,9 +24,11 @@ def plan_event(
     """The plan of a run and the bars of every strategy on the same ranks, for the events file.
 
     ``model`` is built under ``torch.device("meta")`` and not wrapped; ``options`` are those of
-    :func:`~shardwise.report.plan.plan`. Write it as ``{"kind": "plan", **plan_event(...)}``.
+    :func:`~shardwise.report.plan.plan`; a ``batch`` among them is followed for the plan alone, the
+    bars are without activations. Write it as ``{"kind": "plan", **plan_event(...)}``.
     """
     chosen = plan(model, mesh_shape, placements, **options)
+    options.pop("batch", None)
     flat = {"dp": prod(mesh_shape.values())}
     bars = {}
     for name, strategy in STRATEGIES.items():

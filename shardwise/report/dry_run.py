@@ -9,11 +9,9 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.moe import mixtures_of
 from shardwise.placements import Placements
 from shardwise.precision import Precision
-from shardwise.report.engine import BuiltUnit, Engine
+from shardwise.report.forward import own_forward
 from shardwise.report.plan import Plan, plan_with
 from shardwise.report.planned import Mesh
 from shardwise.shard.call import map_tensors
@@ -61,7 +59,7 @@ def dry_run(
     mesh = Mesh.of(mesh_shape)
     _check(model, mesh, rank)
     made = plan_with(
-        partial(_own_forward, loss or _sum_of_outputs),
+        partial(own_forward, loss or _sum_of_outputs),
         model,
         mesh_shape,
         placements,
@@ -100,44 +98,6 @@ def _check(model: nn.Module, mesh: Mesh, rank: int) -> None:
         )
     if problems:
         raise ValueError("dry_run: " + "; ".join(problems))
-
-
-@contextmanager
-def _own_forward(
-    loss: Callable[[nn.Module], Tensor], model: nn.Module, engine: Engine
-) -> Iterator[Callable[[], Tensor]]:
-    """The model with the units' parameters and hooks in it, for the time of the context."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    hooks: list[Any] = []
-    for built in engine.units:
-        places = [(parameters, name) for parameters, name, *_ in built.unit.places]
-        before += [(parameters, name, parameters[name]) for parameters, name in places]
-        built.unit.hide(force=True)
-        module = built.owner.module
-        entering = partial(_enter, engine, built)
-        hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(_leave, built)))
-
-    def forward() -> Tensor:
-        with torch.device("meta"):
-            return loss(model)
-
-    try:
-        yield forward
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameters, name, parameter in before:
-            parameters[name] = parameter
-
-
-def _enter(engine: Engine, built: BuiltUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    engine.doing = f"forward {built.owner.name}"
-    return built.unit.pre_forward(args, kwargs)
-
-
-def _leave(built: BuiltUnit, module: nn.Module, args: Any, output: Any) -> Any:
-    return built.unit.post_forward(output)
 
 
 def _sum_of_outputs(model: nn.Module) -> Tensor:

@@ -31,6 +31,7 @@ from shardwise.optim.matrices import Fleet
 from shardwise.optim.muon import muon
 from shardwise.optim.routing import Routed
 from shardwise.optim.sharded import ShardedOptimizer, elementwise_group, matrix_group
+from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
 from shardwise.report.units import Buffer, Owner
 from shardwise.shard.bucketed import BucketedUnit
@@ -77,6 +78,8 @@ class Measured:
     phases: dict[Moment, Counter[comm.Call]]
     exchanged: Counter[comm.Call]  # by the matrix optimizer
     timeline: tuple[tuple[str, str, int], ...]  # (what happens, kind, bytes more or less)
+    followed: int | None = None  # the highest sum of these bytes and of what the model holds
+    activations: int = 0  # of that, what the model holds
 
     @property
     def calls(self) -> Counter[comm.Call]:
@@ -107,6 +110,7 @@ class Engine:
     sharded: dict[int, nn.Parameter]  # by id of the model's parameter: the one at rest
     doing: str = "at rest"
     optimizer: ShardedOptimizer | None = None
+    follower: Follower | None = None
 
     @property
     def root(self) -> BuiltUnit:
@@ -144,6 +148,8 @@ class Engine:
         if self._settles:
             self._step(forward, count)
         self.ledger.reset_peak()
+        if self.follower is not None:
+            self.follower.peak = self.follower.at_peak = 0
         timeline: list[tuple[str, str, int]] = []
 
         def note(kind: str, nbytes: int) -> None:
@@ -161,6 +167,8 @@ class Engine:
             phases=phases,
             exchanged=exchanged,
             timeline=tuple(timeline),
+            followed=None if self.follower is None else self.follower.peak,
+            activations=0 if self.follower is None else self.follower.at_peak,
         )
 
     @property
@@ -181,21 +189,28 @@ class Engine:
             for built in self.units:
                 built.unit.last = number == count - 1
             times = self.options.microbatches - 2 if 0 < number < count - 1 else 1
-            with comm.record() as calls:
-                loss = forward()
-            _add(phases["forward"], calls, times)
-            with comm.record() as calls:
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-            _add(phases["backward"], calls, times)
+            with self._followed():
+                with comm.record() as calls:
+                    loss = forward()
+                _add(phases["forward"], calls, times)
+                with comm.record() as calls:
+                    if loss.requires_grad:
+                        _backward(loss)
+                _add(phases["backward"], calls, times)
+                del loss
         loaded = self.ledger.snapshot()
         self.doing = "step"
-        with comm.record() as calls:
+        with comm.record() as calls, self._followed():
             self._update()
         exchanged = Counter(call for call in calls if call.operation == "all_to_all")
         if self.options.gather_in_step:
             phases["step"] = Counter(calls) - exchanged
         return phases, loaded, exchanged
+
+    def _followed(self) -> AbstractContextManager[None]:
+        if self.follower is None:
+            return nullcontext()
+        return following(self.root.owner.module, self.follower, self.ledger)
 
     def _update(self) -> None:
         """What an optimizer does, as far as buffers and ranks can tell: it writes what has
@@ -214,6 +229,16 @@ class Engine:
             built.unit.groups.clear()
             built.unit.places.clear()
             built.unit.members = None
+
+
+def _backward(loss: Tensor) -> None:
+    """As ``loss.backward()``, inside of which no mode for torch's functions is asked: what is
+    recomputed there must take the way that it took in forward."""
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
 
 
 def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> None:

@@ -1,30 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """``plan``: what a model, a mesh and a strategy will take on each rank, to the byte, before a run.
 
-    model on "meta"  -->  units  -->  groups and layouts  -->  one simulated step  -->  Plan
-                          wrap_units  the real planner         simulate.py
+    model on "meta"  -->  units  -->  groups, units, runtime  -->  one step  -->  Plan
+                          units.py    and optimizer: engine.py     forward.py
 
-No process group and no memory. Layers that are alike are laid out once, so 405 billion parameters
-over 4096 ranks take as long as 8 billion over 8. The figures are those of ``shardwise.ledger`` and
-``comm.record()`` in a real run; activations are the model's own and no part of them.
+No process group and no memory: the library itself runs as one rank of a pretended mesh, and its
+ledger and ``comm.record()`` are read as in a run. With a batch the model's own forward is followed
+too: activations.py.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.memory import separate_ledger
+from shardwise.moe import mixtures_of
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.turns import turns_of
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
+from shardwise.report.activations import Follower
 from shardwise.report.engine import BuiltUnit, Engine, build
+from shardwise.report.forward import own_forward, sketch
 from shardwise.report.orthogonalisation import (
     by_rank,
     heaviest,
@@ -44,8 +50,7 @@ from shardwise.report.planned import (
     as_placements,
 )
 from shardwise.report.shard_map import shard_map
-from shardwise.report.sketch import sketch
-from shardwise.report.suggest import suggest
+from shardwise.report.suggest import largest, suggest
 from shardwise.report.table import plan_text
 from shardwise.report.traffic import traffic_of
 from shardwise.report.units import (
@@ -78,6 +83,9 @@ class Plan(Figures):
             "precision": {name: str(value).removeprefix("torch.") for name, value in precision},
             "optimizer": options.optimizer,
             "microbatches": options.microbatches,
+            "batch": options.batch,
+            "activations": None if self.followed is None else self.activations,
+            "largest_microbatch": self.largest,
             "device": options.device,
             "source": self.source,
             "rest": self.rest,
@@ -128,6 +136,7 @@ def plan(
     name: str | None = None,
     rank: int | None = None,
     tokens: int | None = None,
+    batch: tuple[int, int] | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on one rank of a mesh.
 
@@ -158,9 +167,15 @@ def plan(
             one that sends most between shards.
         tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
             if every expert got as many, since only tokens will tell.
+        batch: (sequences, tokens of each) of one microbatch on one rank. ``model(tokens, targets)``
+            is then followed on the meta device, so that activations are in the plan, and with
+            ``memory`` the largest microbatch that fits. Implies ``tokens``.
     """
+    if batch is not None:
+        _check_batch(model, batch)
+        tokens = math.prod(batch) if tokens is None else tokens
     return plan_with(
-        _sketched,
+        _sketched if batch is None else partial(_followed, batch),
         model,
         mesh_shape,
         placements,
@@ -179,7 +194,23 @@ def plan(
         name=name,
         rank=rank,
         tokens=tokens,
+        in_model=batch is not None,
+        batch=batch,
     )
+
+
+def _check_batch(model: nn.Module, batch: tuple[int, int]) -> None:
+    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    if not plain or not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"plan: batch={batch} runs the model's own forward, which must be neither wrapped nor "
+            f"real: build another one under torch.device('meta')"
+        )
+    if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
+        raise ValueError(
+            f"plan: batch={batch}, and experts are spread over ranks: rows without values cannot "
+            f"be routed between them. Give tokens instead, and activations as other_bytes"
+        )
 
 
 ForwardOf = Callable[[nn.Module, Engine], AbstractContextManager[Callable[[], Tensor]]]
@@ -188,6 +219,18 @@ ForwardOf = Callable[[nn.Module, Engine], AbstractContextManager[Callable[[], Te
 @contextmanager
 def _sketched(model: nn.Module, engine: Engine) -> Iterator[Callable[[], Tensor]]:
     yield sketch(engine, recomputed_modules(model))
+
+
+def _followed(
+    batch: tuple[int, int], model: nn.Module, engine: Engine
+) -> AbstractContextManager[Callable[[], Tensor]]:
+    engine.follower = Follower(model, engine.ledger)
+
+    def loss(model: nn.Module) -> Tensor:
+        tokens, targets = torch.zeros(2, *batch, dtype=torch.int64)
+        return model(tokens, targets)  # type: ignore[no-any-return]
+
+    return own_forward(loss, model, engine)
 
 
 def plan_with(
@@ -207,6 +250,7 @@ def plan_with(
     rank: int | None = None,
     tokens: int | None = None,
     in_model: bool = False,
+    batch: tuple[int, int] | None = None,
     **more: Any,
 ) -> Plan:
     """A plan whose step runs the forward that ``forward_of`` makes; the rest as of :func:`plan`,
@@ -233,6 +277,7 @@ def plan_with(
         gather_in_step=gather_in_step,
         ep=max(owner.ep for owner in root.tree()),
         bucket_mb=bucket_mb,
+        batch=batch,
         **more,
     )
     label = name or type(model).__name__
@@ -241,20 +286,45 @@ def plan_with(
     if tokens is not None:
         traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
         made = replace(made, traffic=traffic)
+    if batch is not None and options.memory is not None:
+        made = replace(made, largest=_largest(step, made, rank))
     if made.fits is not False:
         return made
 
     def again(**changes: Any) -> Plan:
         kept = SHARD not in changes.get("placements", options.placements).compute
         buckets = bucket_mb if kept else None
+        # What the model holds stays as it was, if not at the same moment.
+        more = options.other_bytes + options.workspace + made.activations
         changed = replace(
-            options, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
+            options,
+            gather_in_step=gather_in_step and kept,
+            bucket_mb=buckets,
+            batch=None,
+            other_bytes=more,
+            **changes,
         )
         base = root if buckets == bucket_mb else owners(model, None, ignored)
         other = replace(step, root=base, forward_of=_sketched, in_model=False)
         return other.plan(changed, rank)
 
-    return replace(made, suggestions=tuple(suggest(options, again)))
+    return replace(made, suggestions=tuple(suggest(options, again, made.largest)))
+
+
+def _largest(step: _Step, made: Plan, rank: int | None) -> int:
+    """The most sequences of a microbatch that fit."""
+    options = made.options
+    assert options.batch is not None and options.memory is not None
+    length = options.batch[1]
+
+    def total(count: int) -> int:
+        if (count, length) == options.batch:
+            return made.total
+        batch = (count, length)
+        smaller = replace(step, forward_of=partial(_followed, batch))
+        return smaller.plan(replace(options, batch=batch), rank).total
+
+    return largest(total, options.memory, options.batch[0])
 
 
 @dataclass(frozen=True)
@@ -307,6 +377,8 @@ class _Step:
                 calls=found.calls,
                 phases=found.phases,
                 timeline=found.timeline,
+                followed=found.followed,
+                activations=found.activations,
                 matrices=orthogonalisation(fleets, found.exchanged, ranks) if fleets else None,
                 turns={
                     one.name: turns

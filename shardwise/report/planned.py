@@ -18,6 +18,7 @@ from shardwise.mesh import DATA_AXES
 from shardwise.placements import SHARD, STRATEGIES, Placement, Placements, Turns, shard_range
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
 from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import bucket_problems
 
@@ -93,6 +94,7 @@ class Options:
     other_bytes: int
     ep: int = 1  # over how many ranks of the inner axis experts are spread
     bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
+    batch: tuple[int, int] | None = None  # [sequences, tokens] of a microbatch; None: not followed
 
     def __post_init__(self) -> None:
         problems = []
@@ -122,6 +124,8 @@ class Options:
             problems.append(f"microbatches={self.microbatches}: 1 or more")
         if self.memory is not None and self.memory < 1:
             problems.append(f"memory={self.memory}: bytes of one rank, 1 or more")
+        if self.batch is not None and (len(self.batch) != 2 or min(self.batch) < 1):
+            problems.append(f"batch={self.batch}: (sequences, tokens of each), 1 or more")
         if self.mesh.sizes[-1] % self.ep:
             problems.append(
                 f"experts are spread over ep={self.ep}, which does not divide the "
@@ -141,6 +145,13 @@ class Options:
         """Whether the kernels serve there, so that matrices weigh what was measured."""
         _, _, capability = self.device.partition(":sm_")
         return self.device != "cpu" and int(capability or KERNELS_SINCE) >= KERNELS_SINCE
+
+    @property
+    def workspace(self) -> int:
+        """What cuBLAS keeps for itself in torch's memory."""
+        if self.batch is None or self.device == "cpu":
+            return 0
+        return WORKSPACE if self.measured else SMALL_WORKSPACE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +241,11 @@ class Figures:
     traffic: Traffic = field(repr=False, default_factory=Traffic)
     # By name: the elements of a matrix that each replica works on, where replicas take turns.
     turns: dict[str, Turns] = field(repr=False, default_factory=dict)
+    # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
+    # latter; and how many sequences a microbatch can have in ``memory``.
+    followed: int | None = None
+    activations: int = 0
+    largest: int | None = None
     suggestions: tuple[str, ...] = ()
 
     @property
@@ -243,7 +259,9 @@ class Figures:
     @property
     def total(self) -> int:
         """What a rank needs at the worst moment."""
-        return self.peak_total + self.optimizer_bytes + self.options.other_bytes
+        peak = self.peak_total if self.followed is None else self.followed
+        options = self.options
+        return peak + self.optimizer_bytes + options.other_bytes + options.workspace
 
     @property
     def fits(self) -> bool | None:

@@ -18,11 +18,39 @@ from shardwise.report.sizes import size_text
 MAX_RANKS = 1 << 16
 
 
-def suggest(options: Options, again: Callable[..., Figures]) -> list[str]:
-    """Sentences for the first change of each kind that fits, then for the best that does not."""
+def largest(total: Callable[[int], int], memory: int, first: int) -> int:
+    """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
+
+    Bytes grow with sequences, at first slower than later: where a line through two counts meets
+    the memory, the next one is tried.
+    """
+    known = {first: total(first)}
+    if first > 1:
+        known[1] = total(1)
+    for _ in range(16):
+        low = max((count for count, held in known.items() if held <= memory), default=0)
+        high = min((count for count, held in known.items() if held > memory), default=None)
+        if high == low + 1:
+            return low
+        near = sorted(known, key=lambda count: abs(known[count] - memory))[:2]
+        rise = abs(known[near[0]] - known[near[-1]]) // max(abs(near[0] - near[-1]), 1)
+        guess = near[0] + (memory - known[near[0]]) // rise if rise else 2 * low
+        guess = max(guess, low + 1)
+        guess = min(guess, 64 * low if high is None else high - 1)
+        known[guess] = total(guess)
+    return low
+
+
+def suggest(
+    options: Options, again: Callable[..., Figures], microbatch: int | None = None
+) -> list[str]:
+    """Sentences for the first change of each kind that fits, then for the best that does not;
+    ``microbatch``: how many sequences of one fit."""
     assert options.memory is not None
     misses: list[tuple[int, str]] = []
     found: list[str] = []
+    if microbatch and options.batch is not None:
+        found.append(f"use microbatches of at most {microbatch} x {options.batch[1]} tokens: fits")
     for kind in (_strategies, _weights, _optimizers, _more_ranks):
         for words, changes in kind(options):
             total = again(**changes).total

@@ -79,7 +79,10 @@ def verdict(plan: Figures) -> list[str]:
         return []
     if plan.fits:
         left = size_text(memory - plan.total)
-        return [f"fits {size_text(memory)} per rank; {left} are left for activations"]
+        if plan.largest is None or plan.options.batch is None:
+            return [f"fits {size_text(memory)} per rank; {left} are left for activations"]
+        most = f"microbatches of up to {plan.largest} x {plan.options.batch[1]} tokens do"
+        return [f"fits {size_text(memory)} per rank, {left} are left; {most}"]
     over = size_text(plan.total - memory)
     return [
         f"does not fit {size_text(memory)} per rank: {over} too much. What to change:",
@@ -97,16 +100,20 @@ def _bytes(plan: Figures) -> Section:
         )
         for kind in kinds
     ]
-    state, other = plan.optimizer_bytes, plan.options.other_bytes
+    state, other, kept = plan.optimizer_bytes, plan.options.other_bytes, plan.options.workspace
     if state:
         rows.append(("optimizer state", *[size_text(state)] * 3))
+    if plan.followed is not None:
+        rows.append((_batch_text(plan), size_text(0), size_text(0), size_text(plan.activations)))
+    if plan.options.workspace:
+        rows.append(("workspaces of cuBLAS", *[size_text(plan.options.workspace)] * 3))
     if other:
         rows.append(("as you said (activations, ...)", size_text(0), *[size_text(other)] * 2))
     rows.append(
         (
             "together",
-            size_text(sum(plan.rest.values()) + state),
-            size_text(sum(plan.loaded.values()) + state + other),
+            size_text(sum(plan.rest.values()) + state + kept),
+            size_text(sum(plan.loaded.values()) + state + other + kept),
             size_text(plan.total),
         )
     )
@@ -114,9 +121,15 @@ def _bytes(plan: Figures) -> Section:
         title="Bytes per rank",
         headers=("", "at rest", "after backward", "peak"),
         rows=tuple(rows),
-        note="each kind's own peak; together: the highest sum at one moment, so less than theirs. "
-        "Activations are not in it.",
+        note="each kind's own peak; together: the highest sum at one moment, so less than theirs."
+        + (" Activations are not in it." if plan.followed is None else ""),
     )
+
+
+def _batch_text(plan: Figures) -> str:
+    assert plan.options.batch is not None
+    sequences, length = plan.options.batch
+    return f"activations of {sequences} x {length} tokens"
 
 
 def _weights(plan: Figures) -> Section:

@@ -324,6 +324,7 @@ class Trainer:
             microbatches=config.microbatches,
             device=world.device.type,
             tokens=config.share(world.size) * config.model.context,
+            batch=(config.share(world.size), config.model.context) if config.ep == 1 else None,
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -1,29 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that computes nothing and calls units as the model would.
+"""The forward of a planned step: the model's own, or a sketch that calls units as the model would.
 
     forward     root( embedding  1( )  2( )  3( )  norm, head )       in registration order
     backward    what each of them read, in reverse, brings its gradient
 
-Autograd, checkpoints and the units' own hooks do the rest, as in a run. Assumed: units run in the
-order in which they are registered, each once; every trainable parameter gets a gradient.
+A sketch computes nothing; autograd, checkpoints and the units do the rest, as in a run. It assumes
+that units run in the order in which they are registered, each once, and that every trainable
+parameter gets a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.precision.mxfp8_tensor import READS
 from shardwise.report.engine import META, BuiltUnit, Engine
 from shardwise.report.units import Owner
 from shardwise.shard.coded import CodedGroup
+
+
+@contextmanager
+def own_forward(
+    loss: Callable[[nn.Module], Tensor], model: nn.Module, engine: Engine
+) -> Iterator[Callable[[], Tensor]]:
+    """The model with the units' parameters and hooks in it, for the time of the context."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    hooks: list[Any] = []
+    for built in engine.units:
+        places = [(parameters, name) for parameters, name, *_ in built.unit.places]
+        before += [(parameters, name, parameters[name]) for parameters, name in places]
+        built.unit.hide(force=True)
+        module = built.owner.module
+        entering = partial(_enter, engine, built)
+        hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(_leave, built)))
+
+    def forward() -> Tensor:
+        with META:
+            return loss(model)
+
+    try:
+        yield forward
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameters, name, parameter in before:
+            parameters[name] = parameter
+
+
+def _enter(engine: Engine, built: BuiltUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    engine.doing = f"forward {built.owner.name}"
+    return built.unit.pre_forward(args, kwargs)
+
+
+def _leave(built: BuiltUnit, module: nn.Module, args: Any, output: Any) -> Any:
+    return built.unit.post_forward(output)
 
 
 def sketch(engine: Engine, recomputed: frozenset[int]) -> Callable[[], Tensor]:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations in a plan: against figures of an H200, by hand, and for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from benchmarks import models as bench
+from benchmarks import plan_memory
+from benchmarks.report import RESULTS
+from shardwise.cli import run
+from shardwise.models.config import GPTConfig
+from shardwise.models.gpt import GPT
+from shardwise.moe import mixtures_of
+from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
+from shardwise.report.plan import Plan, plan
+from shardwise.report.suggest import largest
+
+BF16 = sw.Precision(weights="bf16", reduce="fp32")
+SMALL = GPTConfig(dim=64, num_layers=3, num_heads=2, hidden_dim=128, vocab_size=512, context=64)
+
+
+def gpt(**changes: Any) -> GPT:
+    with torch.device("meta"):
+        return GPT(dataclasses.replace(SMALL, **changes))
+
+
+# ------------------------------------------------------------------------------ a real GPU
+
+
+class Scored(bench.GPT):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return bench.token_loss(super().forward(tokens), targets)
+
+
+def recorded(title: str) -> float:
+    """GiB at the peak of shardwise's zero(3) in the table of that title."""
+    tables = json.loads((RESULTS / "fsdp-gpu-fake-nvidia-h200.json").read_text())["tables"]
+    (table,) = [table for table in tables if table["title"] == title]
+    (row,) = [row for row in table["rows"] if row["system"] == "zero3"]
+    return float(row["peak"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "title"), [(1, "GPT step, 1 nccl rank"), (8, "GPT step, rank 0 of 8 (`fake`)")]
+)
+def test_the_peak_is_what_an_h200_measured(ranks: int, title: str) -> None:
+    """The 0.96B GPT of ``benchmarks.fsdp``: 8 x 2048 tokens, vocabulary 32768, fused AdamW."""
+    config = bench.GPTConfig()
+    with torch.device("meta"):
+        model = Scored(config)
+    made = plan(model, {"dp": ranks}, precision=BF16, batch=(config.batch, config.length))
+    assert made.total / 2**30 == pytest.approx(recorded(title), rel=0.005)
+
+
+def test_the_benchmark_of_peaks_predicts_without_a_gpu(tmp_path: Path) -> None:
+    plan_memory.main(["--tiny", "--out", str(tmp_path)])
+    (table,) = json.loads(next(tmp_path.glob("*-tiny.json")).read_text())["tables"]
+    none, block = (row["activations"] for row in table["rows"])
+    assert none > block > 0
+
+
+# ------------------------------------------------------------------------------ by hand
+
+
+class Squares(nn.Module):
+    """Everything that is held can be counted: an embedding, a product, a square, a sum."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, width)
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.linear(self.embedding(tokens)).square().sum()
+
+
+def test_what_one_can_count() -> None:
+    with torch.device("meta"):
+        model = Squares()
+    rows, width = 8 * 128, 256
+    made = plan(model, {"dp": 1}, "zero0", batch=(8, 128), device="cpu", optimizer="none")
+    hidden, ids = 4 * rows * width, 2 * 8 * rows  # fp32; tokens and targets
+    # Backward of the square: rows in, products, their gradient, and twice what it is made of
+    # (2 x, and that times the gradient); the sum's own gradient is a scalar, expanded.
+    assert made.activations in range(4 * hidden + ids, 5 * hidden + ids + 4096)
+    assert made.followed is not None and made.followed >= made.peak_total
+    assert made.total == made.followed, "no workspaces on a CPU"
+    twice = plan(model, {"dp": 1}, "zero0", batch=(16, 128), device="cpu", optimizer="none")
+    assert twice.activations - made.activations == pytest.approx(made.activations, rel=0.01)
+
+
+def test_workspaces_are_the_devices() -> None:
+    for device, wanted in (("cpu", 0), ("cuda", WORKSPACE), ("cuda:sm_80", SMALL_WORKSPACE)):
+        made = plan(gpt(), {"dp": 2}, batch=(1, 64), device=device)
+        assert made.options.workspace == wanted
+        assert plan(gpt(), {"dp": 2}, device=device).options.workspace == 0
+
+
+def test_attention_saves_no_matrix_of_all_pairs() -> None:
+    """Twice the context, half the sequences: as many bytes, but for tables of positions."""
+    wide = gpt(context=1024)
+    short, long = (
+        plan(wide, {"dp": 1}, batch=batch, precision=BF16) for batch in ((8, 512), (4, 1024))
+    )
+    assert long.activations == pytest.approx(short.activations, rel=0.02)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_recomputed_blocks_hold_less(experts: int) -> None:
+    held = {
+        recompute: plan(
+            gpt(num_experts=experts, num_layers=6, vocab_size=64, recompute=recompute),
+            {"dp": 4},
+            precision=BF16,
+            optimizer="muon",
+            microbatches=2,
+            batch=(16, 64),
+        )
+        for recompute in ("none", "block")
+    }
+    assert held["block"].activations < 0.6 * held["none"].activations
+    assert held["block"].peak == held["none"].peak, "the library's own bytes"
+
+
+def test_the_optimizers_step_may_be_the_highest_moment() -> None:
+    few = plan(gpt(), {"dp": 1}, optimizer="muon", batch=(1, 8), precision=BF16)
+    without = plan(gpt(), {"dp": 1}, optimizer="adamw", batch=(1, 8), precision=BF16)
+    assert few.followed is not None and without.followed is not None
+    assert few.followed > without.followed
+
+
+# ------------------------------------------------------------------------------ what fits
+
+
+def test_the_largest_microbatch_is_found() -> None:
+    options: Any = {"precision": BF16, "optimizer": "muon"}
+    room = plan(gpt(), {"dp": 2}, batch=(21, 64), **options).total
+    for asked in (1, 40):
+        made = plan(gpt(), {"dp": 2}, batch=(asked, 64), memory=room, **options)
+        assert made.largest == 21 and made.fits == (asked == 1)
+        assert "21 x 64 tokens" in str(made)
+    assert made.suggestions[0] == "use microbatches of at most 21 x 64 tokens: fits"
+    assert plan(gpt(), {"dp": 2}, batch=(1, 64), memory=1000, **options).largest == 0
+
+
+def test_few_counts_are_tried() -> None:
+    tried = []
+
+    def total(count: int) -> int:
+        tried.append(count)
+        return max(1000 + 10 * count, 37 * count)
+
+    assert largest(total, 100_000, 7) == 2702
+    assert len(tried) <= 8
+    assert largest(total, 1005, 9) == 0 and largest(total, 1010, 9) == 1
+
+
+def test_the_command_says_that_a_recipe_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "gpt_124m", "--ranks", "1", "--memory"]
+    assert run([*words, "139GiB"]) == 3
+    said = capsys.readouterr().out
+    assert "activations of 512 x 1024 tokens" in said and "does not fit 139 GiB" in said
+    assert "use microbatches of at most " in said
+    assert run([*words, "139GiB", "--sequences", "8"]) == 0
+    assert "fits 139 GiB per rank" in capsys.readouterr().out
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = gpt(num_experts=4)
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    made = plan(model, {"dp": 4}, batch=(2, 64))
+    assert isinstance(made, Plan) and made.activations > 0
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(layer.experts._chosen is None for layer in mixtures_of(model))
+    assert F.rms_norm is nn.functional.rms_norm and sw.ledger.adopted is None
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be neither wrapped nor real"):
+        plan(GPT(SMALL), {"dp": 2}, batch=(1, 8))
+    with pytest.raises(ValueError, match=r"batch=\(0, 8\).*1 or more"):
+        plan(gpt(), {"dp": 2}, batch=(0, 8))
+    spread = gpt(num_experts=4)
+    for layer in mixtures_of(spread):
+        layer.keep_share(2)
+    with pytest.raises(ValueError, match="rows without values cannot be routed"):
+        plan(spread, {"dp": 2}, batch=(1, 8))
