@@ -290,41 +290,37 @@ def plan_with(
         made = replace(made, largest=_largest(step, made, rank))
     if made.fits is not False:
         return made
+    if batch is not None and made.largest == 0:
+        # Not even one sequence fits: a change is tried with that, the least there is.
+        batch = (1, batch[1])
+        step = replace(step, forward_of=partial(_followed, batch))
+    tried = replace(options, batch=batch)
 
     def again(**changes: Any) -> Plan:
         kept = SHARD not in changes.get("placements", options.placements).compute
         buckets = bucket_mb if kept else None
-        # What the model holds stays as it was, if not at the same moment.
-        more = options.other_bytes + options.workspace + made.activations
         changed = replace(
-            options,
-            gather_in_step=gather_in_step and kept,
-            bucket_mb=buckets,
-            batch=None,
-            other_bytes=more,
-            **changes,
+            tried, gather_in_step=gather_in_step and kept, bucket_mb=buckets, **changes
         )
         base = root if buckets == bucket_mb else owners(model, None, ignored)
-        other = replace(step, root=base, forward_of=_sketched, in_model=False)
-        return other.plan(changed, rank)
+        return replace(step, root=base).plan(changed, rank)
 
-    return replace(made, suggestions=tuple(suggest(options, again, made.largest)))
+    return replace(made, suggestions=tuple(suggest(made, again)))
 
 
 def _largest(step: _Step, made: Plan, rank: int | None) -> int:
     """The most sequences of a microbatch that fit."""
     options = made.options
     assert options.batch is not None and options.memory is not None
-    length = options.batch[1]
+    first = options.batch[0]
+    totals = {first: made.total}
 
     def total(count: int) -> int:
-        if (count, length) == options.batch:
-            return made.total
-        batch = (count, length)
-        smaller = replace(step, forward_of=partial(_followed, batch))
-        return smaller.plan(replace(options, batch=batch), rank).total
+        if count not in totals:
+            totals[count] = step.with_batch(made, count, rank).total
+        return totals[count]
 
-    return largest(total, options.memory, options.batch[0])
+    return largest(total, options.memory, first)
 
 
 @dataclass(frozen=True)
@@ -342,6 +338,13 @@ class _Step:
     def plan(self, options: Options, rank: int | None) -> Plan:
         with _no_garbage():
             return self._plan(options, rank)
+
+    def with_batch(self, made: Plan, sequences: int, rank: int | None) -> Plan:
+        """The same plan with microbatches of so many sequences."""
+        assert made.options.batch is not None
+        batch = (sequences, made.options.batch[1])
+        step = replace(self, forward_of=partial(_followed, batch))
+        return step.plan(replace(made.options, batch=batch), rank)
 
     def _plan(self, options: Options, rank: int | None) -> Plan:
         root, ranks = self.root, options.mesh.num_ranks

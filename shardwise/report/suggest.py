@@ -41,21 +41,23 @@ def largest(total: Callable[[int], int], memory: int, first: int) -> int:
     return low
 
 
-def suggest(
-    options: Options, again: Callable[..., Figures], microbatch: int | None = None
-) -> list[str]:
-    """Sentences for the first change of each kind that fits, then for the best that does not;
-    ``microbatch``: how many sequences of one fit."""
+def suggest(plan: Figures, again: Callable[..., Figures]) -> list[str]:
+    """Sentences for the first change of each kind that fits, then for the best that does not."""
+    options = plan.options
     assert options.memory is not None
     misses: list[tuple[int, str]] = []
     found: list[str] = []
-    if microbatch and options.batch is not None:
-        found.append(f"use microbatches of at most {microbatch} x {options.batch[1]} tokens: fits")
+    also = ""
+    if plan.largest is not None and options.batch is not None:
+        size = f"{plan.largest or 1} x {options.batch[1]} tokens"
+        also = "" if plan.largest else f", with microbatches of {size}"
+        if plan.largest:
+            found.append(f"use microbatches of at most {size}: fits")
     for kind in (_strategies, _weights, _optimizers, _more_ranks):
         for words, changes in kind(options):
             total = again(**changes).total
             if total <= options.memory:
-                found.append(f"{words}: {size_text(total)} per rank, fits")
+                found.append(f"{words}{also}: {size_text(total)} per rank, fits")
                 break
             misses.append((total, words))
     if found or not misses:
