@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -196,9 +197,13 @@ def _count(operation: str, axis: Axis, nbytes: int) -> Ticket:
         for calls in _recorders:
             calls.append(call)
     # The sizes of an all-to-all differ between ranks.
-    size = "" if operation == "all_to_all" else f"{nbytes} bytes"
-    what = f"{purpose} ({size})" if purpose and size else purpose or size
-    return axis.journal.add(operation, what)
+    sized = operation != "all_to_all"
+    return axis.journal.add(operation, _described(purpose, nbytes) if sized else purpose)
+
+
+@lru_cache(maxsize=1 << 14)
+def _described(purpose: str, nbytes: int) -> str:
+    return f"{purpose} ({nbytes} bytes)" if purpose else f"{nbytes} bytes"
 
 
 # ------------------------------------------------------------------------------ messages

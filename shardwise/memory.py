@@ -43,10 +43,13 @@ class Ledger:
 
     def add(self, kind: str, nbytes: int) -> None:
         """Count ``nbytes`` more (or, negative, less) of ``kind``."""
-        self.current[kind] += nbytes
+        now = self.current[kind] = self.current[kind] + nbytes
         self.total += nbytes
-        self.peak[kind] = max(self.peak[kind], self.current[kind])
-        self.peak_total = max(self.peak_total, self.total)
+        if nbytes > 0:
+            if now > self.peak[kind]:
+                self.peak[kind] = now
+            if self.total > self.peak_total:
+                self.peak_total = self.total
         for watcher in self.watchers:
             watcher(kind, nbytes)
 

@@ -28,7 +28,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class Listener(Protocol):
     """A unit, as far as this is concerned."""
 
-    def arrived(self, number: int, index: int) -> None: ...
+    def arrived(self, key: Key) -> None: ...
 
 
 class Arrivals:
@@ -58,7 +58,7 @@ class Arrivals:
         follows ``requires_grad_``."""
         self._follow()
         for key in self._trainable - self._listeners.keys():
-            hook = partial(_tell, told, *key)
+            hook = partial(_tell, told, key)
             self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _follow(self) -> None:
@@ -139,7 +139,7 @@ class Arrivals:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
 
 
-def _tell(told: ref[Listener], number: int, index: int, leaf: Tensor) -> None:
+def _tell(told: ref[Listener], key: Key, leaf: Tensor) -> None:
     owner = told()
     if owner is not None:
-        owner.arrived(number, index)
+        owner.arrived(key)

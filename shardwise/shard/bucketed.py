@@ -122,7 +122,7 @@ class BucketedUnit(Unit):
         group = self.groups[self._next]
         self._next += 1
         if group.trainable:
-            with annotate(f"{self.name}: reduce bucket {self._next - 1}"):
+            with annotate(self.name, f"reduce bucket {self._next - 1}"):
                 group.gradients.reduce(self.runtime)
 
     def reduce(self) -> None:

@@ -52,6 +52,11 @@ class Call:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Lead every input that needs a gradient through a gate."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual case
+            if not args[0].requires_grad:
+                return args, kwargs
+            self.gated = True
+            return tuple(_InputGate.apply(self, sentinel, args[0])), kwargs  # type: ignore[no-untyped-call]
         through: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:

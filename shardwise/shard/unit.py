@@ -28,7 +28,7 @@ from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.arrivals import Arrivals
+from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
     Calls,
@@ -135,20 +135,20 @@ class Unit:
 
     # ------------------------------------------------------------------ gradients arriving
 
-    def arrived(self, number: int, index: int) -> None:
+    def arrived(self, key: Key) -> None:
         """Autograd has brought the gradient of one parameter, whole for this backward."""
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
             self._enter_backward()
         arrivals = self.arrivals
-        if not arrivals.arrive((number, index)):
+        if not arrivals.arrive(key):
             return
         if 0 < arrivals.elements <= arrivals.one_more:
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
         if self.by_group:
-            self.group_arrived(number)
+            self.group_arrived(key[0])
         if not arrivals.missing and not self.calls.open:
             self._complete()
 
@@ -162,7 +162,7 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
         if (number, index) in self.arrivals.delayed:
-            self.arrived(number, index)
+            self.arrived((number, index))
 
     def delay(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
@@ -238,7 +238,7 @@ class Unit:
         recomputing = runtime.in_backward
         if not recomputing and (runtime.failed or self.calls.running):
             self._recover()
-        with annotate(f"{self.name}: gather for forward"):
+        with annotate(self.name, "gather for forward"):
             if not recomputing:
                 if self.is_root:
                     runtime.begin_forward()
@@ -328,7 +328,7 @@ class Unit:
     def _end_forward(self, kept: bool) -> None:
         self.refuse_changes()
         lost = lost_writes(self.groups)
-        with annotate(f"{self.name}: release after forward"):
+        with annotate(self.name, "release after forward"):
             self.hide()
             if self._releases_after_forward:
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
@@ -372,7 +372,7 @@ class Unit:
             group.follow_trainability(freezing=True)
         self._expect_gradients(self._foresight())
         if self.gather_in_backward:
-            with annotate(f"{self.name}: gather for backward"):
+            with annotate(self.name, "gather for backward"):
                 self.expose("backward")
                 self._reached = True
                 if not self._passed:  # else it was done then, when other ranks did
@@ -458,7 +458,7 @@ class Unit:
 
     def reduce(self) -> None:
         """It is this unit's turn."""
-        with annotate(f"{self.name}: reduce gradients"):
+        with annotate(self.name, "reduce gradients"):
             for group in self.groups:
                 if group.trainable:
                     group.gradients.reduce(self.runtime)
