@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,30 @@ def hsdp() -> Placements:
 def hfsdp() -> Placements:
     """As :func:`hsdp`, with main weights and optimizer state sharded over the outer axis too."""
     return Placements(compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[SHARD, SHARD])
+
+
+class Step(NamedTuple):
+    """One collective of the way from one list of placements to another: over one mesh axis."""
+
+    axis: int
+    here: Placement
+    there: Placement
+
+
+def steps(here: Sequence[Placement], there: Sequence[Placement]) -> tuple[Step, ...]:
+    """The collectives that bring a buffer from placements ``here`` to ``there``, in order.
+
+        Shard    to Replicate    all-gather, from the outermost sharded axis inwards
+        Partial  to Shard        reduce-scatter, from the innermost axis outwards
+        Partial  to Replicate    all-reduce, from the innermost axis outwards
+
+    In this order the Shards stay a suffix of the mesh, so a rank's part is always one range.
+    """
+    changes = [Step(axis, *pair) for axis, pair in enumerate(zip(here, there, strict=True))]
+    gathers = [step for step in changes if (step.here, step.there) == (SHARD, REPLICATE)]
+    reductions = [step for step in changes if step.here == PARTIAL != step.there]
+    assert len(gathers) + len(reductions) == sum(step.here != step.there for step in changes)
+    return (*gathers, *reversed(reductions))
 
 
 def shard_range(

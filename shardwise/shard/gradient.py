@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.memory import Caching, Source, counted
-from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, turn_spans
+from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, steps, turn_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 from shardwise.tensor import ShardedTensor
@@ -276,11 +276,11 @@ class Gradients:
         """Issue the collectives one after another; the caller waits between them."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
-        steps = self._steps[last]
+        planned = self._steps[last]
         main = self._main if last else None
         inner_live = self._inner_waits
-        divisors = self._divisors(steps)
-        for position, (axis, scatter, outer) in enumerate(steps):
+        divisors = self._divisors(planned)
+        for position, (axis, scatter, outer) in enumerate(planned):
             if outer and lane == "reduce":
                 if inner_live:  # the earlier microbatches join before the outer reduction
                     with lanes.on("reduce"):
@@ -299,7 +299,7 @@ class Gradients:
                         current.div_(divisor)
                     continue
                 out = current.view(link.size, -1)[link.rank]  # in place, where it need not go on
-                if position == len(steps) - 1 and fresh and main is not None:
+                if position == len(planned) - 1 and fresh and main is not None:
                     like_main = main.dtype == out.dtype and main.flat.device == out.device
                     out = main.flat if like_main else out
                 yield comm.reduce_scatter(out, current, link, divisor=on_wire)
@@ -309,7 +309,7 @@ class Gradients:
         with lanes.on(lane):  # type: ignore[arg-type]
             if inner_live and last:
                 current = self._join_inner(current)
-            if last and not steps and self.divisor is not None:
+            if last and not planned and self.divisor is not None:
                 current.div_(self.divisor)
             self._store(current, last, fresh)
 
@@ -334,21 +334,19 @@ class Gradients:
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
         grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
-        inside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == SHARD]
-        outside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == PARTIAL]
-        steps = [(axis, True, False) for axis in inside]
-        if last:
-            # With no sharded axis inside, nothing "waited": it is all one reduction.
-            waited = bool(inside)
-            steps += [(axis, main[axis] == SHARD, waited) for axis in outside]
-        return [step for step in steps if sizes[step[0]] > 1]
+        inside = steps((PARTIAL,) * len(grad), grad)
+        outside = steps(grad, main) if last else ()
+        # With no sharded axis inside, nothing "waited": it is all one reduction.
+        found = [(axis, there == SHARD, False) for axis, _, there in inside]
+        found += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
+        return [step for step in found if sizes[step[0]] > 1]
 
-    def _divisors(self, steps: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
+    def _divisors(self, planned: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
         """Each axis averages over itself; a custom divisor is applied whole by the first."""
         if self.divisor is None:
-            return [float(self.ranks.sizes[axis]) for axis, _, _ in steps]
+            return [float(self.ranks.sizes[axis]) for axis, _, _ in planned]
         # An outer step that comes alone (the inner axes have one rank) must divide itself.
-        return [self.divisor if position == 0 else None for position in range(len(steps))]
+        return [self.divisor if position == 0 else None for position in range(len(planned))]
 
     def _join_inner(self, current: Tensor) -> Tensor:
         assert self._inner is not None
