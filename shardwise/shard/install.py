@@ -104,7 +104,7 @@ def install(
         root.register_load_state_dict_pre_hook(_rest_before_load)
     unit.members = Members(unit)
     for f in found:
-        unit.forsaken.append((f.name, weakref.ref(f.parameter)))
+        unit.originals.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
 
 

@@ -70,12 +70,11 @@ class Member(InTurn, Protocol):
     name: str
     unused: str
     sync: bool
-    gated: bool
     options: dict[str, Any]
     shared: SharedLanes
     precision: Precision
     stored: dict[tuple[int, int], Stored]
-    forsaken: list[tuple[str, weakref.ref[Tensor]]]
+    originals: list[tuple[str, weakref.ref[Tensor]]]
 
     @property
     def groups(self) -> Sequence[Any]: ...
@@ -145,7 +144,8 @@ class Runtime:
         self._units = [weakref.ref(unit) for unit in units]
         self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
-        self.forward = 0  # the number of the root's last
+        self.forward = 0  # the number of the root's last forward
+        self.in_forward = False  # whether that forward runs now (or has raised)
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
@@ -189,6 +189,7 @@ class Runtime:
         """The root's forward starts."""
         self.order.begin_forward()
         self.forward += 1
+        self.in_forward = True
         for unit in self.units:
             unit.tidy()  # all before the first gather: their memory is free for it
         if not self._writers_awaited:
@@ -210,6 +211,7 @@ class Runtime:
 
     def end_forward(self) -> None:
         """The root's forward is over."""
+        self.in_forward = False
         for unit in self.order.ran():
             unit.end_forward()
 
@@ -301,7 +303,7 @@ class Runtime:
 
     def _is_for_inputs(self) -> bool:
         """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
-        if reaches_all_leaves() or not any(unit.gated for unit in self.units):
+        if reaches_all_leaves():
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))
@@ -424,7 +426,7 @@ class Runtime:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
         self._ending = None
-        self.walked = {0}
+        self.walked, self.in_forward = {0}, False
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
