@@ -37,6 +37,7 @@ from shardwise.moe.inputs import (
 )
 from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import (
+    ExpertShare,
     ExpertTensor,
     WriteGradient,
     as_neighbours,
@@ -236,6 +237,11 @@ class GroupedLinear(nn.Module):
 
     # ------------------------------------------------------------------ state dicts
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters if self.is_spread and not keep_vars else ():
+            destination[f"{prefix}{name}"] = ExpertShare.of(destination[f"{prefix}{name}"])
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -250,6 +256,9 @@ class GroupedLinear(nn.Module):
         if problem is not None and strict:
             errors.append(problem)
             return
+        for key, value in state_dict.items():
+            if isinstance(value, ExpertShare) and key.startswith(prefix):
+                state_dict[key] = value.as_subclass(Tensor)  # ``assign=True`` keeps the type
         self._normalise(state_dict, prefix)
         self._load_normal(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._declare()  # ``assign=True`` brings other parameters
