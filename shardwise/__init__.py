@@ -16,11 +16,10 @@ from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
 from shardwise.optim.adamw import adamw
-from shardwise.optim.alone import Muon
 from shardwise.optim.muon import muon
-from shardwise.optim.report import routing_report
+from shardwise.optim.optimizers import Muon, optimizer
 from shardwise.optim.routing import route
-from shardwise.optim.sharded import optimizer
+from shardwise.optim.routing_report import routing_report
 from shardwise.optim.split import Split
 from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
 from shardwise.precision import Precision

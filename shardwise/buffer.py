@@ -12,7 +12,6 @@ one list of placements to another; a gather runs them here, a reduction in ``sha
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -49,26 +48,15 @@ class Ranks:
         """The first of ``num_shards`` shards this rank holds, and how many."""
         return shard_range(placements, self.sizes, self.coordinate, num_shards)
 
-    def joint(self, placements: Sequence[Placement]) -> tuple[comm.Axis, list[int]]:
-        """All sharded axes as one, and the shard that each of its ranks holds."""
+    def joint(self, placements: Sequence[Placement]) -> comm.Axis:
+        """All sharded axes as one, which counts the inner axis fastest (see ``joint_places``)."""
         sharded = [axis for axis, placement in enumerate(placements) if placement == SHARD]
         if len(sharded) == 1:
-            return self.axes[sharded[0]], list(range(self.sizes[sharded[0]]))
+            return self.axes[sharded[0]]
         names = self.mesh.mesh_dim_names
         assert names is not None, "a mesh of several axes is named, checked at construction"
         group = self.mesh[tuple(names[axis] for axis in sharded)]._flatten().get_group()
-        # The flattened group counts the inner axis fastest; shards count the outer axis fastest.
-        spans = [range(self.sizes[axis]) for axis in sharded]
-        shards = [
-            shard_range(
-                [SHARD] * len(sharded),
-                [len(span) for span in spans],
-                coordinate,
-                math.prod(len(span) for span in spans),
-            )[0]
-            for coordinate in itertools.product(*spans)
-        ]
-        return comm.as_axis(group, "+".join(names[axis] for axis in sharded)), shards
+        return comm.as_axis(group, "+".join(names[axis] for axis in sharded))
 
 
 class GatherPlan:

@@ -20,6 +20,8 @@ where main is replicated.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -191,6 +193,14 @@ def shard_range(
     assert num_shards % parts == 0, (num_shards, parts)
     count = num_shards // parts
     return index * count, count
+
+
+def joint_places(sizes: Sequence[int]) -> list[int]:
+    """By rank of several axes joined into one, which counts the inner axis fastest: its place as
+    :func:`shard_range` counts, the outer axis fastest."""
+    every, count = [SHARD] * len(sizes), math.prod(sizes)
+    coordinates = itertools.product(*(range(size) for size in sizes))
+    return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]
 
 
 # The elements [lo, hi) of a tensor that each replica works on, by replica as ``shard_range`` counts

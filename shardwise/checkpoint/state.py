@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.experts import Stack, stacks_of
 from shardwise.checkpoint.values import dtype_name, encode
-from shardwise.optim.muon import MomentumForm, convert_momentum
+from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
 from shardwise.optim.storage import local_of
 from shardwise.shard.module import units_of
 from shardwise.tensor import ShardedTensor
@@ -40,8 +40,7 @@ _EXTRA = "_extra_state"
 # How an optimizer computes is a matter of the machine; what it computes, of the run. These stay as
 # they are in the optimizer that loads.
 _MACHINE_OPTIONS = frozenset(
-    ("foreach", "fused", "capturable", "differentiable")
-    + ("kind", "wire", "replicas", "tensor_parallel", "momentum_form")
+    ("foreach", "fused", "capturable", "differentiable", "kind", *MACHINE_SETTINGS)
 )
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 

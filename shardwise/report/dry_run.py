@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import comm
 from shardwise.memory import ledger
-from shardwise.optim.turns import take_turns
+from shardwise.optim.gradients import set_replica_ranges
 from shardwise.placements import Placements
 from shardwise.precision import Precision
 from shardwise.report.plan import Plan, plan
@@ -109,7 +109,7 @@ def dry_run(
                     **options,
                 )
         for path, parameter in model.named_parameters():
-            take_turns(parameter, made.turns.get(path))  # as the optimizer would
+            set_replica_ranges(parameter, made.turns.get(path))  # as the optimizer would
         units = _start(model)
         rest = _since(before)
         run = partial(_step, model, loss or _sum_of_outputs, microbatches)

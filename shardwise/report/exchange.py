@@ -20,12 +20,11 @@ from functools import cache, partial
 from typing import Any
 
 from shardwise.comm import Call
-from shardwise.optim.exchange import freight_of
 from shardwise.optim.muon import muon
-from shardwise.optim.newton_schulz import cost, price
-from shardwise.optim.owners import Cargo, Plan, plan_owners, waves_of
+from shardwise.optim.ownership import Ownership, assign_owners, update_order
+from shardwise.optim.presets import cost, price
 from shardwise.optim.routing import Routed
-from shardwise.optim.split import parcels_of
+from shardwise.optim.split import Matrix, matrices_of, stored_matrices
 from shardwise.placements import REPLICATE, SHARD, Placement, shard_range
 from shardwise.report.footprint import Mesh
 from shardwise.report.units import PlannedGroup
@@ -59,7 +58,7 @@ class Fleet:
     mesh: Mesh  # ranks that hold the same experts, where they are experts
     ep: int  # how many such meshes there are, side by side
     placements: Sequence[Placement]
-    plan: Plan
+    plan: Ownership
 
     def by_rank(self, figures: Mapping[tuple[int, int], int]) -> list[int]:
         """What each rank of the whole world has of figures by (replica, rank)."""
@@ -72,8 +71,8 @@ class Fleet:
     @property
     def flops(self) -> Counter[tuple[int, int]]:
         found: Counter[tuple[int, int]] = Counter()
-        for cargo, owner in zip(self.plan.cargo, self.plan.owners, strict=True):
-            found[owner] += _flops(cargo.key)
+        for cargo, owner in zip(self.plan.matrices, self.plan.owners, strict=True):
+            found[owner] += _flops(cargo.shapes)
         return found
 
 
@@ -88,7 +87,7 @@ def orthogonalisation(fleets: Sequence[Fleet], rank: int) -> Orthogonalisation:
     loads = summed(fleet.by_rank(fleet.plan.loads) for fleet in fleets)
     busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
     return Orthogonalisation(
-        num_matrices=sum(f.ep * len(cargo.key) // 2 for f in fleets for cargo in f.plan.cargo),
+        num_matrices=sum(f.ep * len(matrix.shapes) for f in fleets for matrix in f.plan.matrices),
         num_ranks=len(loads),
         total=sum(flops),
         busiest=flops[busiest],
@@ -108,11 +107,9 @@ def orthogonalisation(fleets: Sequence[Fleet], rank: int) -> Orthogonalisation:
 
 
 @cache
-def _flops(sides: tuple[int, ...]) -> int:
-    """Of matrices of these (rows, columns, rows, columns, ...)."""
+def _flops(shapes: tuple[tuple[int, int], ...]) -> int:
     settings = muon()
-    pairs = zip(sides[::2], sides[1::2], strict=True)
-    return sum(cost(rows, cols, settings.polynomials, settings.form) for rows, cols in pairs)
+    return sum(cost(rows, cols, settings.polynomial, settings.form) for rows, cols in shapes)
 
 
 def taken(routes: Sequence[Routed]) -> list[Routed]:
@@ -150,22 +147,22 @@ def owners_of(
     *,
     measured: bool = False,
     buffers: Mapping[int, Hashable] | None = None,
-) -> Plan:
+) -> Ownership:
     """Who computes which matrix, as ``sw.optimizer(model, matrix=sw.muon(...))`` plans it.
 
     ``places`` are by id of the parameter; ``measured``: on GPUs that the kernels serve;
     ``buffers``, by id of the parameter: those that are gathered as soon as they are updated.
     """
     settings = muon()
-    priced = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
+    priced = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     shards = mesh.num_shards(placements)
     rank_of = ranks_of(mesh, placements, SHARD)
-    known: dict[Any, list[Cargo]] = {}
-    cargo: list[Cargo] = []
+    known: dict[Any, list[Matrix]] = {}
+    cargo: list[Matrix] = []
     found = [one.parameter for one in taken(routes)]
     waves = [0] * len(found)
     if buffers is not None:
-        waves = waves_of([buffers[id(p)] for p in found], [p.numel() for p in found])
+        waves = update_order([buffers[id(p)] for p in found], [p.numel() for p in found])
     for position, one in enumerate(taken(routes)):
         group, index = places[id(one.parameter)]
         key = (id(group), index, one.route.split, one.route.flat)
@@ -175,34 +172,21 @@ def owners_of(
                 (rank_of[shard], *layout.piece(index, shard)) for shard in layout.holders(index)
             ]
             grain = layout.items[index].grain
-            known[key] = [
-                Cargo(
-                    freight.name,
-                    freight.parcel.numel,
-                    freight.pieces,
-                    freight.cost,
-                    tuple(side for shape in freight.parcel.shapes for side in shape),
-                    freight.pinned,
-                    start=freight.parcel.start,
-                )
-                for freight in freight_of(
-                    "",
-                    0,
-                    parcels_of(one.route.shape_of(one.parameter.shape), one.route.split),
-                    pieces,
-                    priced,
-                    pinned=grain.kind == "tensor" and grain.count == 1,
-                )
-            ]
+            known[key] = stored_matrices(
+                matrices_of(one.route.shape_of(one.parameter.shape), one.route.split),
+                pieces,
+                priced,
+                pinned=grain.kind == "tensor" and grain.count == 1,
+            )
         cargo += [
-            replace(parcel, name=one.name + parcel.name, parameter=position, wave=waves[position])
+            replace(parcel, name=one.name + parcel.name, parameter=position, order=waves[position])
             for parcel in known[key]
         ]
-    return plan_owners(cargo, shards, mesh.num_ranks // shards)
+    return assign_owners(cargo, shards, mesh.num_ranks // shards)
 
 
 def exchange_calls(
-    plan: Plan, mesh: Mesh, placements: Sequence[Placement], replica: int, rank: int
+    plan: Ownership, mesh: Mesh, placements: Sequence[Placement], replica: int, rank: int
 ) -> list[Call]:
     """The all-to-alls that one rank issues in a step: there and back for every round in which
     anything of its replica travels, then once to the other replicas."""
@@ -215,7 +199,7 @@ def exchange_calls(
         there = back = share = 0
         travels = False
         for index in here:
-            parcel, owner = plan.cargo[index], plan.owners[index][1]
+            parcel, owner = plan.matrices[index], plan.owners[index][1]
             mine, remote = held.by(parcel, rank), parcel.numel - held.by(parcel, owner)
             travels = travels or remote > 0
             there += 0 if owner == rank else mine
@@ -235,12 +219,12 @@ def heaviest(fleets: Sequence[Fleet]) -> int:
     return sent.index(max(sent))
 
 
-def _sent(plan: Plan) -> Counter[tuple[int, int]]:
+def _sent(plan: Ownership) -> Counter[tuple[int, int]]:
     """Elements that each (replica, rank) sends there and back."""
     held = _Held()
     sent: Counter[tuple[int, int]] = Counter()
     alike: Counter[tuple[int, int]] = Counter()  # parcels of one replica that are cut alike
-    for parcel, (replica, owner) in zip(plan.cargo, plan.owners, strict=True):
+    for parcel, (replica, owner) in zip(plan.matrices, plan.owners, strict=True):
         own = held.by(parcel, owner)
         alike[replica, id(parcel.pieces)] += 1
         sent[replica, owner] += parcel.numel - 2 * own  # what it sends back, less what it keeps
@@ -256,7 +240,7 @@ class _Held:
     def __init__(self) -> None:
         self.cuts: dict[int, dict[int, int]] = {}
 
-    def by(self, parcel: Cargo, rank: int) -> int:
+    def by(self, parcel: Matrix, rank: int) -> int:
         known = self.cuts.get(id(parcel.pieces))
         if known is None:
             known = self.cuts[id(parcel.pieces)] = Counter()

@@ -29,7 +29,7 @@ def turns_of(fleets: Sequence[Fleet]) -> dict[int, Turns]:
             continue
         rank_of = ranks_of(fleet.mesh, fleet.placements, REPLICATE)
         for position, one in enumerate(fleet.routes):
-            turns = fleet.plan.turns[position]
+            turns = fleet.plan.replica_ranges[position]
             found[id(one.parameter)] = tuple(turns[rank_of[p]] for p in range(len(rank_of)))
     return found
 
@@ -127,7 +127,7 @@ def _momenta(fleet: Fleet, tensors: int, places: Mapping[int, Place]) -> Counter
     """Bytes on each (replica, rank)."""
     widths = [tensors * places[id(one.parameter)][0].dtype.itemsize for one in fleet.routes]
     held: Counter[tuple[int, int]] = Counter()
-    for cargo, (replica, _) in zip(fleet.plan.cargo, fleet.plan.owners, strict=True):
+    for cargo, (replica, _) in zip(fleet.plan.matrices, fleet.plan.owners, strict=True):
         for rank, lo, hi in cargo.pieces:
             held[replica, rank] += (hi - lo) * widths[cargo.parameter]
     return held

@@ -20,7 +20,8 @@ from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
-from shardwise.optim.sharded import ShardedOptimizer, optimizer
+from shardwise.optim.optimizers import optimizer
+from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
 from shardwise.shard.find import wrap_units
 from shardwise.shard.formats import precision_report

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise import comm
 from tests.models import mesh_of
 from tests.ranks import run_ranks
+from tests.reference import exchange as reference
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
@@ -60,8 +61,8 @@ def count_sharded(rank: int, world_size: int, stage: int, wire: str) -> tuple[in
     calls = step(model, optimizer)
     assert [call.operation for call in calls] == ["all_to_all"] * 2, "there and back, once"
     total = depth * SIDE * SIDE
-    (fleet,) = optimizer._fleets
-    there, back = fleet.exchange.plan.sent(0, rank)
+    (group,) = optimizer._matrix_groups
+    there, back = reference.sent(group.exchange.ownership, 0, rank)
     messages = 2 * (world_size - 1)  # one exponent before each piece, of two matrices a peer
     width, extra = (4, 0) if wire == "fp32" else (2, messages)
     assert [call.nbytes for call in calls] == [(there + extra) * width, (back + extra) * width]
@@ -84,8 +85,8 @@ def test_a_sharded_step_sends_the_formula(world_size: int, stage: int, wire: str
 def count_uneven(rank: int, world_size: int) -> tuple[int, int, int]:
     model, optimizer = build(sw.zero(3), (world_size,), 5)
     calls = step(model, optimizer)
-    (fleet,) = optimizer._fleets
-    there, back = fleet.exchange.plan.sent(0, rank)
+    (group,) = optimizer._matrix_groups
+    there, back = reference.sent(group.exchange.ownership, 0, rank)
     assert [call.nbytes for call in calls] == [4 * there, 4 * back]
     return there, back, sum(p.to_local().numel() for p in model.parameters())
 

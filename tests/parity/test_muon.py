@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.optim import matrices, owners
+from shardwise.optim import muon_step, ownership
 from shardwise.optim.split import Split
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
 from tests.parity.helpers import ONE_AXIS, STRATEGIES
@@ -153,8 +153,9 @@ def check_grains(rank: int, world_size: int) -> list[int]:
     for grain in (sw.ELEMENT, sw.rows(3), sw.TENSOR):
         chosen = partial(wrap, sw.zero(3), world_size, grain=lambda name, p, g=grain: g)
         model, optimizer = build(chosen)
-        (fleet,) = optimizer._fleets
-        moved.append(sum(len(slot.there) for slot in fleet.exchange.slots))
+        (group,) = optimizer._matrix_groups
+        legs = [one.to_owners for one in group.exchange.rounds]
+        moved.append(sum(len(leg.sends) for leg in legs if leg is not None))
         train(model, optimizer, rank, sharded=True)
         assert_same(everything(model, optimizer), expected, str(grain))
     return moved
@@ -168,23 +169,23 @@ def test_any_grain_gives_the_same_bits_and_whole_tensors_stay_where_they_are() -
 
 def check_rounds(rank: int, world_size: int, strategy: str) -> int:
     expected = unsharded(rank)
-    before = owners.SLOT_BYTES
-    owners.SLOT_BYTES = 1  # every matrix a round of its owner
+    before = ownership.ROUND_BYTES
+    ownership.ROUND_BYTES = 1  # every matrix a round of its owner
     try:
         model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size))
     finally:
-        owners.SLOT_BYTES = before
-    (fleet,) = optimizer._fleets
+        ownership.ROUND_BYTES = before
+    (group,) = optimizer._matrix_groups
     train(model, optimizer, rank, sharded=True)
     assert_same(everything(model, optimizer), expected, "rounds")
-    return len(fleet.exchange.slots)
+    return len(group.exchange.rounds)
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
 def test_many_rounds_in_flight_give_the_same_bits(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
     rounds = run_ranks(check_rounds, world_size, strategy, timeout=PATIENCE)
-    # Six parcels: four owners of hsdp have two at most, and two of zero0 three or more.
+    # Six matrices: four owners of hsdp have two at most, and two of zero0 three or more.
     assert len(set(rounds)) == 1 and rounds[0] >= (2 if strategy == "hsdp" else 3)
 
 
@@ -192,17 +193,17 @@ def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> 
     """How many matrices this rank orthogonalises in one step."""
     model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), replicas=replicas)
     counted = []
-    original = matrices.newton_schulz
+    original = muon_step.newton_schulz
 
     def counting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         counted.append(len(batch))
         return original(batch, *args, **kwargs)
 
-    matrices.newton_schulz = counting  # type: ignore[assignment]
+    muon_step.newton_schulz = counting  # type: ignore[assignment]
     try:
         train(model, optimizer, rank, sharded=True, steps=1)
     finally:
-        matrices.newton_schulz = original
+        muon_step.newton_schulz = original
     return sum(counted)
 
 
@@ -250,7 +251,7 @@ def check_expert_mesh(rank: int, world_size: int) -> float:
     optimizers = [
         sw.optimizer(model, matrix=settings(), elementwise=sw.adamw()) for model in models
     ]
-    assert len(optimizers[0]._fleets) == 2 and len(optimizers[1]._fleets) == 1
+    assert [len(one._matrix_groups) for one in optimizers] == [2, 1]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             for name, parameter in model.named_parameters():

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import shardwise as sw
 from shardwise import comm
-from shardwise.optim.clip import NonFiniteGradient
+from shardwise.optim.gradients import NonFiniteGradient
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
 from tests.parity.helpers import STRATEGIES
 from tests.ranks import run_ranks

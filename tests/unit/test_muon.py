@@ -16,7 +16,7 @@ from shardwise.optim.muon import (
     scale_of,
     update_momentum,
 )
-from shardwise.optim.newton_schulz import DEFAULT, PRESETS
+from shardwise.optim.presets import DEFAULT, PRESETS
 from tests.reference.muon import SlowMuon
 
 STEPS = 6

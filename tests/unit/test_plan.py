@@ -16,8 +16,8 @@ from shardwise import layout
 from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
-from shardwise.optim.newton_schulz import cost
-from shardwise.optim.owners import plan_owners
+from shardwise.optim.ownership import assign_owners
+from shardwise.optim.presets import cost
 from shardwise.placements import REPLICATE, SHARD
 from shardwise.report import simulate, units
 from shardwise.report.dry_run import dry_run
@@ -197,7 +197,7 @@ def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
         ([SHARD], {(0, 0): 5, (0, 2): 7}, [5, 5, 0, 0, 7, 7]),
         ([REPLICATE], {(0, 0): 5, (2, 0): 7}, [5, 5, 0, 0, 7, 7]),
     ):
-        fleet = Fleet([], Mesh.of({"dp": 6}).without(2), 2, placements, plan_owners([], 3))
+        fleet = Fleet([], Mesh.of({"dp": 6}).without(2), 2, placements, assign_owners([], 3))
         assert fleet.by_rank(figures) == wanted
 
 
@@ -258,7 +258,7 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     assert plan(model, {"dp": 4}, "zero3", precision=BF16).optimizer_bytes == 8 * whole // 4
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
-    price = cost(64, 64, sw.muon().polynomials)
+    price = cost(64, 64, sw.muon().polynomial)
     assert work.busiest == work.total == price > 20 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
     # one owner gets three quarters and sends them back; that is the most that anybody sends

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim import resident
+from shardwise.kernels import newton_schulz as kernels
+from shardwise.optim import muon
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 
@@ -21,11 +22,9 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 
 def orthogonalise_packed(packed: Any, polynomial: Any, form: Any = None) -> Tensor:
-    from shardwise.kernels.newton_schulz import reference
-
     matrices = packed.unpadded(packed.values).float()
     found = torch.zeros_like(packed.values)
-    packed.unpadded(found).copy_(reference(matrices, polynomial, form or "direct"))
+    packed.unpadded(found).copy_(kernels.one_by_one(matrices, polynomial, form or "direct"))
     return found
 
 
@@ -56,13 +55,13 @@ def apply(weights: Sequence[Tensor], updates: Any, **options: Any) -> None:
 @contextmanager
 def definitions() -> Iterator[None]:
     """A CPU that seems to have kernels."""
-    from shardwise.kernels import momentum, newton_schulz, update
+    from shardwise.kernels import momentum, update
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (resident, "has_kernels", lambda device: True),
+        (kernels, "uses_kernels", lambda device: True),
         (momentum, "pack", momentum.pack_reference),
         (momentum, "accumulate", accumulate),
-        (newton_schulz, "orthogonalise_packed", orthogonalise_packed),
+        (kernels, "orthogonalise_packed", orthogonalise_packed),
         (update, "apply", apply),
     ]
     before = [getattr(place, name) for place, name, _ in places]
@@ -90,7 +89,7 @@ class Weights(nn.Module):
 
 
 SPLITS = {"stacked": sw.Split.stacked(12, 8), "interleaved": sw.Split.interleaved(2)}
-RESIDENT = {"a", "b", "tall", "wide", "experts", "stacked"}
+LOCAL = {"a", "b", "tall", "wide", "experts", "stacked"}
 
 
 def trained(
@@ -146,20 +145,20 @@ def assert_close(
 )
 def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) -> None:
     expected, plain = trained(**options)
-    assert not plain._fleets[0].fused
+    assert not plain._matrix_groups[0].fused
     with definitions():
         found, optimizer = trained(**options)
-    (fleet,) = optimizer._fleets
-    names = {fleet.matrices[position].name for position in fleet.resident}
-    assert fleet.fused and names == RESIDENT, "interleaved blocks are taken apart by the exchange"
-    assert len(fleet.exchange.skipped) == 4 + 3 + 2
+    (group,) = optimizer._matrix_groups
+    names = {group.members[position].name for position in group.local}
+    assert group.fused and names == LOCAL, "interleaved blocks are taken apart by the exchange"
+    assert len(group.exchange.excluded) == 4 + 3 + 2
     assert_close(found, expected, cautious=options.get("decay") == "cautious")
 
 
 def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with definitions():
         expected, _ = trained()
-        monkeypatch.setattr(resident, "BATCH_ELEMENTS", 1)
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
         found, _ = trained()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
@@ -172,12 +171,12 @@ def sharded(rank: int, world_size: int) -> list[str]:
             lambda model: sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3))
         )
     assert_close(found, expected)
-    (fleet,) = optimizer._fleets
-    return sorted(fleet.matrices[position].name for position in fleet.resident)
+    (group,) = optimizer._matrix_groups
+    return sorted(group.members[position].name for position in group.local)
 
 
 def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:
     kept = run_ranks(sharded, 2, timeout=100)
     names = [name for one in kept for name in one]
-    assert names and len(set(names)) < len(RESIDENT) + 1
-    assert set(names) <= RESIDENT
+    assert names and len(set(names)) < len(LOCAL) + 1
+    assert set(names) <= LOCAL
