@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.cli import run
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.tensor import ShardedTensor
 from shardwise.train.config import TrainConfig

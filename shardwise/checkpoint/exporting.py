@@ -24,16 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import owner
-from shardwise.checkpoint.attempt import is_taken
+from shardwise.checkpoint.attempt import is_taken, temporary
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import sync_directory, write_file
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Checkpoint, compare_bytes, read_whole
+from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
-from shardwise.checkpoint.world import World
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
 from shardwise.moe import convert_gate_up
 
@@ -76,13 +74,13 @@ def export(
     if is_taken(target):
         raise CheckpointError(f"{target} is there already: remove it or choose another directory")
     manifest = Manifest.read(source)
-    compare_bytes(source, manifest, World(0, 1))
+    compare_bytes(source, manifest)
     checkpoint = Checkpoint.open(source, manifest)
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype)
     make = _Converter(checkpoint, convert, dtype)
     files = _plan(make, max_file_bytes)
-    folder = owner.temporary(target)
+    folder = temporary(target)
     folder.mkdir(parents=True)
     try:
         names = _write(folder, make, files)
@@ -147,7 +145,7 @@ class _Converter:
         return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
 
     def read(self, name: str) -> dict[str, Tensor]:
-        return self._apply(name, read_whole(self._checkpoint, model_key(name)))
+        return self._apply(name, self._checkpoint.read_whole(model_key(name)))
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         made = {name: tensor} if self._convert is None else self._convert(name, tensor)

@@ -27,8 +27,7 @@ from shardwise.shard.find import wrap_units
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import Corpus
-from shardwise.train.data import load_corpus
+from shardwise.train.corpus import Corpus, load_corpus
 from shardwise.train.sampler import HeldOut, Sampler
 from shardwise.train.world import World
 

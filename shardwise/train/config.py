@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
@@ -32,7 +32,7 @@ class TrainConfig:
 
     Args:
         model: its ``vocab_size`` gives way to that of the data.
-        data: what to train on; see :mod:`shardwise.train.data`.
+        data: what to train on; see :mod:`shardwise.train.corpus`.
         tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
         held_out: fraction of the data that is only ever evaluated.
         steps: optimizer steps of the whole run, not of what is left of it.

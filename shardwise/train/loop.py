@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.checkpoint import CheckpointError, DamagedError, SaveError, Store, load
+from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
@@ -32,12 +32,11 @@ from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
 from shardwise.train.build import Parts, build, build_scheduler, precision_of
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus_entropy import references_of
+from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
-from shardwise.train.expert_load import ExpertLoad
 from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
 from shardwise.train.guard import Guard, Skips
-from shardwise.train.speed import Speed
+from shardwise.train.metrics import ExpertLoad, Speed
 from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)
@@ -265,36 +264,27 @@ class Trainer:
         raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def _restore(self, path: Path, or_older: bool) -> Path:
-        """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""
-        mine = [known for known in self.store.checkpoints() if known != path.absolute()]
-        older: list[Path] = comm.agree(mine, self.world.axis)[0] if or_older else []
-        candidates = [path, *reversed(older)]
-        groups = self.parts.optimizer.param_groups
-        # The configuration decides what the groups are set to, whatever was saved with them: it
-        # is the saved one but for what was given on resume.
+        """Load a checkpoint; with ``or_older`` an older one if it is damaged. Return its path."""
+        parts = self.parts
+        # The configuration decides the options of the groups, whatever was saved with them: it is
+        # the saved configuration but for the flags of the resumed run.
+        groups = parts.optimizer.param_groups
         configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        for candidate in candidates:
-            try:
-                extra = load(candidate, self.parts.model, self.parts.optimizer)
-            except DamagedError as error:
-                if candidate == candidates[-1]:
-                    raise
-                logger.error("%s is damaged and passed over: %s", candidate, error)
-                continue
-            missing = [key for key in ("step", "data", "skipped") if key not in extra]
-            if missing:
-                raise CheckpointError(
-                    f"{candidate}: its extra holds no {missing}: it was not written by "
-                    f"'shardwise train'. Load it with sw.load, or resume from a run"
-                )
-            self.step = extra["step"]
-            for group, options in zip(groups, configured, strict=True):
-                group.update(options)
-            self.parts.scheduler = build_scheduler(self.config, self.parts.optimizer, self.step)
-            self.parts.sampler.load_state_dict(extra["data"])
-            self.skips.total = extra["skipped"]
-            return candidate
-        raise AssertionError("the last candidate was loaded, or raised")
+        found = self.store.resume(parts.model, parts.optimizer, path=path, or_older=or_older)
+        assert found is not None
+        loaded, extra = found
+        missing = [key for key in ("step", "data", "skipped") if key not in extra]
+        if missing:
+            raise CheckpointError(
+                f"{loaded}: its extra holds no {missing}: it was not written by 'shardwise train'. "
+                f"Load it with sw.load, or resume from a run"
+            )
+        for group, options in zip(groups, configured, strict=True):
+            group.update(options)
+        self.step, self.skips.total = extra["step"], extra["skipped"]
+        parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
+        parts.sampler.load_state_dict(extra["data"])
+        return loaded
 
     def sample(self) -> None:
         """Text that the model writes; all ranks take part."""

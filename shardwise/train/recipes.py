@@ -14,7 +14,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.train.config import TrainConfig
 
 Recipe = Callable[[], TrainConfig]

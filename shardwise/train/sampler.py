@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.train.corpus_errors import DataError, DataPositionError, ShortDataError
-from shardwise.train.tokens import Tokens, check_range
+from shardwise.train.tokens import DataError, DataPositionError, ShortDataError, Tokens, check_range
 
 IGNORED = -100  # a target that is not scored, as in models.gpt
 _STATE_VERSION = 1

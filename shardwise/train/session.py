@@ -23,7 +23,7 @@ from typing import Any
 from shardwise import comm
 from shardwise.checkpoint import SaveError
 from shardwise.checkpoint.store import background
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console

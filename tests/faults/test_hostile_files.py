@@ -31,10 +31,11 @@ import shardwise as sw
 from shardwise.checkpoint import (
     CheckpointError,
     DamagedError,
+    Manifest,
     MismatchError,
     Store,
     export,
-    metadata,
+    torch_files,
     valid_checkpoints,
     verify,
 )
@@ -405,7 +406,7 @@ def test_compressed_tensors_are_not_inflated(method: int, path: Path) -> None:
 
 def test_a_gibibyte_of_zeros_is_not_inflated(path: Path) -> None:
     """Twice as much as the reader may take."""
-    index = Checkpoint.open(path).index
+    index = Checkpoint.open(path, Manifest.read(path)).index
     rows = 1 << 27
     shape = (rows, 4)
     stream = BytesIO()
@@ -420,10 +421,10 @@ def test_a_gibibyte_of_zeros_is_not_inflated(path: Path) -> None:
             for _ in range(2 * rows >> 23):
                 zeros.write(bytes(1 << 23))
     put_in_place_of_a_tensor(path, stream.getvalue())
-    entry = Checkpoint.open(path).index["model.weight"]
+    entry = Checkpoint.open(path, Manifest.read(path)).index["model.weight"]
     chunk = replace(entry.chunks[0], sizes=shape)
     index["model.weight"] = replace(entry, shape=shape, chunks=(chunk,))
-    (path / ".metadata").write_bytes(metadata.dump(index))
+    (path / ".metadata").write_bytes(torch_files.dump(index))
     seal(path)
     [found] = run_ranks(verified, 1, str(path))
     assert "__0_0.distcp" in found and "NOT SOUND" in found

@@ -18,20 +18,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train import corpus_sources, data
-from shardwise.train.corpus import Corpus, digest_of, hold_out
-from shardwise.train.corpus_entropy import count_pairs, references_of
-from shardwise.train.corpus_errors import (
+from shardwise.train import text
+from shardwise.train.corpus import (
+    Corpus,
+    count_pairs,
+    digest_of,
+    hold_out,
+    load_corpus,
+    references_of,
+)
+from shardwise.train.text import Document, stdlib_documents
+from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
     EmptyDataError,
     MissingExtraError,
     ShortDataError,
     TokenFileError,
+    open_tokens,
+    write_tokens,
 )
-from shardwise.train.corpus_sources import Document, stdlib_documents
-from shardwise.train.data import load_corpus
-from shardwise.train.tokens import open_tokens, write_tokens
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog\n"
 
@@ -266,7 +272,7 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
 
     made = [one.name for one in cache.iterdir()]
     assert len(made) == 1 and made[0].startswith("bpe-290-")
-    monkeypatch.setattr(data.BytePairs, "train", None)  # nobody trains again
+    monkeypatch.setattr(corpus.BytePairs, "train", None)  # nobody trains again
     again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
     assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
     assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes
@@ -335,7 +341,7 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
     assert datasets == [("owner/name", "config", "validation")]
     assert np.count_nonzero(corpus.train == 256) + np.count_nonzero(corpus.held_out == 256) == 40
     assert "row row" in corpus.decode(corpus.train[:20])
-    stories = list(corpus_sources.dataset_documents("hf:stories"))
+    stories = list(text.dataset_documents("hf:stories"))
     assert [one.name for one in stories] == ["stories/0", "stories/2"]
     assert datasets[-1] == ("stories", None, "train")
     with pytest.raises(DataNotFoundError, match=r"no such dataset\): check the name"):
@@ -373,9 +379,9 @@ def slow_bits(train: bytes, held: bytes) -> tuple[float, float, float]:
 
 
 def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.train.corpus_entropy._CHUNK", 50)  # pairs across chunks count
+    monkeypatch.setattr("shardwise.train.corpus._CHUNK", 50)  # pairs across chunks count
     train, held = SENTENCE * 3 + b"some more", b"the dog jumps over a fox" * 5
-    codec = data.Bytes()
+    codec = text.Bytes()
     corpus = Corpus(
         name="tiny",
         train=codec.encode([train]),

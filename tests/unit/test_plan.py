@@ -13,8 +13,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import layout
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.presets import cost

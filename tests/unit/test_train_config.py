@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import cli
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console

@@ -20,8 +20,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.train import session
 from shardwise.train.config import TrainConfig
-from shardwise.train.folder import Claim, find_resume, new_folder, newest_folder
-from shardwise.train.lock import RunLock
+from shardwise.train.folder import Claim, RunLock, find_resume, new_folder, newest_folder
 from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, claim, settle
 
