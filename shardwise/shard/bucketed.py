@@ -39,9 +39,9 @@ class BucketedWeights(Weights):
         for parameters, name, number, index in places:
             self._places[number].append((parameters, name, index))
 
-    def gather(self, runtime: Runtime, reads: Reads, ahead: bool = False) -> None:
+    def gather(self, runtime: Runtime, reads: Reads) -> None:
         for group in reversed(self.groups):  # in the order of forward
-            group.gather(runtime, ahead=ahead, phase=reads)
+            group.gather(runtime, reads)
 
     def expose(self, runtime: Runtime, reads: Reads, *, by_and_by: bool = False) -> None:
         self.gather(runtime, reads)

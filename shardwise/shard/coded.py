@@ -30,8 +30,8 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.layout import Layout
+from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
-from shardwise.memory import Caching
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
 from shardwise.precision.mxfp8_linear import Matmul
 from shardwise.precision.mxfp8_native import Native
@@ -100,11 +100,10 @@ class CodedGroup(Group):
 
     format: Format
     scratch = "staging"
-    saved_by_autograd = False  # planes are looked up when they are read
 
     def _build_compute(self) -> None:
         super()._build_compute()
-        self.whole.block.release(Caching())
+        self.whole.block.release(CACHING)
         self.direct = sends_codes(self.layout, self.format, self.persistent)
         layout, parts = plane_layout(self.layout, self.direct), self.layout.num_shards
         device = self._whole_device
@@ -155,16 +154,14 @@ class CodedGroup(Group):
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
-    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
+    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
         self._runtime = runtime
-        missing = self._missing(phase)
-        if not ahead or all(runtime.source.ready_for(plane.memory) for plane in missing):
-            self._bring(missing, runtime)
+        self._bring(self._missing(phase), runtime)
 
     def _bring(self, missing: Sequence[GroupPlane], runtime: Runtime) -> None:
         if not missing:
             return
-        self._prepare(runtime, *(plane.memory for plane in missing))
+        self._prepare(runtime)
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
@@ -240,7 +237,7 @@ class CodedGroup(Group):
 
     def _rest(self) -> None:
         for memory in () if self.persistent else self.blocks:
-            memory.release(Caching())
+            memory.release(CACHING)
 
     @property
     def _keeps(self) -> bool:

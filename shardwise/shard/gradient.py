@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import Caching, Source, counted
+from shardwise.memory import CACHING, Source, counted
 from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, steps, turn_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
@@ -68,7 +68,7 @@ class Gradients:
         self.came: list[bool] = []
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
-        self.source: Source = Caching()
+        self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
         self.on_written: Callable[[int], None] = _ignore
         self.on_owed: Callable[[int], None] = _ignore  # when one says that it will, after backward
@@ -152,7 +152,7 @@ class Gradients:
     def _whole_buffer(self, dtype: torch.dtype, kind: str) -> Buffer:
         everywhere = (PARTIAL,) * len(self.ranks.sizes)
         buffer = Buffer(self.layout, self.ranks, everywhere, dtype, self.device, kind)
-        buffer.block.release(_CACHING)
+        buffer.block.release(CACHING)
         buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
 
@@ -172,7 +172,7 @@ class Gradients:
                 "grad",
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
-        self._main.block.acquire(_CACHING)
+        self._main.block.acquire(CACHING)
         if self._turns is not self.main_weight.version.turns:
             self._turns, self._spans = self.main_weight.version.turns, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
@@ -211,7 +211,7 @@ class Gradients:
 
     def _source_of(self, buffer: Buffer) -> Source:
         """Only the packed gradients come and go within one backward; the others outlive it."""
-        return self.source if buffer is self._packed else _CACHING
+        return self.source if buffer is self._packed else CACHING
 
     def _views_of(self, buffer: Buffer) -> list[Tensor]:
         views = self._views.get(id(buffer))
@@ -237,7 +237,7 @@ class Gradients:
             self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
             self._packed.flat.copy_(target.flat)
-            target.block.release(_CACHING)
+            target.block.release(CACHING)
             target = self._packed
         fresh = last and self._main_is_fresh()
         if last and fresh:
@@ -369,9 +369,9 @@ class Gradients:
                     self.device,
                     "grad_accumulator",
                 )
-                self._inner.block.release(_CACHING)
+                self._inner.block.release(CACHING)
             fresh = not self._inner.block.live
-            self._inner.block.acquire(_CACHING)
+            self._inner.block.acquire(CACHING)
             into = self._inner.flat
             self._stamp = self.main_weight.state
         if fresh:
@@ -388,7 +388,7 @@ class Gradients:
                 target.block.release(self._source_of(target))
             if last:
                 if self._inner is not None:
-                    self._inner.block.release(_CACHING)
+                    self._inner.block.release(CACHING)
                 self._stamp = None
                 self._publish(runtime)
 
@@ -444,7 +444,7 @@ class Gradients:
         if self._main is not None and self._main.block.live and self._main_is_fresh():
             self._leave_main_to_holders()
             if self._main is not None:
-                self._main.block.release(_CACHING)
+                self._main.block.release(CACHING)
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(
@@ -510,7 +510,6 @@ def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
         torch._foreach_copy_(views, list(packed.split([len(view) for view in views])))
 
 
-_CACHING = Caching()
 _GRAD = attrgetter("grad")
 # Attributes of parameters at rest (.grad and the like) are read many times a step; not through
 # __torch_function__, which some torch versions give our DTensors.

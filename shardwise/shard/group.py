@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer, GatherPlan, Ranks
 from shardwise.layout import Item, Layout, plan
-from shardwise.memory import Block, Caching
+from shardwise.memory import CACHING, Block
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Phase
@@ -47,7 +47,6 @@ class Group:
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
-    saved_by_autograd = True  # whether graphs hold views of the whole weights' memory
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
 
@@ -163,7 +162,7 @@ class Group:
     def _rest(self) -> None:
         """As between steps: whole weights only where they are kept."""
         if not (self.persistent or self.aliased):
-            self.whole.block.release(Caching())
+            self.whole.block.release(CACHING)
 
     @property
     def comes_and_goes(self) -> bool:
@@ -265,19 +264,18 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return self._pending is not None
 
-    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
-        """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`.
+    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
+        """Begin to gather the whole weights, unless they are there. :meth:`wait` ends it.
 
-        ``ahead`` of their use they come only where there is room for them. ``phase``: what will
-        read them; here both read the same.
+        ``phase``: what will read the weights; here both read the same.
         """
-        if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
+        if self.fresh:
             return
-        self._prepare(runtime, self.whole.block)
+        self._prepare(runtime)
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
-            self.whole.block.acquire(runtime.source)
+            self.whole.block.acquire(CACHING)
             if self._kept is not None and self._kept.live and self._kept_filled == self.main.state:
                 assert self._kept_axis is not None
                 self._pending = comm.all_gather(self.whole.flat, self._kept.tensor, self._kept_axis)
@@ -290,14 +288,12 @@ class Group:
         self._filled = self.main.state
         self._issued(runtime)
 
-    def _prepare(self, runtime: Runtime, *blocks: Block) -> None:
-        """Before a gather: its lane waits for whoever wrote main last, and there is room."""
+    def _prepare(self, runtime: Runtime) -> None:
+        """Before a gather: its lane waits for whoever wrote main last."""
         state = self.main.state
         if self.awaited != state:
             runtime.lanes.join("gather", "compute")
             self.awaited = state
-        for block in blocks:
-            runtime.source.make_room(block)
 
     def _issued(self, runtime: Runtime) -> None:
         """A gather was issued: who computes with the whole weights, or writes main, waits for it.
@@ -343,7 +339,7 @@ class Group:
         self.wait(runtime)
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            self.whole.block.release(runtime.source)
+            self.whole.block.release(CACHING)
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:

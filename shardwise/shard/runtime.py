@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.memory import Caching, Source, TracePool
+from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
@@ -135,7 +135,7 @@ class Runtime:
         unify: bool = False,
     ) -> None:
         self.lanes = lanes or Lanes(device, unify=unify)
-        self.source: Source = TracePool() if memory == "trace" else Caching()
+        self.source: Source = TracePool() if memory == "trace" else CACHING
         self.max_reductions = 1  # a gradient buffer more in flight is a unit more of peak memory
         self.separate_reduce = False
         self._reductions: deque[_Reduction] = deque()
@@ -341,7 +341,7 @@ class Runtime:
         self.walked = {0}
         self.settle()
         if isinstance(self.source, TracePool):
-            self.source.step_done(graph_kept=kept)
+            self.source.step_done()
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "

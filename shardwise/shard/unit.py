@@ -144,10 +144,6 @@ class Unit:
             group.gradients.on_owed = _weakly(self.delay, number)
             if self._early:
                 group.main.version.settled = _weakly(self.settled, number)
-            for block in group.blocks:
-                if group.saved_by_autograd:
-                    block.viewed = _weakly(self.viewed)
-                block.evict = _weakly(self.evict)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self.arrivals.listen(weakref.ref(self))
@@ -436,10 +432,6 @@ class Unit:
         """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
         return bool(self.calls.awaited)
 
-    def viewed(self) -> bool:
-        """Whether autograd holds views of the weights: a forward still waits for its backward."""
-        return self.expects_backward or self.phase is Phase.BACKWARD
-
     @property
     def gathers_in_backward(self) -> bool:
         """Whether backward will want this unit's weights."""
@@ -505,7 +497,7 @@ class Unit:
 
     def prefetch(self, reads: Reads) -> None:
         """Begin to gather, ahead of use, what forward or backward will read."""
-        self.weights.gather(self.runtime, reads, ahead=True)
+        self.weights.gather(self.runtime, reads)
         if reads == "backward" and self.progress is Progress.UNTOUCHED:
             self.progress = Progress.GATHERED
 
@@ -517,11 +509,6 @@ class Unit:
         runtime = self._runtime  # none before the first forward, which gathers everything
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
             self.groups[number].gather(runtime)
-
-    def evict(self) -> None:
-        """Give up what was gathered ahead, if it is not in use yet."""
-        if not self.weights.shown and self._runtime is not None:
-            self.weights.release(self._runtime)
 
     def _prefetch(
         self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
