@@ -89,6 +89,9 @@ class Sharding:
         return tuple(axis for axis, same in pairs if not same and axis.size > 1)
 
 
+_PLAIN = Sharding()
+
+
 def sharding_of(parameter: Tensor) -> Sharding:
     if isinstance(parameter, ShardedTensor):
         cut = parameter.cut
@@ -102,7 +105,7 @@ def sharding_of(parameter: Tensor) -> Sharding:
         found = [dim for dim in dims if dim is not None]
         blocked = tuple(dim is not None for dim in dims)
         return Sharding(parameter.device_mesh, sharded, blocked, found[0] if found else 0)
-    return Sharding()
+    return _PLAIN
 
 
 def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:

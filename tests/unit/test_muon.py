@@ -137,9 +137,8 @@ def test_the_update_aliases_neither_momentum_nor_gradient() -> None:
     for form in ("ema", "sum"):
         for nesterov in (True, False):
             buffer, grad = torch.ones(3, 4), torch.full((3, 4), 2.0)
-            (update,) = update_momentum(
-                [buffer], [grad], momentum=0.5, form=form, nesterov=nesterov
-            )
+            rule = {"momentum": 0.5, "momentum_form": form, "nesterov": nesterov}
+            (update,) = update_momentum([buffer], [grad], rule)
             kept = buffer.clone()
             update.zero_()
             assert torch.equal(buffer, kept) and torch.equal(grad, torch.full((3, 4), 2.0))
@@ -180,7 +179,7 @@ def test_both_momentum_forms_point_the_same_way_and_convert() -> None:
 
 def test_cautious_decay_spares_weights_that_grow() -> None:
     weight, update = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])
-    apply_update([weight], [update], lr=0.1, weight_decay=0.5, decay="cautious")
+    apply_update([weight], [update], {"lr": 0.1, "weight_decay": 0.5, "decay": "cautious"})
     torch.testing.assert_close(weight, torch.tensor([0.95 - 0.1, -1.0 - 0.1, 2.0]))
 
 
