@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,21 +18,11 @@ from shardwise.optim.muon import (
     update_momentum,
 )
 from shardwise.optim.presets import DEFAULT, PRESETS
+from tests.models import Weights as Parameters
 from tests.reference.muon import SlowMuon
 
 STEPS = 6
-
-
-class Weights(nn.Module):
-    """Parameters by name, without a forward."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in shapes.items():
-            self.register_parameter(
-                name, nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
-            )
+Weights = partial(Parameters, scale=0.1)
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
