@@ -69,7 +69,7 @@ class MatrixParameter:
         return found
 
     def matrices(self, position: int, *, measured: bool, order: int = 0) -> list[Matrix]:
-        """Its matrices with pieces and prices; ``position``: of the parameter among others."""
+        """Its matrices with pieces and prices; ``position`` is the parameter's in the group."""
         parameter, group = self.parameter, self.group
         shape = self.route.shape_of(block_shape(parameter))
         polynomial = polynomial_of(group["preset"])
@@ -205,7 +205,7 @@ class MatrixGroup:
     def step(self, states: States) -> Iterator[list[Tensor]]:
         """One step, part by part; yields the parameters that each part has written.
 
-        A parameter without a gradient, which no other rank has then either, is left alone. The
+        A parameter without a gradient, which no other rank has then either, is skipped. The
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
         given = [one.parameter.grad is not None for one in self.members]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a parameter is stored: which rank has which of its elements, whoever sharded it.
+"""Where a parameter is stored: which rank has which of its elements, under any way of sharding.
 
     a plain tensor                 all of it, here
     our ShardedTensor              as its layout says: packed, uneven, nothing on some ranks
@@ -82,7 +82,7 @@ class Sharding:
 
     @property
     def cutting_axes(self) -> tuple[comm.Axis, ...]:
-        """Those of :attr:`axes` whose ranks store different elements."""
+        """The axes of several ranks that store different elements, outer to inner."""
         if self.mesh is None:
             return ()
         pairs = zip(comm.mesh_axes(self.mesh), self.replicated, strict=True)
