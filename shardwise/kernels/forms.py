@@ -86,7 +86,7 @@ class Polynomial:
 
 
 def problems_of(step: Step) -> list[str]:
-    """What keeps the kernels from a step; nothing, as a rule."""
+    """Why the kernels cannot compute a step."""
     if len(step) not in (3, 5):
         return [f"a step {step}: give (a, b, c), where c may be 0, or (a, b, c, d, e)"]
     if len(step) == 3:

@@ -5,7 +5,7 @@ which         routing          which optimizer a parameter belongs to
               routing_report   the same, printed
 where         split            the matrices of a fused weight
               storage          the rank that stores each piece
-              ownership        the rank that computes each matrix: arithmetic alone
+              ownership        the rank that computes each matrix: pure arithmetic
 exchange      exchange         pieces to owners and back
               gradients        stored where, present on all ranks, their norm
 maths         presets          Newton-Schulz by preset, and its price

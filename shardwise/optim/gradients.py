@@ -18,7 +18,7 @@ gradients are reduced accordingly: a rank of another replica has an empty piece.
 its matrices wait for pieces. Before each step all ranks compare two bits per parameter:
 
     rank 0   w: gradient   b: None    --\
-    rank 1   w: gradient   b: None    --->   w is updated, b is left alone, as in one process
+    rank 1   w: gradient   b: None    --->   w is updated, b is skipped, as in one process
     rank 1   w: None       b: None    --->   every rank raises: 'w'
 
 **Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks

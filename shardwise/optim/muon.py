@@ -14,7 +14,7 @@ parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -26,7 +26,6 @@ from shardwise.kernels.forms import Polynomial
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
 
 MomentumForm = Literal["ema", "sum"]
-Decay = Literal["plain", "cautious"]
 
 # The names mean different things elsewhere. The factor on the learning rate, by matrix [out, in]:
 SCALES = {
@@ -71,7 +70,7 @@ class MuonSettings:
     momentum_form: MomentumForm = "ema"
     nesterov: bool = True
     weight_decay: float = 0.0
-    decay: Decay = "plain"
+    decay: Literal["plain", "cautious"] = "plain"
     preset: str | Polynomial = DEFAULT
     form: Form = "auto"
     scale: Literal["spectral", "match_rms_adamw", "unit_rms", "none"] = "spectral"
@@ -120,21 +119,15 @@ def scale_of(rule: str, rows: int, cols: int) -> float:
 
 
 def update_momentum(
-    buffers: list[Tensor],
-    grads: list[Tensor],
-    *,
-    momentum: float,
-    form: MomentumForm,
-    nesterov: bool,
+    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
 ) -> list[Tensor]:
     """Advance the momentum buffers in place; returns the updates to orthogonalise.
 
     Grads are only read. The updates are new memory: normalising one in place must not destroy the
-    momentum.
+    momentum. ``group`` holds the settings, here and below.
     """
-    if not buffers:
-        return []
-    if form == "ema":
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    if group["momentum_form"] == "ema":
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         if nesterov:
             return list(torch._foreach_lerp(grads, buffers, momentum))
@@ -156,18 +149,10 @@ def convert_momentum(buffer: Tensor, momentum: float, source: str, target: str) 
         buffer.mul_(1 - momentum)
 
 
-def apply_update(
-    weights: list[Tensor],
-    updates: list[Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    decay: Decay,
-) -> None:
+def apply_update(weights: list[Tensor], updates: list[Tensor], group: Mapping[str, Any]) -> None:
     """``weights`` -= lr * updates, decayed, in place."""
-    if not weights:
-        return
-    if weight_decay and decay == "cautious":
+    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    if weight_decay and group["decay"] == "cautious":
         for weight, update in zip(weights, updates, strict=True):
             agrees = (weight * update > 0).to(weight.dtype)
             weight.addcmul_(weight, agrees, value=-lr * weight_decay)
@@ -187,11 +172,36 @@ def kernels_fit(tensors: Sequence[Tensor]) -> bool:
     return plain and newton_schulz.uses_kernels(tensors[0].device)
 
 
+def update_momentum_by_kernels(
+    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
+) -> list[Tensor]:
+    """:func:`update_momentum` in one pass."""
+    from shardwise.kernels.momentum import accumulate
+
+    updates = [torch.empty_like(buffer) for buffer in buffers]
+    accumulate(grads, buffers, updates, **_momentum_rule(group))
+    return updates
+
+
+def apply_update_by_kernels(
+    weights: list[Tensor],
+    updates: list[Tensor] | Tensor,
+    group: Mapping[str, Any],
+    scale: float = 1.0,
+) -> None:
+    """:func:`apply_update` in one pass; the updates are multiplied by ``scale``."""
+    from shardwise.kernels.update import apply
+
+    lr = float(group["lr"])
+    decay = lr * group["weight_decay"]
+    apply(weights, updates, step=lr * scale, decay=decay, rule=group["decay"])
+
+
 def step_by_kernels(
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    group: dict[str, Any],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    weights: list[Tensor],
+    group: Mapping[str, Any],
     polynomial: Polynomial,
     scale: float,
 ) -> None:
@@ -202,50 +212,16 @@ def step_by_kernels(
     apply            scale, decay and update; from the batch into the weights
     """
     from shardwise.kernels.momentum import pack
-    from shardwise.kernels.update import apply
 
-    lr = float(group["lr"])
     form = None if group["form"] == "auto" else group["form"]
     most = max(1, BATCH_ELEMENTS // weights[0].numel())
     for first in range(0, len(weights), most):
         part = slice(first, first + most)
-        packed = pack(
-            grads[part],
-            momenta[part],
-            beta=group["momentum"],
-            rule=group["momentum_form"],
-            nesterov=group["nesterov"],
-        )
+        packed = pack(grads[part], momenta[part], **_momentum_rule(group))
         updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
-        decay = lr * group["weight_decay"]
-        apply(weights[part], updates, step=lr * scale, decay=decay, rule=group["decay"])
+        apply_update_by_kernels(weights[part], updates, group, scale)
 
 
-def update_momentum_by_kernels(
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    momentum: float,
-    form: MomentumForm,
-    nesterov: bool,
-) -> list[Tensor]:
-    """:func:`update_momentum` in one pass."""
-    from shardwise.kernels import momentum as kernel
-
-    updates = [torch.empty_like(buffer) for buffer in buffers]
-    kernel.accumulate(grads, buffers, updates, beta=momentum, rule=form, nesterov=nesterov)
-    return updates
-
-
-def apply_update_by_kernels(
-    weights: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    decay: Decay,
-) -> None:
-    """:func:`apply_update` in one pass."""
-    from shardwise.kernels.update import apply
-
-    apply(weights, updates, step=lr, decay=lr * weight_decay, rule=decay)
+def _momentum_rule(group: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"beta": "momentum", "rule": "momentum_form", "nesterov": "nesterov"}
+    return {theirs: group[ours] for theirs, ours in names.items()}

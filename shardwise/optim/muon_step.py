@@ -69,7 +69,7 @@ class MatrixParameter:
         return found
 
     def matrices(self, position: int, *, measured: bool, order: int = 0) -> list[Matrix]:
-        """Its matrices with pieces and prices; ``position``: of the parameter among others."""
+        """Its matrices with pieces and prices; ``position`` is the parameter's in the group."""
         parameter, group = self.parameter, self.group
         shape = self.route.shape_of(block_shape(parameter))
         polynomial = polynomial_of(group["preset"])
@@ -205,7 +205,7 @@ class MatrixGroup:
     def step(self, states: States) -> Iterator[list[Tensor]]:
         """One step, part by part; yields the parameters that each part has written.
 
-        A parameter without a gradient, which no other rank has then either, is left alone. The
+        A parameter without a gradient, which no other rank has then either, is skipped. The
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
         given = [one.parameter.grad is not None for one in self.members]
@@ -255,13 +255,7 @@ class MatrixGroup:
         if not buffers:
             return
         advance = muon.update_momentum_by_kernels if self.fused else muon.update_momentum
-        updates = advance(
-            buffers,
-            grads,
-            momentum=group["momentum"],
-            form=group["momentum_form"],
-            nesterov=group["nesterov"],
-        )
+        updates = advance(buffers, grads, group)
         for position, update in zip(advanced, updates, strict=True):
             if position not in workspaces:
                 workspaces[position] = update.contiguous()
@@ -298,15 +292,10 @@ class MatrixGroup:
 
     def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
         """Decay and update the weights of one parameter group."""
-        group = self.members[positions[0]].group
+        weights = [local_of(self.members[position].parameter) for position in positions]
+        updates = [workspaces.pop(position) for position in positions]
         apply = muon.apply_update_by_kernels if self.fused else muon.apply_update
-        apply(
-            [local_of(self.members[position].parameter) for position in positions],
-            [workspaces.pop(position) for position in positions],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            decay=group["decay"],
-        )
+        apply(weights, updates, self.members[positions[0]].group)
 
     def _step_local(self, positions: Sequence[int], states: States) -> None:
         """Update whole matrices that skip the exchange, shape by shape, without a workspace."""

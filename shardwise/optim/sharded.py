@@ -152,8 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient, and leave the others alone, states and all;
-        compute weights are refreshed once, by the next gather.
+        """Update every parameter that has a gradient; the others keep values and states.
+
+        Compute weights are refreshed once, by the next gather.
 
         Elementwise groups come first, then matrices part by part. Weights that are updated may be
         gathered (``overlap_gather="step"``) while later matrices are orthogonalised.
@@ -276,7 +277,7 @@ def parameter_problems(
         sharding = sharding_of(parameter)
         if chosen.flat and not wrong and not cut_along_rows(parameter):
             problems.append(
-                f"'{name}' of shape {list(shape)} is taken as one matrix [out, rest], and "
+                f"'{name}' of shape {list(shape)} is one matrix [out, rest], and "
                 f"{parameter.placements} cut it otherwise than along its first dimension"  # type: ignore[attr-defined]
             )
         elif not wrong and chosen.split is not None and any(sharding.blocked):

@@ -134,7 +134,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What one owner orthogonalises: elements [start, start + rows * cols) of a parameter.
+    """The unit of ownership: elements [start, start + rows * cols) of a parameter.
 
     Without ``sizes`` that is one matrix [rows, cols]. Otherwise blocks of ``sizes`` repeat
     ``groups`` times along ``dim``, and the repeats of each block form one matrix.

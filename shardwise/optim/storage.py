@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a parameter is stored: which rank has which of its elements, whoever sharded it.
+"""Where a parameter is stored: which rank has which of its elements, under any way of sharding.
 
     a plain tensor                 all of it, here
     our ShardedTensor              as its layout says: packed, uneven, nothing on some ranks
@@ -82,11 +82,14 @@ class Sharding:
 
     @property
     def cutting_axes(self) -> tuple[comm.Axis, ...]:
-        """Those of :attr:`axes` whose ranks store different elements."""
+        """The axes of several ranks that store different elements, outer to inner."""
         if self.mesh is None:
             return ()
         pairs = zip(comm.mesh_axes(self.mesh), self.replicated, strict=True)
         return tuple(axis for axis, same in pairs if not same and axis.size > 1)
+
+
+_PLAIN = Sharding()
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
@@ -102,7 +105,7 @@ def sharding_of(parameter: Tensor) -> Sharding:
         found = [dim for dim in dims if dim is not None]
         blocked = tuple(dim is not None for dim in dims)
         return Sharding(parameter.device_mesh, sharded, blocked, found[0] if found else 0)
-    return Sharding()
+    return _PLAIN
 
 
 def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:

@@ -21,32 +21,20 @@ PATIENCE = 240.0  # seconds, on a machine that others use too
 SIDE = 16
 
 
-class Stack(nn.Module):
-    """Square matrices and nothing else, so that every rank holds as many rows of each."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(depth))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 def build(
     placements: sw.Placements, sizes: tuple[int, ...], depth: int, **options: Any
-) -> tuple[Stack, Any]:
-    model = Stack(depth)
+) -> tuple[nn.Module, Any]:
+    """Square matrices and nothing else, so that every rank stores as many rows of each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(depth)))
     grain = options.pop("grain", None)
-    for layer in model.layers:
+    for layer in model:
         sw.fully_shard(layer, mesh=mesh_of(*sizes), placements=placements, grain=grain)
     sw.fully_shard(model, mesh=mesh_of(*sizes), placements=placements)
     return model, sw.optimizer(model, matrix=sw.muon(**options), elementwise=sw.adamw())
 
 
-def step(model: Stack, optimizer: Any) -> list[comm.Call]:
+def step(model: nn.Module, optimizer: Any) -> list[comm.Call]:
     model(torch.randn(4, SIDE)).square().sum().backward()
     with comm.record() as calls:
         optimizer.step()

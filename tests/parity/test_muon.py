@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -85,6 +85,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str
     assert not wrong, (what, wrong)
 
 
+@cache  # ranks live as long as the test run
 def unsharded(rank: int, **options: Any) -> dict[str, Tensor]:
     model, optimizer = build(None, **options)
     before = everything(model, optimizer)
@@ -94,77 +95,53 @@ def unsharded(rank: int, **options: Any) -> dict[str, Tensor]:
     return after
 
 
-def check_strategies(rank: int, world_size: int, names: list[str]) -> int:
-    expected = unsharded(rank)
-    for name in names:
-        model, optimizer = build(partial(wrap, STRATEGIES[name], world_size))
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, name)
-    return len(names)
+def check_strategy(rank: int, world_size: int, name: str, options: dict[str, Any]) -> int:
+    model, optimizer = build(partial(wrap, STRATEGIES[name], world_size), **options)
+    train(model, optimizer, rank, sharded=True)
+    found = everything(model, optimizer)
+    assert_same(found, unsharded(rank, **options), f"{name} {options}")
+    return len(found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ten_steps_of_every_stage_equal_the_unsharded_optimizer(world_size: int) -> None:
-    assert (
-        run_ranks(check_strategies, world_size, list(ONE_AXIS), timeout=PATIENCE)
-        == [4] * world_size
-    )
+# On two axes: 2 x 1, 1 x 3 and 2 x 2.
+WORLDS = [(name, world_size) for name in ONE_AXIS for world_size in (1, 2, 3, 4)]
+WORLDS += [(name, world_size) for name in ("hsdp", "hfsdp") for world_size in (2, 3, 4)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ten_steps_on_two_axes_equal_the_unsharded_optimizer(world_size: int) -> None:
-    """2 x 1, 1 x 3 and 2 x 2."""
-    assert (
-        run_ranks(check_strategies, world_size, ["hsdp", "hfsdp"], timeout=PATIENCE)
-        == [2] * world_size
-    )
+@pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
+def test_ten_steps_equal_the_unsharded_optimizer(strategy: str, world_size: int) -> None:
+    assert all(run_ranks(check_strategy, world_size, strategy, {}, timeout=PATIENCE))
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"momentum_form": "sum", "nesterov": False},
-    {"decay": "cautious", "scale": "match_rms_adamw"},
-    {"preset": "s4", "form": "gram"},
-    {"replicas": "repeat"},
-]
+@pytest.mark.parametrize(("strategy", "world_size"), [("zero3", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum_form": "sum", "nesterov": False},
+        {"decay": "cautious", "scale": "match_rms_adamw"},
+        {"preset": "s4", "form": "gram"},
+        {"replicas": "repeat"},
+    ],
+    ids=str,
+)
+def test_settings_keep_their_bits(strategy: str, world_size: int, options: dict[str, Any]) -> None:
+    assert all(run_ranks(check_strategy, world_size, strategy, options, timeout=PATIENCE))
 
 
-def check_settings(rank: int, world_size: int, strategy: str) -> int:
-    for options in OPTIONS:
-        expected = unsharded(rank, **options)
-        model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), **options)
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, str(options))
-    return len(OPTIONS)
+def check_grain(rank: int, world_size: int, grain: Any) -> int:
+    model, optimizer = build(partial(wrap, sw.zero(3), world_size, grain=lambda name, p: grain))
+    (group,) = optimizer._matrix_groups
+    legs = [one.to_owners for one in group.exchange.rounds]
+    train(model, optimizer, rank, sharded=True)
+    assert_same(everything(model, optimizer), unsharded(rank), str(grain))
+    return sum(len(leg.sends) for leg in legs if leg is not None)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
-def test_settings_keep_their_bits(strategy: str) -> None:
-    world_size = 2 if strategy == "zero3" else 4
-    assert (
-        run_ranks(check_settings, world_size, strategy, timeout=PATIENCE)
-        == [len(OPTIONS)] * world_size
-    )
-
-
-def check_grains(rank: int, world_size: int) -> list[int]:
-    """Cut inside rows, in blocks of rows, and not at all; then in many small rounds."""
-    expected = unsharded(rank)
-    moved = []
-    for grain in (sw.ELEMENT, sw.rows(3), sw.TENSOR):
-        chosen = partial(wrap, sw.zero(3), world_size, grain=lambda name, p, g=grain: g)
-        model, optimizer = build(chosen)
-        (group,) = optimizer._matrix_groups
-        legs = [one.to_owners for one in group.exchange.rounds]
-        moved.append(sum(len(leg.sends) for leg in legs if leg is not None))
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, str(grain))
-    return moved
-
-
-def test_any_grain_gives_the_same_bits_and_whole_tensors_stay_where_they_are() -> None:
-    moved = run_ranks(check_grains, 3, timeout=PATIENCE)
-    assert all(sum(ranks[grain] for ranks in moved) > 0 for grain in (0, 1))
-    assert [ranks[2] for ranks in moved] == [0, 0, 0], "the owner of a whole tensor holds it"
+@pytest.mark.parametrize("grain", [sw.ELEMENT, sw.rows(3), sw.TENSOR], ids=str)
+def test_any_grain_gives_the_same_bits_and_whole_tensors_are_not_sent(grain: Any) -> None:
+    """Cut inside rows, in blocks of rows, and not at all."""
+    sent = run_ranks(check_grain, 3, grain, timeout=PATIENCE)
+    assert sent == [0, 0, 0] if grain == sw.TENSOR else sum(sent) > 0
 
 
 def check_rounds(rank: int, world_size: int, strategy: str) -> int:

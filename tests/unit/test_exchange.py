@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, Item, plan
 from shardwise.optim.exchange import Exchange
 from shardwise.optim.ownership import Ownership, assign_owners
@@ -179,6 +181,49 @@ def test_rows_as_torch_chunks_them() -> None:
             assert list(range(begin, end)) == rows
     nested = [chunk_range(10, [2, 2], at) for at in ((0, 0), (0, 1), (1, 0), (1, 1))]
     assert nested == [(0, 3), (3, 5), (5, 8), (8, 10)]
+
+
+def axis(size: int, rank: int) -> comm.Axis | None:
+    """An axis without a process group."""
+    if size == 1:
+        return None
+    return comm.Axis("dp", None, size, rank, {}, tuple(range(size)), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (1, 3), (4, 2)])
+def test_planning_needs_no_process_group_and_both_sides_of_a_message_agree(
+    ranks: int, replicas: int, wire: str
+) -> None:
+    matrices = llama({"a": (7, 5), "b": (4, 9), "c": (7, 5)}, 3, ranks)
+    matrices = [replace(one, parameter=index) for index, one in enumerate(matrices)]
+    workers = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    meta = torch.device("meta")
+    exchanges = {
+        (replica, rank): Exchange(
+            matrices, axis(ranks, rank), axis(replicas, replica), meta, wire=wire, round_bytes=150
+        )
+        for replica, rank in workers
+    }
+    assert len({len(one.rounds) for one in exchanges.values()}) == 1
+    total = 0
+    for (replica, rank), one in exchanges.items():
+        for number, round_ in enumerate(one.rounds):
+            there = {peer: exchanges[replica, peer].rounds[number] for peer in range(ranks)}
+            across = {peer: exchanges[peer, rank].rounds[number] for peer in range(replicas)}
+            for name, peers in (("to_owners", there), ("back", there), ("to_replicas", across)):
+                leg = getattr(round_, name)
+                for peer, theirs in peers.items():
+                    other = getattr(theirs, name)
+                    assert (leg is None) == (other is None)
+                    if leg is not None:
+                        mine = rank if name != "to_replicas" else replica
+                        assert leg.send_sizes[peer] == other.receive_sizes[mine]
+                total += 0 if leg is None else sum(leg.send_sizes)
+        if wire == "fp32":
+            legs = [round_.to_owners for round_ in one.rounds if round_.to_owners]
+            assert sum(sum(leg.send_sizes) for leg in legs) == sent(one.ownership, replica, rank)[0]
+    assert (total > 0) == (ranks * replicas > 1)
 
 
 # ------------------------------------------------------------------------------ on ranks

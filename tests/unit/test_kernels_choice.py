@@ -50,13 +50,6 @@ def test_entry_on_cpu_is_the_definition_matrix_by_matrix() -> None:
     assert orthogonalise(batch[:0], FIVE).shape == (0, 10, 16)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_extreme_gradients_are_orthogonalised_like_any(scale: float) -> None:
-    batch = torch.randn(1, 10, 16)
-    found = orthogonalise(batch * scale, FIVE)
-    torch.testing.assert_close(found, orthogonalise(batch, FIVE), rtol=0, atol=1e-5)
-
-
 def test_flop_is_the_closed_form() -> None:
     """reference/muon.md: direct 15r + 5, Gram 6r + 14 with a restart, 3r + 17 without; cubic."""
     for ratio in (1, 3, 7):

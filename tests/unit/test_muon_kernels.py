@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.kernels import newton_schulz as kernels
 from shardwise.optim import muon
-from tests.models import mesh_of
+from tests.models import Weights, mesh_of
 from tests.ranks import run_ranks
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
@@ -74,20 +74,10 @@ def definitions() -> Iterator[None]:
             setattr(place, name, value)
 
 
-class Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        for name, shape in {
-            "a": (16, 16), "b": (16, 16), "tall": (24, 9), "wide": (9, 24),
-            "experts": (3, 8, 12), "stacked": (20, 10), "interleaved": (20, 10), "vector": (7,),
-        }.items():  # fmt: skip
-            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
+SHAPES = {
+    "a": (16, 16), "b": (16, 16), "tall": (24, 9), "wide": (9, 24),
+    "experts": (3, 8, 12), "stacked": (20, 10), "interleaved": (20, 10), "vector": (7,),
+}  # fmt: skip
 SPLITS = {"stacked": sw.Split.stacked(12, 8), "interleaved": sw.Split.interleaved(2)}
 LOCAL = {"a", "b", "tall", "wide", "experts", "stacked"}
 
@@ -95,7 +85,7 @@ LOCAL = {"a", "b", "tall", "wide", "experts", "stacked"}
 def trained(
     wrap: Callable[[Weights], Any] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    model = Weights()
+    model = Weights(SHAPES, seed=2)
     sw.route(model, split=SPLITS)
     if wrap is not None:
         wrap(model)
