@@ -31,32 +31,38 @@ class TrainConfig:
     """A run. A recipe is a function that returns one; flags replace single values of it.
 
     Args:
-        model: its ``vocab_size`` gives way to that of the data.
-        data: what to train on; see :mod:`shardwise.train.corpus`.
+        model: the model; its ``vocab_size`` gives way to that of the data.
+        data: stdlib, stdlib+torch, a text file, directory or "glob", a token .bin file, hf:NAME;
+            see :mod:`shardwise.train.corpus`.
         tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
-        held_out: fraction of the data that is only ever evaluated.
-        steps: optimizer steps of the whole run, not of what is left of it.
+        held_out: fraction of the data that is evaluated and never trained on.
+        steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
-        microbatches: pieces in which a rank takes its share, one after another.
-        strategy: how parameters, gradients and optimizer states are spread.
+        microbatches: pieces in which a rank computes its share of a batch, one after another.
+        strategy: how parameters, gradients and optimizer states are spread over the ranks.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
-        ep: over how many neighbouring ranks experts are spread; every rank has tokens of its own.
+        ep: number of neighbouring ranks over which experts are spread.
         optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
-        matrix_lr: Muon's learning rate.
-        lr: AdamW's.
+        matrix_lr: learning rate of Muon.
+        lr: learning rate of AdamW.
+        weight_decay: weight decay of both optimizers.
         warmup: steps in which learning rates rise from 0.
-        decay: fraction of the steps, at the end, in which they fall to a tenth along a line.
-        clip: the largest norm of the gradient.
-        precision: of compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
+        decay: fraction of the steps, at the end, in which learning rates fall linearly to a tenth.
+        clip: the largest norm of the gradient; larger ones are scaled down.
+        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
             ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
             why. Main weights are fp32.
-        eval_every, eval_windows: how often held-out loss is taken, over how many windows.
-        save_every, keep: how often a checkpoint is written, and how many remain.
+        seed: seed of the weights, of the order of the samples and of the random generators.
+        eval_every: steps between evaluations of the held-out loss; 0: none.
+        eval_windows: windows of held-out tokens in one evaluation.
+        save_every: steps between checkpoints.
+        keep: number of checkpoints that remain.
         max_skipped: steps in a row whose gradient may be broken (and is dropped) before giving up.
         timeout: seconds after which a collective that another rank does not join is an error.
-        sample: characters or tokens of text to write at the end.
+        sample: tokens of text to generate at the end.
         profile_step: the step that is recorded for the report, counted from where the run starts.
+        deterministic: use torch's deterministic algorithms.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)

@@ -28,6 +28,7 @@ from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import Sink
+from shardwise.train.flags import changed
 from shardwise.train.folder import (
     LATEST,
     Claim,
@@ -98,7 +99,7 @@ def settle(request: Request) -> Settled:
         return _anew(request, folder)
     if request.recipe != Request.recipe:  # that one stands there when nobody named any
         _check_model(request.recipe, saved.model, checkpoint or folder)
-    config = dataclasses.replace(saved, **request.changes)
+    config = changed(saved, request.changes)
     if checkpoint is not None:
         config.check_resume(saved)
     newest = resume == LATEST
@@ -106,7 +107,7 @@ def settle(request: Request) -> Settled:
 
 
 def _anew(request: Request, folder: Path) -> Settled:
-    config = dataclasses.replace(load_recipe(request.recipe), **request.changes)
+    config = changed(load_recipe(request.recipe), request.changes)
     return Settled(config=config, folder=folder, checkpoint=None)
 
 

@@ -80,11 +80,6 @@ def launch_name() -> str | None:
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def speaks() -> bool:
-    """Whether this process prints for all ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def join(timeout: float) -> World:
     """Join the other ranks: NCCL between GPUs where there are some, gloo between hosts."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
