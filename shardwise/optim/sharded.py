@@ -207,6 +207,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             written(settled)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of microbatches that still wait to be reduced too."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                buffer = buffer_of(parameter)
+                if buffer is not None and buffer.waiting is not None:
+                    buffer.waiting()
+
     @torch.no_grad()
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
