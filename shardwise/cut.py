@@ -50,12 +50,16 @@ class Version:
 
     ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there
     alone. Set by the optimizer, as a new dictionary each time, on every rank alike.
+
+    ``waiting`` is set while gradients of earlier microbatches wait to be reduced (no ``.grad``
+    shows them), and drops them: an optimizer refuses to step then, and ``zero_grad`` calls it.
     """
 
     count: int = 0
     settled: Callable[[], None] | None = None
     turns: dict[int, Turns] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
+    waiting: Callable[[], None] | None = None
 
     def await_readers(self) -> None:
         """Before a write: wait for gathers that still read the buffer."""

@@ -23,7 +23,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -139,6 +139,17 @@ class _Counted:
     def set(self, nbytes: int) -> None:
         ledger.add(self.kind, nbytes - self.nbytes)
         self.nbytes = nbytes
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive; None comes back once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*rest: Any) -> Any:
+        bound = reference()
+        return None if bound is None else bound(*first, *rest)
+
+    return call
 
 
 def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:

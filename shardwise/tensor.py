@@ -315,8 +315,24 @@ def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gathers that still read main weights end before any optimizer writes those."""
-    for version in _versions_of(optimizer):
+    """Gathers that still read main weights end before any optimizer writes those. A step before
+    the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
+    versions = _versions_of(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None and any(version.waiting is not None for version in versions):
+        names = [
+            parameter.cut.name
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) is ShardedTensor and getattr(parameter.version, "waiting", None)
+        ]
+        raise RuntimeError(
+            f"the optimizer steps before the last microbatch: gradients of {names} still wait "
+            f"unreduced, and the step would leave them out. Call set_is_last_backward(True), "
+            f"set_requires_all_reduce(True) and set_requires_gradient_sync(True) before the last "
+            f"backward of a step, or model.zero_grad() to drop them"
+        )
+    for version in versions:
         version.await_readers()
 
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import CACHING, Source, counted
+from shardwise.memory import CACHING, Source, counted, weakly
 from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, steps, turn_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
@@ -231,7 +231,7 @@ class Gradients:
         self._pack(target)
         self._open, self._written = None, set()
         if self.keep:
-            self._stamp = self.main_weight.state
+            self._wait()
             return
         if target is self._partial and self.wire_dtype != target.dtype:
             self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
@@ -373,7 +373,7 @@ class Gradients:
             fresh = not self._inner.block.live
             self._inner.block.acquire(CACHING)
             into = self._inner.flat
-            self._stamp = self.main_weight.state
+            self._wait()
         if fresh:
             into.copy_(value, non_blocking=True)
         else:
@@ -389,7 +389,7 @@ class Gradients:
             if last:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
-                self._stamp = None
+                self._stamp = self.main_weight.version.waiting = None
                 self._publish(runtime)
 
         return finish
@@ -477,7 +477,20 @@ class Gradients:
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
-        self._open, self._written, self._stamp, self._in_flight = None, set(), None, False
+        self._open, self._written, self._in_flight = None, set(), False
+        self._stamp = self.main_weight.version.waiting = None
+
+    def _wait(self) -> None:
+        """What was summed so far waits for a later microbatch."""
+        self._stamp = self.main_weight.state
+        self.main_weight.version.waiting = weakly(self._drop_waiting)
+
+    def _drop_waiting(self) -> None:
+        """Forget microbatches that wait to be reduced, between two backwards (``zero_grad``)."""
+        for buffer in (self._partial, self._inner):
+            if buffer is not None:
+                buffer.block.release(self._source_of(buffer))
+        self._stamp = self.main_weight.version.waiting = None
 
 
 def _reduce_shared(

@@ -17,8 +17,7 @@ checkpoint, an init), the next gather sees it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer, GatherPlan, Ranks
 from shardwise.layout import Item, Layout, plan
-from shardwise.memory import CACHING, Block
+from shardwise.memory import CACHING, Block, weakly
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Phase
@@ -150,7 +149,7 @@ class Group:
             self.compute = Buffer(
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
             )
-        self.whole.block.moved = _weakly(self)
+        self.whole.block.moved = weakly(self._point_at_whole)
 
     @property
     def _whole_device(self) -> torch.device:
@@ -413,18 +412,6 @@ _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 def _storage(tensor: Tensor) -> int:
     """Which memory a tensor lies in, also where it has no elements: ranks must decide alike."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _weakly(group: Group) -> Callable[[], None]:
-    """``group._point_at_whole`` for a block that must not keep its group alive."""
-    reference = weakref.ref(group)
-
-    def moved() -> None:
-        owner = reference()
-        if owner is not None:
-            owner._point_at_whole()
-
-    return moved
 
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:

@@ -50,6 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.memory import weakly
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
@@ -140,10 +141,10 @@ class Unit:
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
-            group.gradients.on_written = _weakly(self.written, number)
-            group.gradients.on_owed = _weakly(self.delay, number)
+            group.gradients.on_written = weakly(self.written, number)
+            group.gradients.on_owed = weakly(self.delay, number)
             if self._early:
-                group.main.version.settled = _weakly(self.settled, number)
+                group.main.version.settled = weakly(self.settled, number)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self.arrivals.listen(weakref.ref(self))
@@ -566,14 +567,3 @@ class Unit:
 
 def _never(leaf: Tensor) -> bool:
     return False
-
-
-def _weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A method of a unit that does not keep the unit alive; None comes back once it is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*rest: Any) -> Any:
-        bound = reference()
-        return None if bound is None else bound(*first, *rest)
-
-    return call
