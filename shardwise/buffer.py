@@ -116,7 +116,8 @@ class Buffer:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """For each parameter: elements [low, high) are here, from ``offset`` of ``flat`` on."""
+        """(low, high, offset) of each parameter: its elements [low, high) lie at
+        ``flat[offset:]``."""
         begin = self.first_shard * self.layout.shard_size
         found = []
         for index, start in enumerate(self.layout.starts):
@@ -131,7 +132,7 @@ class Buffer:
         return self.flat[offset : offset + high - low].view(shape)
 
     def cut(self, index: int) -> Cut:
-        """Where the pieces of one parameter lie, for its DTensors."""
+        """The :class:`Cut` of one parameter, which its DTensors share."""
         assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
         sharded = tuple(placement == SHARD for placement in self.placements)
         return Cut(self.layout, index, self.ranks.mesh, sharded, others=self.ranks.others)

@@ -246,7 +246,7 @@ def _room_for(message: Tensor) -> Tensor:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """What gloo can carry: float8 types travel as bytes."""
+    """A view that gloo can carry: float8 types travel as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -255,7 +255,7 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
 
 
 def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
-    """Where the tensor must be for this axis to carry it: gloo reads host memory, NCCL the
+    """The device on which this axis can carry the tensor: gloo reads host memory, NCCL the
     device's."""
     backend = axis.backend_for(tensor)
     if tensor.device.type != "cpu" and backend == "gloo":

@@ -62,13 +62,13 @@ class Version:
     waiting: Callable[[], None] | None = None
 
     def await_readers(self) -> None:
-        """Before a write: wait for gathers that still read the buffer."""
+        """Wait, before a write, for gathers that still read the buffer."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading()
 
     def write(self) -> None:
-        """Before a write: count it, and wait for gathers that still read the buffer."""
+        """Count a write that comes next, and wait for gathers that still read the buffer."""
         self.count += 1
         if self.reading is not None:
             self.await_readers()
@@ -267,7 +267,7 @@ class Cut:
         return full.reshape(-1)[lo:hi].view(self.local_shape)
 
     def within(self, coarse: Cut, local: Tensor) -> Tensor:
-        """Of a local piece under ``coarse``: this rank's piece, aliased."""
+        """This rank's piece as a view of ``local``, which is its piece under ``coarse``."""
         if self.matches(coarse):
             return local
         (lo, hi), (begin, end) = self.piece, coarse.piece

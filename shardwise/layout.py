@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every parameter lies in one flat buffer, and which shard holds which piece of it.
+"""Layout: where each parameter lies in one flat buffer, and which shard holds which piece of it.
 
 A buffer is ``num_shards`` ranges of ``shard_size`` elements. Parameters are packed parameter-major:
 each one is contiguous, so a gathered buffer *is* the parameters and nothing is copied out. Shards

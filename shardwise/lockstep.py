@@ -80,7 +80,7 @@ class Journal:
         return numpy.unpackbits(numpy.frombuffer(together.to_bytes(4, "big"), numpy.uint8)) > 0
 
     def first_difference(self) -> str:
-        """What is wrong where the trails of ranks differ. Every rank of the group asks at once."""
+        """The error message for ranks whose trails differ. Every rank of the group asks at once."""
         store = dist.distributed_c10d._get_default_store()
         where = f"shardwise/issued/{self.group.group_name}"
         mine = {"issued": self.issued()}
@@ -138,7 +138,7 @@ _watcher: threading.Thread | None = None
 
 @contextmanager
 def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
-    """Around a wait for messages: where the ranks are out of step it raises instead of hanging."""
+    """Watch a wait for messages: where the ranks are out of step it raises instead of hanging."""
     global _watcher
     if ticket is None:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of buffers come from, and the ledger that counts them.
+"""Blocks of memory, the sources that they come from, and the ledger that counts them.
 
 A :class:`Block` is a flat tensor whose memory comes and goes while the tensor, and every view of it
 that autograd saved, stays. A *source* decides where the memory comes from:
@@ -99,7 +99,7 @@ class Block:
 
     @property
     def _held(self) -> int:
-        """What the ledger counts while the block is live: the meta device holds no bytes."""
+        """The bytes that the ledger counts while the block is live: the meta device holds none."""
         return 0 if self.tensor.is_meta and not ledger.counts_meta else self.nbytes
 
     def release(self, source: Source) -> None:
@@ -110,7 +110,7 @@ class Block:
             source.release(self)
 
     def acquire(self, source: Source) -> None:
-        """Have memory again. The contents are undefined."""
+        """Get memory again. The contents are undefined."""
         if not self.live:
             source.acquire(self)
             self.live = True
@@ -130,7 +130,7 @@ class Block:
 
 
 class _Counted:
-    """What the ledger counts for one block; apart from it, so that a dead block can be
+    """The ledger's entry of one block; an object of its own, so that a dead block can be
     uncounted."""
 
     def __init__(self, kind: str) -> None:

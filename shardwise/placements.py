@@ -142,7 +142,7 @@ def hsdp() -> Placements:
 
 
 def hfsdp() -> Placements:
-    """As :func:`hsdp`, with main weights and optimizer state sharded over the outer axis too."""
+    """:func:`hsdp` with main weights and optimizer state sharded over the outer axis too."""
     return Placements(compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[SHARD, SHARD])
 
 
@@ -217,8 +217,8 @@ def turn_spans(
     coordinate: Sequence[int],
     axis: int,
 ) -> tuple[list[Span], list[list[Span]]]:
-    """What a reduction over an axis of replicas brings where: the spans that every rank of the axis
-    needs, and those that each of them needs alone.
+    """(shared, parts) of a reduction over an axis of replicas: the spans that every rank of the
+    axis needs, and those that each of them needs alone.
 
     ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
     Axes of replicas inside this one have been reduced over already:

@@ -195,7 +195,7 @@ def watch(who: Watcher) -> Iterator[None]:
 
 
 def stalling(reason: str) -> AbstractContextManager[Any]:
-    """Around whatever makes the compute lane wait."""
+    """A context around whatever makes the compute lane wait."""
     return _NOWHERE if _watcher is None else _watched_stall(_watcher, reason)
 
 
@@ -245,12 +245,12 @@ class Clock:
         return event
 
     def settle(self) -> None:
-        """Until every mark has been reached."""
+        """Wait until every mark has been reached."""
         if self.on_device:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, mark: Any) -> float:
-        """Of a mark that has been reached."""
+        """The seconds at a mark that has been reached."""
         if not self.on_device:
             return float(mark - self._begin)
         return float(self._begin.elapsed_time(mark)) / 1e3

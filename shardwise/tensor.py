@@ -196,7 +196,8 @@ class ShardedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """To all ``Replicate()``: a plain DTensor. To its own placements: itself. No other way."""
+        """A plain DTensor for all ``Replicate()``, itself for its own placements; others are
+        refused."""
         here = device_mesh is None or device_mesh == self.cut.mesh
         wanted = None if placements is None else tuple(placements)
         plain = forward_dtype is None and backward_dtype is None
@@ -215,8 +216,8 @@ class ShardedTensor(DTensor):
     # ------------------------------------------------------------------ distributed checkpoints
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What this rank can write. Replicas offer the same boxes: DCP drops duplicates by offset
-        and spreads them over the ranks that offered them."""
+        """The write items of this rank. Replicas offer the same boxes: DCP drops duplicates by
+        offset and spreads them over the ranks that offered them."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

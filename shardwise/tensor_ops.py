@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each torch op does on a ShardedTensor: a table from op to handler, filled on first use.
+"""Torch ops on a ShardedTensor: a table from op to handler, filled on first use.
 
     kind          examples                              what runs
     alias         detach, view of the same shape        the same local memory, the same version
@@ -120,7 +120,7 @@ class Operations:
     # ------------------------------------------------------------------ element by element
 
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
-        """What of an operand goes with this rank's piece."""
+        """The part of an operand that goes with this rank's piece."""
         if type(operand) is self.kind:
             if cut.matches(operand.cut):
                 return operand._local_tensor
@@ -211,7 +211,7 @@ class Operations:
         return target
 
     def _write(self, *targets: Any) -> None:
-        """Before a write: count it, and wait for gathers that still read."""
+        """Count a write that comes next, and wait for gathers that still read."""
         for target in targets:
             if type(target) is self.kind and target.version is not None:
                 target.version.write()

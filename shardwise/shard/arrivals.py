@@ -54,7 +54,7 @@ class Arrivals:
         self._listeners: dict[Key, Any] = {}
 
     def listen(self, told: ref[Listener]) -> None:
-        """Have ``told`` hear when autograd has brought the gradient of a trainable parameter;
+        """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
         self._follow()
         for key in self._trainable - self._listeners.keys():
@@ -115,7 +115,7 @@ class Arrivals:
         return [item.name for group in self._groups for item in group.items]
 
     def absent(self) -> comm.Facts:
-        """For each parameter, whether the reduction of this backward had no gradient of it. False
+        """Whether the reduction of this backward had no gradient, for each parameter. False
         where there was no reduction: frozen, not reached, or delayed ones are to come."""
         found = numpy.zeros(len(self._sizes), bool)
         first = 0

@@ -31,7 +31,7 @@ class Owner(Protocol):
 
 
 class State(enum.Enum):
-    """Where one call of a unit stands."""
+    """The state of one call of a unit."""
 
     RUNNING = "running"  # its forward has begun
     AWAITED = "awaited"  # its forward is over, and a backward may come
@@ -82,7 +82,7 @@ class Call:
         return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
-        """Have the unit told when the first gradient of an output comes; whether one can come.
+        """Tell the unit when the first gradient of an output comes; returns whether one can come.
 
         Raises TypeError where no tensor is found and an object may hide one: its backward would
         read weights that are no longer there.

@@ -84,7 +84,7 @@ class GroupPlane:
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
-    """From what ``source`` holds, into the same places of each; each value is read once."""
+    """Encode what ``source`` holds into the same places of each plane; each value is read once."""
     for index, (low, high, _) in enumerate(source.pieces):
         if high > low:
             into = [plane.view(index, low, high) for plane in planes]
@@ -139,7 +139,7 @@ class CodedGroup(Group):
         return not self._missing("forward") and not self._missing("backward")
 
     def _missing(self, phase: Phase) -> list[GroupPlane]:
-        """What ``phase`` reads and is not there, or no longer what main says."""
+        """The planes that ``phase`` reads and that are not there, or are older than main."""
         backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
         everything = self.persistent or (self.reads_again and backward)
         return self._stale(
@@ -266,9 +266,9 @@ class CodedGroup(Group):
         self._kept_axis, self._kept_filled = axis, plane.filled
 
     def plane(self, index: int, phase: Phase) -> Plane:
-        """What ``phase`` reads of one weight. A recomputation that nobody saw coming (a reentrant
-        checkpoint inside a unit), or whoever else reads in backward what forward read, gathers
-        here: every rank does so, or none."""
+        """The plane of one weight that ``phase`` reads. A recomputation that nobody saw coming (a
+        reentrant checkpoint inside a unit), or whoever else reads in backward what forward read,
+        gathers here: every rank does so, or none."""
         plane = self._plane_of(phase)
         if plane is None:
             raise MXFP8Error(
@@ -304,7 +304,7 @@ class CodedGroup(Group):
         )
 
     def planes_here(self, index: int) -> dict[Block, Plane]:
-        """What is gathered now."""
+        """The planes that are gathered now."""
         return {
             block: plane.whole(index)
             for block, plane in self.planes.items()

@@ -252,7 +252,7 @@ def _grain(seen: Sequence[int], whole: bool) -> Any:
 def matrix_cost(
     shape: Sequence[int], route: Route, settings: MuonSettings, *, measured: bool = False
 ) -> int:
-    """What Newton-Schulz spends on all matrices of one parameter."""
+    """The cost of Newton-Schulz on all matrices of one parameter."""
     one = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
     return sum(one(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
@@ -261,7 +261,7 @@ def matrix_cost(
 def _stages(
     model: nn.Module, places: Sequence[tuple[dict[str, Any], str, int, int]]
 ) -> dict[nn.Module, list[int]]:
-    """For each module that waits: the buckets that it reads."""
+    """The buckets that each waiting module reads."""
     held: dict[int, set[int]] = {}
     for parameters, _, number, _ in places:
         held.setdefault(id(parameters), set()).add(number)

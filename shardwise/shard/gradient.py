@@ -43,7 +43,7 @@ from shardwise.tensor import ShardedTensor
 
 
 class Gradients:
-    """What one group does with its gradients."""
+    """The gradients of one group, from autograd to the optimizer."""
 
     def __init__(
         self,
@@ -189,12 +189,13 @@ class Gradients:
             self._forget_main()
 
     def _forget_main(self) -> None:
-        """Have other memory the next time."""
+        """Leave the main grad's memory to its holders; the next gradients get another."""
         self._views.pop(id(self._main), None)
         self._main, self._turns, self._dtensors, self._locals = None, None, [], []
 
     def _count_references(self, main: Buffer) -> int:
-        """To the memory of the main grad and to the tensors that show it, but for own views."""
+        """The number of references to the main grad's memory and to the tensors that show it, own
+        views excepted."""
         storage = main.flat.untyped_storage()
         found: int = torch._C._storage_Use_Count(storage._cdata) - len(
             self._views.get(id(main), ())
@@ -316,7 +317,8 @@ class Gradients:
     def _reduce_replicas(
         self, current: Tensor, axis: int, link: comm.Axis, divisor: float | None
     ) -> Iterator[comm.Pending]:
-        """In place, over an axis of replicas: to all of them, or to the one whose turn it is."""
+        """Reduce in place over an axis of replicas: to all of them, or to the one that owns a
+        matrix."""
         if not self._turns:
             yield comm.all_reduce(current, link, divisor=divisor)
             return
@@ -380,7 +382,8 @@ class Gradients:
             into.add_(value.to(into.device))
 
     def _finish(self, runtime: Runtime, target: Buffer, last: bool) -> Callable[[], None]:
-        """What runs once the reduction is done and the compute lane has waited for it."""
+        """The function that runs once the reduction is done and the compute lane has waited for
+        it."""
 
         def finish() -> None:
             self._in_flight = False
@@ -440,7 +443,7 @@ class Gradients:
         return main
 
     def tidy(self) -> None:
-        """Before a forward: give back the memory of gradients that the user dropped."""
+        """Prepare for a forward: give back the memory of gradients that the user dropped."""
         if self._main is not None and self._main.block.live and self._main_is_fresh():
             self._leave_main_to_holders()
             if self._main is not None:
@@ -481,7 +484,7 @@ class Gradients:
         self._stamp = self.main_weight.version.waiting = None
 
     def _wait(self) -> None:
-        """What was summed so far waits for a later microbatch."""
+        """Note that the gradients summed so far wait for a later microbatch."""
         self._stamp = self.main_weight.state
         self.main_weight.version.waiting = weakly(self._drop_waiting)
 
@@ -504,7 +507,7 @@ def _reduce_shared(
 def _reduce_parts(
     flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
 ) -> Iterator[comm.Pending]:
-    """To each rank its part; what is left of the others' is of no use to anybody."""
+    """Reduce to each rank its own part; the memory of the other parts is undefined afterwards."""
     packed = _pack(flat, [span for part in parts for span in part])
     sizes = [sum(end - begin for begin, end in part) for part in parts]
     mine = counted(packed.new_empty(sizes[link.rank]), "receive")
@@ -535,4 +538,4 @@ def _forget(views: dict[int, list[Tensor]], key: int) -> None:
 
 
 def _ignore(index: int) -> None:
-    """Nobody counts the gradients of a group that no unit owns."""
+    """Do nothing: no unit counts these gradients."""

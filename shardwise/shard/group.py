@@ -97,7 +97,7 @@ class Group:
 
     @property
     def _home(self) -> torch.device:
-        """Where main weights live: with offload the host, else the device."""
+        """The device of the main weights: the host with offload, else the model's."""
         return torch.device("cpu") if self.offload else self.device
 
     def _build_main(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -159,7 +159,7 @@ class Group:
         return WholeParameter.empty(requires_grad)
 
     def _rest(self) -> None:
-        """As between steps: whole weights only where they are kept."""
+        """Release whole weights that are not kept between steps."""
         if not (self.persistent or self.aliased):
             self.whole.block.release(CACHING)
 
@@ -288,7 +288,7 @@ class Group:
         self._issued(runtime)
 
     def _prepare(self, runtime: Runtime) -> None:
-        """Before a gather: its lane waits for whoever wrote main last."""
+        """Make the gather lane wait for whoever wrote main last."""
         state = self.main.state
         if self.awaited != state:
             runtime.lanes.join("gather", "compute")
@@ -315,7 +315,7 @@ class Group:
             raise
 
     def wait(self, runtime: Runtime) -> None:
-        """What the caller computes next sees the whole weights."""
+        """Make the whole weights usable by what the caller computes next."""
         if self.aliased or self._pending is None:
             return
         self._arrive()
@@ -342,7 +342,7 @@ class Group:
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Before a release: keep 1/k of the whole weights, so that only k ranks gather them
+        """Keep 1/k of the whole weights beyond a release, so that only k ranks gather them
         again."""
         if self.persistent or self.aliased:
             return
@@ -401,7 +401,7 @@ class Group:
 
 
 def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
-    """What to raise where somebody wrote to whole weights; asked before they are released."""
+    """The error for whole weights that somebody wrote to; asked before their release."""
     names = [name for group in groups for name in group.lost_writes()]
     return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
@@ -415,8 +415,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def carry_attributes(source: Tensor, target: Tensor) -> None:
-    """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...)
-    reaches every tensor that stands for it."""
+    """Copy what users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks,
+    ...): reaches every tensor that stands for it."""
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
             setattr(target, name, value)

@@ -38,7 +38,7 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
 
 
 class UnshardHandle:
-    """Of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
+    """The handle of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -101,7 +101,7 @@ class ShardedModule(FSDPModule):
             raise lost
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop the iteration, gradients included."""
+        """Drop an iteration that raised in forward or backward, gradients included."""
         unit = self._ready_unit()
         if not unit.is_root:
             raise RuntimeError("reset_iter_state is for the root module: call it there")
@@ -327,7 +327,7 @@ def mark_written(model: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have another method of a wrapped module treated like ``forward``."""
+    """Treat another method of a wrapped module like ``forward``."""
     torch.distributed.fsdp.register_fsdp_forward_method(module, method_name)
 
 

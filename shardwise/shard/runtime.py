@@ -197,7 +197,7 @@ class Runtime:
         self._writers_awaited = False
 
     def await_writers(self, event: Any = None) -> None:
-        """Have gathers wait for what has written main weights so far: for all that compute was
+        """Make gathers wait for what has written main weights so far: for all that compute was
         given, or only for ``event``, by which the user marks the optimizer's end. Later writes are
         noticed by ``Group.gather``."""
         if event is None:
@@ -266,8 +266,8 @@ class Runtime:
             reduction.finish()
 
     def finish_issued(self) -> None:
-        """Room for what comes, ahead of ``drain``: called where ranks may differ in the moment, so
-        only for reductions that issue nothing any more."""
+        """Finish reductions ahead of ``drain``, to free memory; called where ranks may differ in
+        the moment, so only for reductions that issue nothing any more."""
         if all(reduction.issued for reduction in self._reductions):
             self.drain(self.max_reductions - 1)
 
@@ -372,7 +372,7 @@ class Runtime:
             self.settle()
 
     def settle(self) -> None:
-        """Before somebody reads gradients: the host waits for those that are copied to it."""
+        """Make the host wait for gradients that are copied to it, before somebody reads them."""
         if self.offloads:
             self.lanes.settle()
 
@@ -439,4 +439,4 @@ def _dropped(runtime: weakref.ref[Runtime], ending: Any) -> None:
 
 
 def _dead() -> None:
-    """What a reference to an ending answers that autograd has dropped."""
+    """Answer None, as a reference to an ending does that autograd has dropped."""

@@ -78,7 +78,7 @@ class Phase(enum.Enum):
 
 
 class Progress(enum.Enum):
-    """What the backward that runs now has done for a unit."""
+    """The progress of the backward that runs now, for one unit."""
 
     UNTOUCHED = "untouched"
     GATHERED = "gathered"  # its weights, or it was prefetched
@@ -280,7 +280,8 @@ class Unit:
             self._rest()
 
     def tidy(self) -> None:
-        """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        """Prepare for a forward: follow ``requires_grad_``, give back gradients that were
+        dropped."""
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
@@ -319,7 +320,8 @@ class Unit:
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
-        """Be called when a gradient of an output comes, or of what a module keeps on itself."""
+        """Ask to be called when a gradient comes, of an output or of a tensor that a module
+        keeps."""
         kept = self.members.side_outputs(self) if self.members is not None else ()
         try:
             return call.watch_outputs(output, kept)
@@ -457,7 +459,7 @@ class Unit:
         self.runtime.settle_late()
 
     def reduce(self) -> None:
-        """It is this unit's turn."""
+        """Reduce the gradients: every unit before this one has."""
         with annotate(self.name, "reduce gradients"):
             for group in self.groups:
                 if group.trainable:
@@ -514,7 +516,8 @@ class Unit:
     def _prefetch(
         self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
     ) -> None:
-        """What the user listed, or else the one unit that the recorded order expects."""
+        """Prefetch the units that the user listed, or else the one that the recorded order
+        expects."""
         units = [reference() for reference in wanted] if wanted is not None else [guess]
         for unit in units:
             if unit is not None and unit is not self:
@@ -525,7 +528,7 @@ class Unit:
         self.weights.expose(self.runtime, reads, by_and_by=self.phase is Phase.FORWARD)
 
     def show_again(self) -> None:
-        """After a look at the parameters at rest: the modules hold what their phase needs."""
+        """Give the modules what their phase needs, after a look at the parameters at rest."""
         if self.phase is not Phase.RESTING and not self.weights.shown:
             self.weights.show(self.runtime)
 
@@ -534,7 +537,7 @@ class Unit:
         self.weights.hide(force)
 
     def release_unused(self, graph_kept: bool) -> None:
-        """After backward: what was gathered ahead and never came."""
+        """Release, after backward, weights that were prefetched and not used."""
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
             self.calls.forget(self.runtime.walked)
         self.progress = Progress.UNTOUCHED
@@ -544,12 +547,12 @@ class Unit:
             self.weights.release(self.runtime)
 
     def rest(self) -> None:
-        """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
+        """Go to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
         self.calls.awaited.clear()
 
     def reset(self) -> None:
-        """Back to rest, without gradients."""
+        """Go to rest and drop all gradients."""
         self.rest()
         self.progress = Progress.UNTOUCHED
         for group in self.groups:

@@ -38,7 +38,7 @@ class Weights:
             group.gather(runtime, reads)
 
     def wait(self, runtime: Runtime) -> None:
-        """Until what was begun is there."""
+        """Wait for the gathers that were begun."""
         for group in self.groups:
             group.wait(runtime)
 

@@ -86,12 +86,12 @@ class WholeParameter(nn.Parameter):
 
     @property
     def name_here(self) -> str:
-        """As its group knows it, for errors."""
+        """The parameter's name in its group, for errors."""
         return f"'{self._home.layout.items[self._index].name}'"
 
     @property
     def main_grad(self) -> Tensor:
-        """Where this microbatch's gradient is summed, ready to be added to."""
+        """The memory in which this microbatch's gradient is summed, ready to be added to."""
         view, fresh = self.fresh_main_grad()
         if fresh:
             view.zero_()
