@@ -45,8 +45,8 @@ class Version:
     ``reading`` is set while a gather on another lane reads the buffer, and makes a writer wait for
     that gather.
 
-    ``settled`` is told when an optimizer has written all that it will write in this step, on every
-    rank in the same order: whoever wants the new weights early may begin to gather them.
+    ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
+    every rank in the same order: whoever wants the new weights early may begin to gather them.
 
     ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there
     alone. Set by the optimizer, as a new dictionary each time, on every rank alike.
@@ -56,7 +56,7 @@ class Version:
     """
 
     count: int = 0
-    settled: Callable[[], None] | None = None
+    on_stepped: Callable[[], None] | None = None
     turns: dict[int, Turns] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
     waiting: Callable[[], None] | None = None

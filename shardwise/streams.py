@@ -83,7 +83,7 @@ class Lanes:
         event.record(awaited)
         waiting.wait_event(event)
 
-    def settle(self, event: Any = None) -> None:
+    def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
         writes offloaded weights."""
         if self.asynchronous and event is None:
@@ -244,7 +244,7 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until every mark has been reached."""
         if self.on_device:
             torch.cuda.synchronize(self._device)

@@ -142,7 +142,7 @@ class Staging:
             host.copy_(piece.data, non_blocking=True)
             staged.append(replace(piece, data=host))
         for device in devices:
-            Lanes(device).settle()
+            Lanes(device).synchronize()
         return staged
 
 

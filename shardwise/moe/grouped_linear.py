@@ -384,13 +384,13 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
-        owed = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
+        pending = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:
-            owed.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
+            pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
         if ctx.delayed is not None:
-            ctx.delayed.owe(owed)
+            ctx.delayed.delay(pending)
             return dx, None, None, None, None, None
-        gradients = [gradient for bundle, write in owed for gradient in bundle.gradients(write)]
+        gradients = [gradient for bundle, write in pending for gradient in bundle.gradients(write)]
         return dx, None, None, None, None, *gradients
 
 

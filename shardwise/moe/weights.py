@@ -201,11 +201,11 @@ class ExpertTensor:
                 target, add = place
                 target.add_(part) if add else target.copy_(part)
 
-    def owe(self) -> None:
+    def delay(self) -> None:
         """Tell owners of parameters that the gradients come after this backward, if they ask."""
         for parameter in self._trained:
-            if hasattr(type(parameter), "owe"):
-                parameter.owe()  # type: ignore[attr-defined]
+            if hasattr(type(parameter), "delay"):
+                parameter.delay()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
         """Gradients that autograd knows nothing of are whole: tell those who wait, once each."""

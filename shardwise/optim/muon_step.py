@@ -169,7 +169,7 @@ class MatrixGroup:
         """The part of the step in which each parameter is updated: one part for all, where no unit
         gathers weights during the step."""
         versions = [version_of(one.parameter) for one in self.members]
-        if not any(version is not None and version.settled is not None for version in versions):
+        if not any(version is not None and version.on_stepped is not None for version in versions):
             return [0] * len(versions)
         sizes = [one.parameter.numel() for one in self.members]
         return update_order([id(version) for version in versions], sizes)

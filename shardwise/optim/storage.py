@@ -235,5 +235,5 @@ def mark_written(parameters: Sequence[Tensor]) -> None:
     found = [version for parameter in parameters if (version := version_of(parameter)) is not None]
     for version in {id(version): version for version in found}.values():
         version.count += 1
-        if version.settled is not None:
-            version.settled()
+        if version.on_stepped is not None:
+            version.on_stepped()

@@ -71,7 +71,8 @@ class Gradients:
         self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
         self.on_written: Callable[[int], None] = _ignore
-        self.on_owed: Callable[[int], None] = _ignore  # when one says that it will, after backward
+        # Called when one says that its gradient will come later, perhaps after this backward.
+        self.on_delayed: Callable[[int], None] = _ignore
         for index, parameter in enumerate(unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}
@@ -411,7 +412,7 @@ class Gradients:
                     if parameter._post_accumulate_grad_hooks:
                         hooked.append(parameter)
         if hooked:
-            runtime.settle()  # hooks may read the gradients on the host
+            runtime.wait_on_host()  # hooks may read the gradients on the host
         for parameter in hooked:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)

@@ -242,7 +242,7 @@ class Group:
         self._point_at_whole()
         self._rest()
 
-    def settle_initial_values(self) -> None:
+    def sync_initial_values(self) -> None:
         """Values made after wrapping (meta device) may differ between replicas: take the
         first's."""
         if self._born_late:
@@ -300,7 +300,7 @@ class Group:
         lanes = runtime.lanes
         self._ready = event = lanes.mark("gather")
         if event is not None:
-            wait = lanes.settle if self.offload else partial(lanes.wait, "compute")
+            wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")
             self.main.version.reading = partial(wait, event)
 
     def _arrive(self) -> None:

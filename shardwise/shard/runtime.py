@@ -339,7 +339,7 @@ class Runtime:
         for unit in units:
             unit.release_unused(kept)
         self.walked = {0}
-        self.settle()
+        self.wait_on_host()
         if isinstance(self.source, TracePool):
             self.source.step_done()
         if left:
@@ -365,16 +365,16 @@ class Runtime:
                 f"requires_grad_(False)"
             )
 
-    def settle_late(self) -> None:
+    def finish_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
         if self._ending is None and not self.in_backward:
             self.drain()
-            self.settle()
+            self.wait_on_host()
 
-    def settle(self) -> None:
+    def wait_on_host(self) -> None:
         """Make the host wait for gradients that are copied to it, before somebody reads them."""
         if self.offloads:
-            self.lanes.settle()
+            self.lanes.synchronize()
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They

@@ -142,9 +142,9 @@ class Unit:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = weakly(self.written, number)
-            group.gradients.on_owed = weakly(self.delay, number)
+            group.gradients.on_delayed = weakly(self.delay, number)
             if self._early:
-                group.main.version.settled = weakly(self.settled, number)
+                group.main.version.on_stepped = weakly(self.gather_early, number)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self.arrivals.listen(weakref.ref(self))
@@ -229,7 +229,7 @@ class Unit:
         for number, group in enumerate(self.groups):
             group.label = f"'{name}'" + (f" buffer {number}" if number else "")
             group.gradients.label = group.label
-            group.settle_initial_values()
+            group.sync_initial_values()
 
     def adopt_runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -456,7 +456,7 @@ class Unit:
             self.progress = Progress.DONE
         if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
-        self.runtime.settle_late()
+        self.runtime.finish_late()
 
     def reduce(self) -> None:
         """Reduce the gradients: every unit before this one has."""
@@ -504,7 +504,7 @@ class Unit:
         if reads == "backward" and self.progress is Progress.UNTOUCHED:
             self.progress = Progress.GATHERED
 
-    def settled(self, number: int) -> None:
+    def gather_early(self, number: int) -> None:
         """The optimizer is done with this group: bring its weights while it computes the others.
 
         Whoever writes to them once more makes them stale, and the next forward gathers again.
