@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.optim import muon_step, ownership
 from shardwise.optim.split import Split
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
-from tests.parity.helpers import ONE_AXIS, STRATEGIES
+from tests.parity.helpers import ONE_AXIS, STRATEGIES, assert_same, everything
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,24 +65,6 @@ def wrap(placements: sw.Placements, world_size: int, model: Model, **options: An
     for unit in (model, *model.layers):
         unit.set_gradient_divide_factor(4.0)
     return model
-
-
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Full parameters and full states."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        tensors = {"": parameter} | optimizer.state[parameter]
-        for key, value in tensors.items():
-            value = value.detach()
-            found[f"{name} {key}"] = getattr(value, "full_tensor", value.clone)()
-    assert len(found) == 15 + 4 + 11 * 3, "parameters, momenta, and three states of the rest"
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
-    assert not wrong, (what, wrong)
 
 
 @cache  # ranks live as long as the test run
