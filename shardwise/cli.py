@@ -207,7 +207,7 @@ def train(command: Train, words: list[str]) -> int:
         return session.train(
             request, lambda folder, config: _sinks(command.loggers, folder, config)
         )
-    session.check(session.settle(request), command.nproc or default_ranks())
+    session.check(session.resolve(request), command.nproc or default_ranks())
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 

@@ -37,8 +37,8 @@ from shardwise.moe import convert_gate_up
 
 log = logging.getLogger(__name__)
 
-# From one tensor of the model to those of the format: a renaming, a split, a transposition. It is
-# called with a meta tensor first, to learn names and sizes.
+# From one tensor of the model to tensors of the format: a renaming, a split, a transposition. The
+# first call is with a meta tensor, for names and sizes.
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
@@ -62,15 +62,15 @@ def export(
     """Write the model of a checkpoint to a new directory ``out``; returns the files.
 
     A checkpoint whose config describes its ``"model"`` (the fields of ``GPTConfig``) becomes what
-    ``transformers`` loads. For any other pass ``convert``, which gives names and forms, and
-    ``config`` for ``config.json``; without, names stay as they are. ``dtype`` converts
-    floating-point tensors; without it each has the dtype that its parameter came with, before it
-    was wrapped. Every byte is checked against its sha256 before it is used, and ``out``
-    appears whole or not at all.
+    ``transformers`` loads. For any other model pass ``convert``, which returns the tensors by name,
+    and ``config`` for ``config.json``; without them, names stay as they are. ``dtype`` converts
+    floating-point tensors; the default is the dtype that each parameter had before it was wrapped.
+    Every byte is checked against its sha256 before it is used, and ``out`` appears whole or not at
+    all.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     if max_file_bytes < 1:
-        raise ValueError(f"export(max_file_bytes={max_file_bytes}): files hold at least a byte")
+        raise ValueError(f"export(max_file_bytes={max_file_bytes}): a file holds at least one byte")
     if is_taken(target):
         raise CheckpointError(f"{target} is there already: remove it or choose another directory")
     manifest = Manifest.read(source)
@@ -79,7 +79,7 @@ def export(
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype)
     make = _Converter(checkpoint, convert, dtype)
-    files = _plan(make, max_file_bytes)
+    files = _assign_files(make, max_file_bytes)
     folder = temporary(target)
     folder.mkdir(parents=True)
     try:
@@ -99,7 +99,7 @@ def export(
 def _as_gpt(
     checkpoint: Checkpoint, dtype: torch.dtype | None
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
-    """The names and the configuration of our own models, where the checkpoint is of one."""
+    """The conversion and the configuration of a ``GPT``, if the checkpoint is of one."""
     path = checkpoint.path
     described = (checkpoint.manifest.config or {}).get("model")
     if described is None:
@@ -122,7 +122,7 @@ def _as_gpt(
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
-        if order is not None:  # an expert's gate and up: stacked over there
+        if order is not None:  # an expert's gate and up: stacked in the format
             tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
         return hf_tensors(name, tensor, config=model)
 
@@ -130,7 +130,7 @@ def _as_gpt(
 
 
 class _Converter:
-    """Tensors of the checkpoint as the target wants them."""
+    """Tensors of the checkpoint in the names and dtypes of the export."""
 
     def __init__(
         self, checkpoint: Checkpoint, convert: Convert | None, dtype: torch.dtype | None
@@ -140,7 +140,7 @@ class _Converter:
         self.names = sorted(key.removeprefix("model.") for key in keys)
 
     def sketch(self, name: str) -> dict[str, Tensor]:
-        """The results of one tensor, without data."""
+        """The results of one tensor, on the meta device."""
         entry = self._checkpoint.index[model_key(name)]
         return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
 
@@ -157,7 +157,7 @@ class _Converter:
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The dtype that a parameter came with; the stored one, where main weights have that too."""
+    """The dtype that a parameter had before it was wrapped; the stored one if none is noted."""
     noted = checkpoint.values.get("dtypes", {})
     if not isinstance(noted, dict):
         raise CheckpointError(
@@ -167,8 +167,8 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return dtype_of(known, name) if known else checkpoint.index[model_key(name)].dtype
 
 
-def _plan(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
-    """Which tensors go into which file, in the order of their names."""
+def _assign_files(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
+    """The tensors of each file, in the order of their names."""
     files = [_OutputFile()]
     seen: dict[str, str] = {}
     for name in make.names:
@@ -197,7 +197,7 @@ def _write(folder: Path, make: _Converter, files: list[_OutputFile]) -> list[str
         name = "model.safetensors" if len(files) == 1 else name
         tensors: dict[str, Tensor] = {}
         for source in file.sources:
-            # Cloned where it is a view: the format refuses tensors that share memory.
+            # Views are cloned: the format refuses tensors that share memory.
             for key, value in make.read(source).items():
                 whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
                 tensors[key] = value if whole else value.contiguous().clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainConfig: all that decides a run, as one frozen value that goes to JSON and back."""
+"""TrainConfig: everything that decides a run, one frozen value that goes to JSON and back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 
-# What a resumed run cannot change, and why. All other fields take effect; other text and another
-# shape of the model are refused where they are read.
+# The fields that a resumed run cannot change, and why. All other fields take effect; other data and
+# another shape of the model are refused when they are read.
 FIXED = {
     "seed": "the order of the samples and the random states go on as they were saved",
     "tokenizer": "the rows of the embedding stand for the tokens of the saved run",
@@ -28,7 +28,7 @@ FIXED = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run. A recipe is a function that returns one; flags replace single values of it.
+    """The configuration of a run. A recipe is a function that returns one; flags replace values.
 
     Args:
         model: the model; its ``vocab_size`` gives way to that of the data.
@@ -140,7 +140,7 @@ class TrainConfig:
         return problems
 
     def check_resume(self, saved: TrainConfig) -> None:
-        """Raise if this configuration cannot go on from a checkpoint of the ``saved`` one."""
+        """Raise if this configuration cannot resume a run of the ``saved`` one."""
         different = [
             f"{name}={getattr(self, name)!r} cannot replace {getattr(saved, name)!r} ({reason})"
             for name, reason in FIXED.items()
@@ -157,14 +157,14 @@ class TrainConfig:
         return STRATEGIES[self.strategy]
 
     def factor(self, step: int) -> float:
-        """What both learning rates are multiplied with in ``step`` (counted from 0)."""
+        """The factor of both learning rates in ``step`` (counted from 0)."""
         rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         falls_for = self.decay * self.steps
         left = (self.steps - step) / falls_for if falls_for else 1.0
         return rising * max(0.1, min(1.0, left))
 
     def mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """Axes and sizes, outer to inner."""
+        """The axes of the mesh and their sizes, outer to inner."""
         if self.placements.num_axes == 1:
             if self.replicas is not None:
                 raise ValueError(
@@ -182,10 +182,10 @@ class TrainConfig:
         return {"dp_outer": replicas, "dp": world_size // replicas}
 
     def expert_mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """Where experts live: the same axes, with ``ep`` neighbours of the inner one taken apart.
+        """The mesh of the experts: the same axes, the inner one split into ``dp`` and ``ep``.
 
-        Ranks that differ on ``ep`` hold other experts; on the other axes, the same ones or other
-        pieces of them.
+        Ranks that differ on ``ep`` hold other experts; on the other axes, replicas or shards of
+        the same experts.
         """
         shape = self.mesh_shape(world_size, num_nodes)
         if shape["dp"] % self.ep:
@@ -196,7 +196,7 @@ class TrainConfig:
         return {**shape, "dp": shape["dp"] // self.ep, "ep": self.ep}
 
     def share(self, world_size: int) -> int:
-        """Sequences of one microbatch on one rank."""
+        """The number of sequences of one microbatch on one rank."""
         pieces = world_size * self.microbatches
         if self.batch % pieces:
             lower = self.batch // pieces * pieces
@@ -212,7 +212,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """From what :meth:`to_json` gave, perhaps in another version: by name, or not at all."""
+        """The configuration of :meth:`to_json`; raises for fields of another version."""
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
