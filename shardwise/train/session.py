@@ -102,7 +102,8 @@ def resolve(request: Request) -> Resolved:
     config = changed(saved, request.changes)
     if checkpoint is not None:
         config.check_resume(saved)
-    newest = resume == LATEST
+    # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
+    newest = checkpoint is not None and checkpoint.resolve() != Path(resume).resolve()
     return Resolved(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
 
 

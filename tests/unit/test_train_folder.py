@@ -105,6 +105,11 @@ def test_a_resumed_run_lands_where_it_was_told_with_the_model_that_was_named(
         assert find_resume("default", None, str(checkpoint), again=True) == (run, expected)
     request = Request(recipe="smoke", resume=str(checkpoint))
     assert resolve(request).checkpoint == checkpoint
+    # One that is named itself is the one that is meant; where a run is, a damaged one gives way.
+    assert not resolve(request).or_older
+    of_run = resolve(dataclasses.replace(request, resume=str(run)))
+    assert of_run.checkpoint == later and of_run.or_older
+    assert resolve(Request(resume="latest", out=str(run))).or_older
     with pytest.raises(ValueError, match=r"another model.*num_experts 0 there, 8 here"):
         resolve(dataclasses.replace(request, recipe="moe_tiny"))
 
