@@ -535,7 +535,7 @@ def any_rank(facts: Facts, group: GroupLike) -> Facts:
     if axis.size == 1 or axis.pretends or not len(facts):
         return facts
     link, known = _host_group(axis), numpy.packbits(facts)
-    what = f"a check of {len(facts)} facts"
+    what = purpose or f"a check of {len(facts)} facts"
     ticket = axis.journal.add("all_reduce", what)
     step = 1
     while step < axis.size:  # each round doubles the ranks whose facts a rank knows
@@ -549,6 +549,14 @@ def any_rank(facts: Facts, group: GroupLike) -> Facts:
         known = known | theirs
         step *= 2
     return numpy.unpackbits(known, count=len(facts)).astype(bool)
+
+
+def differ(value: int, group: GroupLike) -> bool:
+    """Whether a number of 32 bits is not the same on all ranks of the axis."""
+    axis = as_axis(group)
+    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
+    first, second = numpy.split(any_rank(numpy.concatenate([bits, ~bits]), axis), 2)
+    return bool((first & second).any())
 
 
 def any_rank_in_step(facts: Facts, group: GroupLike) -> Facts:

@@ -53,6 +53,9 @@ class Version:
 
     ``waiting`` is set while gradients of earlier microbatches wait to be reduced (no ``.grad``
     shows them), and drops them: an optimizer refuses to step then, and ``zero_grad`` calls it.
+
+    ``unsynced``: the values were made after wrapping (meta device), and may differ between replicas
+    until the first forward takes the first one's.
     """
 
     count: int = 0
@@ -60,6 +63,7 @@ class Version:
     turns: dict[int, Turns] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
     waiting: Callable[[], None] | None = None
+    unsynced: bool = False
 
     def await_readers(self) -> None:
         """Wait, before a write, for gathers that still read the buffer."""
@@ -357,6 +361,12 @@ class Cut:
         for axis in self.axes:
             comm.all_reduce(words, axis).wait()
         return full
+
+    @cached_property
+    def replica_axes(self) -> tuple[comm.Axis, ...]:
+        """The axes whose ranks hold the same bytes, outer to inner."""
+        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
+        return tuple(axis for axis, sharded in axes if not sharded and axis.size > 1)
 
     @cached_property
     def norm_axes(self) -> tuple[comm.Axis, ...]:

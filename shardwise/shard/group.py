@@ -71,7 +71,6 @@ class Group:
         assert self.layout.items == self.items
         assert self.layout.num_shards == ranks.num_shards(placements.main)
         meta = any(value.is_meta for value in values)
-        self._born_late = False
         self._build_main(
             precision.main_dtype(self.parameter_dtype, any(v.requires_grad for v in values)),
             torch.device("meta") if meta else self._home,
@@ -221,11 +220,11 @@ class Group:
             self.device = device
         if dtypes != {self.main.dtype}:
             self.parameter_dtype = next(iter(dtypes))
-        self._born_late = self._born_late or self.main.flat.is_meta
-        version = self.main.version
+        version, was_meta = self.main.version, self.main.flat.is_meta
         self._build_main(dtypes.pop(), device)
         self.main.version.turns = version.turns  # an optimizer that is there already takes them
         self.main.version.count = version.count + 1  # other weights than a graph may know
+        self.main.version.unsynced = was_meta or version.unsynced
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)
@@ -245,8 +244,8 @@ class Group:
     def sync_initial_values(self) -> None:
         """Values made after wrapping (meta device) may differ between replicas: take the
         first's."""
-        if self._born_late:
-            self._born_late = False
+        if self.main.version.unsynced:
+            self.main.version.unsynced = False
             for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
                 if placement == REPLICATE:
                     comm.broadcast(self.main.flat, axis).wait()
