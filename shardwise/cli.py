@@ -69,7 +69,7 @@ def _train_command() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanCommand:
     """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte."""
 
     model: Positional[str] = "default"
@@ -167,7 +167,7 @@ def run(words: list[str]) -> int:
 
 
 def _commands() -> Any:
-    kinds = {"train": _train_command(), "plan": Plan, "report": Report, "verify": Verify}
+    kinds = {"train": _train_command(), "plan": PlanCommand, "report": Report, "verify": Verify}
     kinds |= {"export": Export, "bench": Bench}
     return Union[tuple(Annotated[kind, subcommand(name)] for name, kind in kinds.items())]  # noqa: UP007
 
@@ -216,7 +216,7 @@ def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
     return [module.Sink(folder, config.to_json()) for module in modules]
 
 
-def plan(command: Plan, words: list[str]) -> int:
+def plan(command: PlanCommand, words: list[str]) -> int:
     """Print a plan."""
     from shardwise.moe import mixtures_of
     from shardwise.report.dry_run import dry_run
@@ -346,7 +346,7 @@ def bench(words: list[str]) -> int:
     return 0
 
 
-_COMMANDS = {Train: train, Plan: plan, Report: report, Verify: verify, Export: export}
+_COMMANDS = {Train: train, PlanCommand: plan, Report: report, Verify: verify, Export: export}
 
 
 # ------------------------------------------------------------------------------ exits

@@ -62,6 +62,19 @@ class Weights(nn.Module):
         return hidden
 
 
+def filled(value: float, width: int = 9) -> nn.Module:
+    """Two linear layers with one value everywhere: a mixture of two checkpoints shows."""
+    made = nn.Sequential(nn.Linear(7, width), nn.Linear(width, 5))
+    fill(made, value)
+    return made
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
 def make_model(width: int = 10, depth: int = 3, seed: int = 0) -> Model:
     """The same values on every rank and in every call."""
     torch.manual_seed(seed)

@@ -17,7 +17,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,6 @@ log = logging.getLogger(__name__)
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
-
-
-@dataclass
-class _OutputFile:
-    nbytes: int = 0
-    sources: list[str] = field(default_factory=list)
 
 
 def export(
@@ -167,9 +160,10 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return dtype_of(known, name) if known else checkpoint.index[model_key(name)].dtype
 
 
-def _assign_files(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
-    """The tensors of each file, in the order of their names."""
-    files = [_OutputFile()]
+def _assign_files(make: _Converter, max_file_bytes: int) -> list[list[str]]:
+    """The names of the tensors of each file, in order."""
+    files: list[list[str]] = []
+    left = 0  # bytes that still fit into the last file
     seen: dict[str, str] = {}
     for name in make.names:
         results = make.sketch(name)
@@ -178,25 +172,26 @@ def _assign_files(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
                 raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
             seen[key] = name
         nbytes = sum(value.nbytes for value in results.values())
-        if files[-1].sources and files[-1].nbytes + nbytes > max_file_bytes:
-            files.append(_OutputFile())
-        files[-1].sources.append(name)
-        files[-1].nbytes += nbytes
+        if not files or nbytes > left:
+            files.append([])
+            left = max_file_bytes
+        files[-1].append(name)
+        left -= nbytes
     if not seen:
         raise CheckpointError("the checkpoint holds no tensors of a model")
     return files
 
 
-def _write(folder: Path, make: _Converter, files: list[_OutputFile]) -> list[str]:
+def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
-    names = []
-    for number, file in enumerate(files, 1):
+    names, total = [], 0
+    for number, sources in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         name = "model.safetensors" if len(files) == 1 else name
         tensors: dict[str, Tensor] = {}
-        for source in file.sources:
+        for source in sources:
             # Views are cloned: the format refuses tensors that share memory.
             for key, value in make.read(source).items():
                 whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
@@ -204,9 +199,9 @@ def _write(folder: Path, make: _Converter, files: list[_OutputFile]) -> list[str
         save_file(tensors, folder / name, metadata={"format": "pt"})
         _sync_file(folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(value.nbytes for value in tensors.values())
         names.append(name)
     if len(files) > 1:
-        total = sum(file.nbytes for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         names.append("model.safetensors.index.json")
         write_file(folder / names[-1], json.dumps(index, indent=2).encode())

@@ -250,7 +250,6 @@ class _BackgroundSave:
     def __init__(
         self, store: Store, attempt: Attempt, snapshot: saving.Snapshot, step: int
     ) -> None:
-        self.attempt = attempt
         self.path: Path | None = None
         self.error: BaseException | None = None
 

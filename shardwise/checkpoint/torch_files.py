@@ -74,10 +74,6 @@ class Entry:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def problem(self) -> str | None:
         """The reason why the chunks do not tile the tensor exactly, or None."""
         return tiling_problem(self.shape, [(c.offsets, c.sizes) for c in self.chunks])

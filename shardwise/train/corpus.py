@@ -186,14 +186,11 @@ class References:
     Args:
         unigram: a model that knows how frequent bytes are in the training text.
         bigram: a model that also knows the byte before, backed off to the unigram.
-        bigram_entropy: the conditional entropy of the training text, the best that a bigram model
-            could reach on the text that it counted.
         zlib: the held-out text compressed at level 9.
     """
 
     unigram: float
     bigram: float
-    bigram_entropy: float
     zlib: float
 
 
@@ -210,14 +207,11 @@ def references_of(corpus: Corpus) -> References | None:
     single /= single.sum()
     before = pairs.sum(1, keepdims=True)
     double = (pairs + single) / (before + 1.0)
-    seen = np.where(pairs > 0, pairs, 1.0)  # log 1 = 0 for pairs that never occur
-    own = (pairs * np.log2(np.where(pairs > 0, before, 1.0) / seen)).sum()
 
     text = held_out[held_out != END].astype(np.uint8).tobytes()
     return References(
         unigram=float(-(tested.sum(0) * np.log2(single)).sum() / num_bytes),
         bigram=float(-(tested * np.log2(double)).sum() / num_bytes),
-        bigram_entropy=float(own / np.count_nonzero(train != END)),
         zlib=8 * len(zlib.compress(text, 9)) / int(num_bytes),
     )
 

@@ -22,18 +22,14 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import SaveError, Store, attempt, files, verify
 from shardwise.checkpoint import store as store_module
-from tests.models import mesh_of
+from tests.models import filled, mesh_of
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def net(value: float = 0.0) -> nn.Module:
-    made = nn.Sequential(nn.Linear(7, 900), nn.Linear(900, 5))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
+    return filled(value, width=900)
 
 
 def names(root: Path) -> list[str]:

@@ -271,7 +271,7 @@ def test_a_plan_takes_the_precision_of_the_recipe_or_the_flag(
 ) -> None:
     assert load_recipe("gpt_1b_mxfp8").precision == "mxfp8"
     for flag, stored in ((None, "bfloat16"), ("mxfp8_2d", "mxfp8_2d")):
-        assert cli.plan(cli.Plan(model="smoke", ranks=2, precision=flag), []) == 0  # type: ignore[arg-type]
+        assert cli.plan(cli.PlanCommand(model="smoke", ranks=2, precision=flag), []) == 0  # type: ignore[arg-type]
         said = capsys.readouterr().out
         assert f"stored as {stored} " in said and "gathered in forward" in said
 
