@@ -74,6 +74,7 @@ class Store:
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
         self.keep, self.config = keep, config
+        self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
         self.asynchronous, self.timeout = asynchronous, timeout
         self._staging = Staging()
         self._under_way: _BackgroundSave | None = None
@@ -209,6 +210,7 @@ class Store:
                 return candidate, load(candidate, model, optimizer)
             except DamagedError as error:
                 log.error("%s is damaged and passed over: %s", candidate, error)
+                self._damaged.add(candidate)
                 if len(candidates) == 1:
                     raise
                 last = error
@@ -220,10 +222,13 @@ class Store:
     # ------------------------------------------------------------------ removing (rank 0)
 
     def _remove_old(self) -> None:
-        """Remove all but the last ``keep`` valid checkpoints; other directories stay."""
+        """Remove what is older than the last ``keep`` valid checkpoints; a checkpoint that was
+        found damaged does not count as one of these. Other directories stay."""
         if self.keep is None:
             return
-        for path in self.checkpoints()[: -self.keep]:
+        found = self.checkpoints()
+        kept = [path for path in found if path not in self._damaged][-self.keep :]
+        for path in found[: found.index(kept[0])] if kept else ():
             trash = temporary(path, "trash")
             try:
                 path.rename(trash)

@@ -196,3 +196,23 @@ def test_a_folder_and_a_missing_path_are_told_apart(root: Path) -> None:
         sw.load(root, filled(0.5))
     with pytest.raises(CheckpointError, match="no such directory"):
         sw.load(root / "step-000009", filled(0.5))
+
+
+def go_on_from_the_older(rank: int, world_size: int, root: str) -> list[list[str]]:
+    model = sw.fully_shard(filled(0.0), mesh=mesh_of(world_size))
+    seen = []
+    with Store(root, keep=2) as store:
+        resumed = store.resume(model)
+        assert resumed is not None and resumed[1] == {"step": 1}
+        for step in (3, 4):
+            store.save(step, model, extra={"step": step})
+            seen.append([path.name for path in store.checkpoints()])
+    return seen
+
+
+def test_a_damaged_checkpoint_is_not_counted_among_those_that_are_kept(root: Path) -> None:
+    [first, second] = [path.name for path in Store(root).checkpoints()]
+    flip(root / second / "__0_0.distcp")
+    for after_three, after_four in run_ranks(go_on_from_the_older, 2, str(root)):
+        assert after_three[:2] == [first, second] and len(after_three) == 3
+        assert after_four == [after_three[2], after_four[1]], "now two sound ones are there"
