@@ -206,6 +206,7 @@ def go_on_from_the_older(rank: int, world_size: int, root: str) -> list[list[str
         assert resumed is not None and resumed[1] == {"step": 1}
         for step in (3, 4):
             store.save(step, model, extra={"step": step})
+            store.wait()
             seen.append([path.name for path in store.checkpoints()])
     return seen
 
