@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.padding import cargo_of, llama_3_8b
+from benchmarks.padding import llama_3_8b, matrices_in
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
 from shardwise.layout import Item, plan
-from shardwise.optim.owners import plan_owners
+from shardwise.optim.ownership import assign_owners
 from shardwise.shard.buckets import Bucket
 
 REAL = (2, 3, 4)
@@ -46,12 +46,12 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     model(torch.randn(4, SIDE)).square().sum().backward()
     with comm.record() as calls:
         optimizer.step()
-    (fleet,) = optimizer._fleets or ()
-    there, back = fleet.exchange.plan.sent(0, rank)
+    (group,) = optimizer._matrix_groups or ()
+    legs = [leg for one in group.exchange.rounds for leg in (one.to_owners, one.back) if leg]
     return {
         "calls": len(calls),
         "counted": sum(call.nbytes for call in calls),
-        "planned": (there + back) * WIDTHS[wire],
+        "planned": sum(sum(leg.send_sizes) for leg in legs) * WIDTHS[wire],
     }
 
 
@@ -66,7 +66,7 @@ def counted(ranks: Sequence[int]) -> Table:
             rows[-1]["ratio"] = found["counted"] / formula
     note = (
         f"{DEPTH} matrices {SIDE} x {SIDE} under zero(3), gloo, rank 0, one step. In fp16 a\n"
-        "power of two goes before each piece, which the plan's elements do not count."
+        "power of two goes before each piece."
     )
     columns = {
         "ranks": ("ranks", "d"),
@@ -88,14 +88,14 @@ def planned(ranks: Sequence[int]) -> Table:
             layers.setdefault(weight.name.split(".")[0], []).append(Item(weight.name, weight.shape))
     rows: list[Row] = []
     for size in ranks:
-        cargo = []
+        matrices = []
         for items in layers.values():
-            cargo += cargo_of(Bucket(tuple(range(len(items))), plan(items, size)))
-        found = plan_owners(cargo, size)
-        numel = sum(parcel.numel for parcel in cargo)
+            matrices += matrices_in(Bucket(tuple(range(len(items))), plan(items, size)))
+        found = assign_owners(matrices, size)
+        numel = sum(matrix.numel for matrix in matrices)
         there, back = [0] * size, [0] * size
         for index, (_, owner) in enumerate(found.owners):
-            for holder, lo, hi in found.sends(index):
+            for holder, lo, hi in found.remote_pieces(index):
                 there[holder] += hi - lo
                 back[owner] += hi - lo
         sent = [4 * (one + other) for one, other in zip(there, back, strict=True)]
@@ -105,7 +105,7 @@ def planned(ranks: Sequence[int]) -> Table:
         row |= {"mean": sum(sent) / size / 1e6, "busiest": max(sent) / 1e6}
         row["ratio"] = sum(sent) / size / formula
         row["balance"] = max(loads) * size / sum(loads)
-        row["floor"] = max(1.0, max(parcel.cost for parcel in cargo) * size / sum(loads))
+        row["floor"] = max(1.0, max(matrix.cost for matrix in matrices) * size / sum(loads))
         rows.append(row)
     note = (
         "Llama-3-8B's matrices, one unit per layer, fp32 on the wire, by arithmetic alone.\n"

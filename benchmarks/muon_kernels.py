@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.report import Row, Table
 from shardwise.kernels.forms import Form, Polynomial, Tile, Triple, choose, flop
 from shardwise.kernels.newton_schulz import orthogonalise
-from shardwise.optim.newton_schulz import DEFAULT, PRESETS
+from shardwise.optim.presets import DEFAULT, PRESETS
 
 # Coefficients do not change the cost: five quintic steps, those of the Polar Express.
 QUINTIC: tuple[Triple, ...] = (
@@ -83,8 +83,7 @@ def random_batch(count: int, rows: int, columns: int, dtype: torch.dtype) -> Ten
 def run_newton_schulz(tiny: bool) -> list[Table]:
     batches = [(2, 48, 48), (2, 96, 32)] if tiny else list(BATCHES)
     polynomial = Polynomial(coefficients=QUINTIC)
-    preset = PRESETS[DEFAULT]
-    default = {"coefficients": preset.coefficients, "norm": preset.norm, "safety": preset.safety}
+    default = PRESETS[DEFAULT]
     rows: list[Row] = []
     totals = dict.fromkeys(("peer", "ours", "default"), 0.0)
     for index, (count, height, width) in enumerate(batches):
@@ -94,9 +93,9 @@ def run_newton_schulz(tiny: bool) -> list[Table]:
         chosen = choose(height, width, polynomial)
         forms: tuple[Form, ...] = ("block",) if chosen == "block" else ("direct", "gram")
         for form in forms:
-            row[form] = milliseconds(lambda b=batch, f=form: orthogonalise(b, QUINTIC, form=f))  # type: ignore[misc]
+            row[form] = milliseconds(lambda b=batch, f=form: orthogonalise(b, polynomial, f))  # type: ignore[misc]
         row["form"] = chosen
-        row["default"] = milliseconds(lambda b=batch: orthogonalise(b, **default))  # type: ignore[misc]
+        row["default"] = milliseconds(lambda b=batch: orthogonalise(b, default))  # type: ignore[misc]
         ours, peer = row[chosen], row["peer"]
         assert isinstance(ours, float) and isinstance(peer, float)
         row["ratio"] = peer / ours

@@ -17,7 +17,7 @@ from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.systems import BF16_COMPUTE, wrap_fsdp2, wrap_zero
 from benchmarks.workers import FAKE_RANKS, Options, in_processes
-from shardwise.optim.newton_schulz import DEFAULT
+from shardwise.optim.presets import DEFAULT
 
 WARMUPS, STEPS = 3, 10
 Steps = Callable[[], None]

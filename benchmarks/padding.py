@@ -17,8 +17,9 @@ from pathlib import Path
 
 from benchmarks import report
 from shardwise.layout import TENSOR, Item, tensor_fraction
-from shardwise.optim.newton_schulz import DEFAULT, cost, preset_of
-from shardwise.optim.owners import Cargo, plan_owners
+from shardwise.optim.ownership import assign_owners
+from shardwise.optim.presets import DEFAULT, PRESETS, cost
+from shardwise.optim.split import Matrix, matrices_of, stored_matrices
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 
 BUCKET_MB, WIDTH = 256, 2  # bf16 weights
@@ -120,7 +121,7 @@ def price(shape: tuple[int, ...]) -> int:
     """Newton-Schulz on every matrix of a parameter, as ``sw.muon()`` computes it."""
     count = shape[0] if len(shape) == 3 else 1
     rows, cols = shape[-2:]
-    return count * cost(rows, cols, preset_of(DEFAULT))
+    return count * cost(rows, cols, PRESETS[DEFAULT])
 
 
 def local_experts(weights: Iterable[Weight], ranks: int) -> list[Weight]:
@@ -149,30 +150,19 @@ def buckets_of(
     return found, plan_elements(rest, dp, size)
 
 
-def cargo_of(bucket: Bucket) -> list[Cargo]:
-    """The matrices of a bucket as the optimizer finds them: who holds which piece of each."""
+def matrices_in(bucket: Bucket) -> list[Matrix]:
+    """The matrices of a bucket as the optimizer finds them, with their pieces."""
     found = []
     layout = bucket.layout
     for index, item in enumerate(layout.items):
         if len(item.shape) < 2:
             continue
-        count = item.shape[0] if len(item.shape) == 3 else 1
-        numel = item.numel // count
-        whole = item.grain.kind == "tensor" and item.grain_size >= numel
+        matrices = matrices_of(item.shape, None)
+        whole = item.grain.kind == "tensor" and item.grain_size >= matrices[0].numel
         pieces = [(shard, *layout.piece(index, shard)) for shard in layout.holders(index)]
-        first = 0
-        for number in range(count):
-            begin, end = number * numel, (number + 1) * numel
-            while pieces[first][2] <= begin:
-                first += 1
-            held = []
-            for shard, lo, hi in pieces[first:]:
-                if lo >= end:
-                    break
-                held.append((shard, max(lo, begin) - begin, min(hi, end) - begin))
-            single = price(item.shape[-2:])
-            name = f"{item.name}[{number}]"
-            found.append(Cargo(name, numel, tuple(held), single, item.shape[-2:], whole))
+        found += stored_matrices(
+            matrices, pieces, lambda *shape: price(shape), name=item.name, pinned=whole
+        )
     return found
 
 
@@ -210,17 +200,17 @@ def _owned(planned: Sequence[tuple[list[Bucket], list[Bucket], int]]) -> report.
     moved = sent = 0.0
     slowest = 1.0
     for matrices, rest, ranks in planned:
-        cargo = [one for bucket in matrices for one in cargo_of(bucket)]
-        plan = plan_owners(cargo, ranks)
-        total += sum(one.numel for one in cargo)
-        cut += sum(one.numel for one in cargo if len(one.pieces) > 1)
+        every = [one for bucket in matrices for one in matrices_in(bucket)]
+        found = assign_owners(every, ranks)
+        total += sum(one.numel for one in every)
+        cut += sum(one.numel for one in every if len(one.pieces) > 1)
         # Bytes that a rank sends on average: pieces there and back in fp32; and, for all that it
         # holds, gradients of 4 bytes and weights of 2.
-        away = sum(hi - lo for i in range(len(cargo)) for _, lo, hi in plan.sends(i))
+        away = sum(hi - lo for i in range(len(every)) for _, lo, hi in found.remote_pieces(i))
         moved += 2 * 4 * away / ranks
         sent += 6 * sum(b.layout.numel for b in matrices + rest) * (ranks - 1) / ranks
-        loads = plan.loads.values()
-        floor = max(sum(loads) / ranks, *(one.cost for one in cargo))  # no matrix has two owners
+        loads = found.loads.values()
+        floor = max(sum(loads) / ranks, *(one.cost for one in every))  # no matrix has two owners
         slowest = max(slowest, max(loads) / floor)
     return {
         "cut": 100 * cut / total,

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
-from shardwise.kernels.forms import stages
-from shardwise.optim.newton_schulz import DEFAULT, PRESETS, Preset, cost
+from shardwise.kernels.forms import Polynomial, stages
+from shardwise.optim.presets import DEFAULT, PRESETS, cost
 
 Array = NDArray[np.float64]
 # No step is made for singular values below this share of the largest: those above gain more by it
@@ -104,7 +104,7 @@ def rounded(x: Tensor) -> Tensor:
     return x.half().float()
 
 
-def normalised(x: Tensor, preset: Preset) -> Tensor:
+def normalised(x: Tensor, preset: Polynomial) -> Tensor:
     norm = x.norm() if preset.norm == "frobenius" else (x @ x.mT).norm().sqrt()
     return rounded(x / (norm * preset.safety))
 
@@ -122,7 +122,7 @@ def polynomial(gram: Tensor, step: Sequence[float]) -> Tensor:
     return found
 
 
-def direct(x: Tensor, preset: Preset) -> Tensor:
+def direct(x: Tensor, preset: Polynomial) -> Tensor:
     """The direct form with every product's result rounded to fp16."""
     x = normalised(x, preset)
     for step in preset.coefficients:
@@ -130,10 +130,10 @@ def direct(x: Tensor, preset: Preset) -> Tensor:
     return x
 
 
-def gram(x: Tensor, preset: Preset) -> Tensor:
+def gram(x: Tensor, preset: Polynomial) -> Tensor:
     """The Gram form, likewise; X is formed anew half way."""
     x = normalised(x, preset)
-    steps, half = preset.coefficients, preset.first_steps
+    steps, half = preset.coefficients, preset.first_steps("block")
     for run in (steps[:half], steps[half:]):
         moved, product = mirrored(x @ x.mT), torch.eye(len(x))
         for step in run:
@@ -178,7 +178,7 @@ def quality() -> report.Table:
     return report.Table(title="What a preset is worth", note=note, columns=columns, rows=rows)
 
 
-def symmetric_cost(preset: Preset) -> float:
+def symmetric_cost(preset: Polynomial) -> float:
     """Of the direct form; ``cost`` counts symmetric products whole."""
     steps = len(preset.coefficients)
     halves = cost(1, 1, preset, "direct") / 2 - steps  # all but the products with X
@@ -206,7 +206,7 @@ def orders() -> report.Table:
     rows: list[report.Row] = []
     for degrees in ((5, 5, 9, 9), (5, 9, 5, 9), (5, 9, 9, 5), (9, 5, 5, 9)):
         found = tuple(tuple(map(float, step)) for step in composition(LOWEST, degrees))
-        preset = Preset(name="tried", coefficients=found, norm="schatten4", safety=1.01)
+        preset = Polynomial(name="tried", coefficients=found, norm="schatten4", safety=1.01)
         row: report.Row = {"degrees": ", ".join(map(str, degrees))}
         low = np.array([LOWEST])
         for step in found:

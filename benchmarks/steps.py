@@ -104,6 +104,7 @@ def gpt_worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         if index == GPT_WARMUPS and device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
         clock.start()
         optimizer.zero_grad()
         with autocast_for(system, device, BF16_COMPUTE):
@@ -114,8 +115,16 @@ def gpt_worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         optimizer.step()
         clock.mark()
     parts = clock.intervals()[GPT_WARMUPS:]
-    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
-    return {"parts": parts, "peak": peak, "loss": loss.item()}
+    memory: dict[str, Any] = {"peak": None, "reserved": None, "allocations": None}
+    if device.type == "cuda":
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        memory["peak"] = torch.cuda.max_memory_allocated() / GIB
+        memory["reserved"] = torch.cuda.max_memory_reserved() / GIB
+        memory["allocations"] = (after - before) / GPT_STEPS
+    return {"parts": parts, **memory, "loss": loss.item()}
+
+
+_FIGURES = ("peak", "reserved", "allocations", "loss")
 
 
 def run_gpt(options: Options, backend: str) -> Table:
@@ -126,7 +135,7 @@ def run_gpt(options: Options, backend: str) -> Table:
     rows: list[Row] = []
     for system, done in runs.items():
         parts = [part for run in done for part in run["parts"]]
-        row: Row = {"system": system, "peak": done[0]["peak"], "loss": done[0]["loss"]}
+        row: Row = {"system": system} | {key: done[0][key] for key in _FIGURES}
         rows.append(row | step_row(parts))
     add_ratios(rows, "step", "peak")
     where = f"rank 0 of {FAKE_RANKS} (`fake`)" if backend == "fake" else f"1 {backend} rank"
@@ -145,6 +154,8 @@ def run_gpt(options: Options, backend: str) -> Table:
         "optimizer": ("optimizer", ".1f"),
         "peak": ("peak GiB", ".2f"),
         "peak_ratio": ("x FSDP2", ".3f"),
+        "reserved": ("reserved GiB", ".2f"),
+        "allocations": ("allocations", ".0f"),
         "loss": ("last loss", ".4f"),
     }
     title = f"GPT step, {where}" + options.mark

@@ -39,14 +39,20 @@ def wrap_fsdp2(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
 
 
 def wrap_zero(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, stage: int
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    *,
+    stage: int,
+    memory: str = "caching",
 ) -> nn.Module:
     # Imported here: torch's systems can be measured without this library.
     import shardwise as sw
 
-    for block in model.blocks:  # type: ignore[union-attr]
-        sw.fully_shard(block, mesh=mesh, placements=sw.zero(stage), mp_policy=policy)
-    sw.fully_shard(model, mesh=mesh, placements=sw.zero(stage), mp_policy=policy)
+    for module in (*model.blocks, model):  # type: ignore[operator]
+        sw.fully_shard(
+            module, mesh=mesh, placements=sw.zero(stage), mp_policy=policy, memory=memory
+        )
     return model
 
 
@@ -58,12 +64,14 @@ SYSTEMS: dict[str, Wrap] = {
     "zero1": partial(wrap_zero, stage=1),
     "zero2": partial(wrap_zero, stage=2),
     "zero3": partial(wrap_zero, stage=3),
+    "zero3_trace": partial(wrap_zero, stage=3, memory="trace"),
 }
 TITLES = {
     "none": "no wrapping",
     "ddp": "torch DDP",
     "fsdp2": "torch FSDP2",
     **{f"zero{stage}": f"shardwise zero({stage})" for stage in range(4)},
+    "zero3_trace": 'shardwise zero(3), memory="trace"',
 }
 BASELINE = "fsdp2"
 

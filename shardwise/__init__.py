@@ -8,75 +8,33 @@ for block in model.blocks:
     sw.fully_shard(block, mesh=mesh, placements=sw.zero(3))
 sw.fully_shard(model, mesh=mesh, placements=sw.zero(3))
 optimizer = torch.optim.AdamW(model.parameters())
+
+``shardwise.api`` lists the public names. They are imported on first use: ``shardwise --help`` needs
+no torch.
 """
 
-from shardwise import comm
-from shardwise.checkpoint import load, save
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
-from shardwise.memory import ledger
-from shardwise.mesh import init_mesh
-from shardwise.optim.adamw import adamw
-from shardwise.optim.alone import Muon
-from shardwise.optim.muon import muon
-from shardwise.optim.report import routing_report
-from shardwise.optim.routing import route
-from shardwise.optim.sharded import optimizer
-from shardwise.optim.split import Split
-from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
-from shardwise.precision import Precision
-from shardwise.report.plan import plan
-from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
-from shardwise.shard.formats import precision_report
-from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.module import (
-    ShardedModule,
-    mark_written,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
-from shardwise.tensor import ShardedTensor
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.api import *  # noqa: F403
 
 __version__ = "0.1.0"
-__all__ = [
-    "ELEMENT",
-    "ROW",
-    "TENSOR",
-    "Grain",
-    "Muon",
-    "Partial",
-    "Placements",
-    "Precision",
-    "Replicate",
-    "Shard",
-    "ShardedModule",
-    "ShardedTensor",
-    "Split",
-    "adamw",
-    "comm",
-    "data_parallel",
-    "describe",
-    "find_nonfinite",
-    "full_state_dict",
-    "fully_shard",
-    "hfsdp",
-    "hsdp",
-    "init_mesh",
-    "ledger",
-    "load",
-    "load_full_state_dict",
-    "mark_written",
-    "muon",
-    "optimizer",
-    "parameter_norms",
-    "plan",
-    "precision_report",
-    "register_fsdp_forward_method",
-    "route",
-    "routing_report",
-    "rows",
-    "save",
-    "share_comm_ctx",
-    "zero",
-]
+
+
+def __getattr__(name: str) -> Any:
+    """A submodule (``shardwise.comm``), or a name of ``shardwise.api``."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    if find_spec(f"shardwise.{name}") is not None:
+        return importlib.import_module(f"shardwise.{name}")
+    found = getattr(importlib.import_module("shardwise.api"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *importlib.import_module("shardwise.api").__all__]

@@ -1,20 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is refused by every rank alike, before anybody waits in a collective.
+"""Errors that all ranks raise together, and agreement on what they are about to do.
 
     rank 0   problems: none       --\
-    rank 1   problems: "'w' ..."  --->  exchanged over every axis  -->  every rank raises "'w' ..."
+    rank 1   problems: "'w' ..."  --->  exchanged over an axis  -->  every rank raises "'w' ..."
 
-Also where ranks are about to do different things, of which none is wrong by itself.
+A rank that raises alone leaves the others waiting in their next collective. ``together`` is for
+work that may fail on any rank; ``raise_together`` is for problems that were found already, and for
+ranks that are about to do different things, of which none is wrong by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from shardwise import comm
+from shardwise.lockstep import Journal
 
+T = TypeVar("T")
 UNSUPPORTED = "not supported: "  # problems that begin so raise NotImplementedError
+_MAX_TEXT = 20_000  # characters of one rank's problem
+JointError = Callable[[set[str], str], Exception]
+
+
+def all_ranks() -> comm.Axis:
+    """The axis of all ranks of the job, or of this process alone without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return comm.as_axis(dist.group.WORLD, "world")  # type: ignore[arg-type]
+    return comm.Axis("world", None, 1, 0, {}, (0,), Journal(None, 0, 1))
+
+
+def together(
+    work: Callable[[], T],
+    axis: comm.Axis,
+    *,
+    facts: Callable[[T], Any] = lambda made: None,
+    error: JointError = lambda kinds, text: ValueError(text),
+) -> tuple[T, list[Any]]:
+    """Run ``work`` on every rank; return its value and every rank's ``facts`` of the value.
+
+    There is one exchange, whether ``work`` raises or not. If any rank raises, all ranks raise
+    ``error(names of the exceptions' classes, text)``; the text says which rank found what.
+    """
+    failed: tuple[str, str] | None = None
+    found: Any = None
+    cause: Exception | None = None
+    try:
+        made = work()
+        found = facts(made)
+    except Exception as problem:
+        cause = problem
+        name = type(problem).__name__
+        failed = name, (str(problem) or name)[:_MAX_TEXT]
+    everyone = comm.agree((failed, found), axis)
+    problems = {rank: one for rank, (one, _) in enumerate(everyone) if one is not None}
+    if not problems:
+        return made, [fact for _, fact in everyone]
+    raise error({name for name, _ in problems.values()}, _message(problems, axis.size)) from cause
+
+
+def _message(problems: dict[int, tuple[str, str]], num_ranks: int) -> str:
+    """Each text once, behind the ranks that found it unless all ranks did."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, text) in problems.items():
+        ranks.setdefault(text, []).append(rank)
+    if len(ranks) == 1 and len(problems) == num_ranks:
+        return next(iter(ranks))
+    return "\n".join(
+        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {text}"
+        for text, some in ranks.items()
+    )
 
 
 def raise_together(
@@ -25,14 +83,15 @@ def raise_together(
     *,
     same: str,
 ) -> None:
-    """Raise on every rank what any rank has found, or that ``mine`` is not what the others have.
+    """Raise the problems of any rank on every rank, or that ``mine`` differs between ranks.
 
-    All ranks go through all axes, whatever they find: one that left early would make others wait.
+    Every rank goes through every axis, whatever it finds: a rank that left early would make the
+    others wait.
 
     Args:
-        what: begins the message.
-        mine: what this rank is about to do, in lines that are the same on all of them.
-        same: that in a few words, "wrap the same module".
+        what: the beginning of the message.
+        mine: what this rank is about to do, in lines that must be equal on all ranks.
+        same: ``mine`` in a few words, "wrap the same module".
     """
     known = list(problems)
     for axis in axes:

@@ -6,22 +6,12 @@
     placements [R], any     | wq rows 0-3 | wk rows 0-3     | wv rows 0-3 | wo rows 0-3 |.pad.|
 
 A rank's part is always one contiguous range of the layout, so a gathered buffer *is* the
-parameters: no copy out, no reassembly. ``redistribute`` walks from one list of placements to
-another, one axis at a time:
-
-    from     to       what happens
-    Shard    Rep.     all-gather, from the outermost sharded axis inwards
-    Rep.     Shard    each rank keeps its range (no communication)
-    Partial  Shard    reduce-scatter, from the innermost axis outwards
-    Partial  Rep.     all-reduce
-    Rep.     Partial  a new name for the same bytes, where the sum is an average
-
-``relayout`` moves pieces between two layouts of the same parameters: rows to whole tensors, back.
+parameters: no copy out, no reassembly. ``placements.steps`` lists the collectives that lead from
+one list of placements to another; a gather runs them here, a reduction in ``shard/gradient.py``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,9 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
-from shardwise.layout import Layout, exchange
+from shardwise.layout import Layout
 from shardwise.memory import Block
-from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, as_placement, shard_range
+from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, shard_range, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
 
 
@@ -58,26 +48,15 @@ class Ranks:
         """The first of ``num_shards`` shards this rank holds, and how many."""
         return shard_range(placements, self.sizes, self.coordinate, num_shards)
 
-    def joint(self, placements: Sequence[Placement]) -> tuple[comm.Axis, list[int]]:
-        """All sharded axes as one, and the shard that each of its ranks holds."""
+    def joint(self, placements: Sequence[Placement]) -> comm.Axis:
+        """All sharded axes as one, which counts the inner axis fastest (see ``joint_places``)."""
         sharded = [axis for axis, placement in enumerate(placements) if placement == SHARD]
         if len(sharded) == 1:
-            return self.axes[sharded[0]], list(range(self.sizes[sharded[0]]))
+            return self.axes[sharded[0]]
         names = self.mesh.mesh_dim_names
         assert names is not None, "a mesh of several axes is named, checked at construction"
         group = self.mesh[tuple(names[axis] for axis in sharded)]._flatten().get_group()
-        # The flattened group counts the inner axis fastest; shards count the outer axis fastest.
-        spans = [range(self.sizes[axis]) for axis in sharded]
-        shards = [
-            shard_range(
-                [SHARD] * len(sharded),
-                [len(span) for span in spans],
-                coordinate,
-                math.prod(len(span) for span in spans),
-            )[0]
-            for coordinate in itertools.product(*spans)
-        ]
-        return comm.as_axis(group, "+".join(names[axis] for axis in sharded)), shards
+        return comm.as_axis(group, "+".join(names[axis] for axis in sharded))
 
 
 class GatherPlan:
@@ -137,7 +116,8 @@ class Buffer:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """For each parameter: elements [low, high) are here, from ``offset`` of ``flat`` on."""
+        """(low, high, offset) of each parameter: its elements [low, high) lie at
+        ``flat[offset:]``."""
         begin = self.first_shard * self.layout.shard_size
         found = []
         for index, start in enumerate(self.layout.starts):
@@ -152,7 +132,7 @@ class Buffer:
         return self.flat[offset : offset + high - low].view(shape)
 
     def cut(self, index: int) -> Cut:
-        """Where the pieces of one parameter lie, for its DTensors."""
+        """The :class:`Cut` of one parameter, which its DTensors share."""
         assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
         sharded = tuple(placement == SHARD for placement in self.placements)
         return Cut(self.layout, index, self.ranks.mesh, sharded, others=self.ranks.others)
@@ -160,13 +140,6 @@ class Buffer:
     def dtensor(self, index: int) -> ShardedTensor:
         """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""
         return ShardedTensor(self.view(index), self.cut(index), version=self.version)
-
-    def like(self, placements: Sequence[Placement], kind: str | None = None) -> Buffer:
-        """A new buffer of the same layout and dtype under other placements, not filled."""
-        flat = self.flat
-        return Buffer(
-            self.layout, self.ranks, placements, flat.dtype, flat.device, kind or self.block.kind
-        )
 
     def part_of(self, other: Buffer) -> Tensor:
         """The range of ``other`` that this buffer holds: where a gather puts it."""
@@ -179,28 +152,26 @@ class Buffer:
 
     def gather_plan(self, out: Buffer) -> GatherPlan:
         """How to fill ``out`` (the same placements with fewer Shards). Made once, run often."""
-        steps = self.gather_steps(out)
+        gathers = self.gather_steps(out)
         mine = self.part_of(out)
-        direct = len(steps) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
+        direct = len(gathers) == 1 and self.dtype == out.dtype and self.flat.device == mine.device
         stages = [
             (out.flat[slice(*whole)], self.flat if direct else out.flat[slice(*shard)], axis)
-            for axis, shard, whole in steps
+            for axis, shard, whole in gathers
         ]
         aliased = mine.data_ptr() == self.flat.data_ptr()
         return GatherPlan(self.flat, None if direct or aliased else mine, stages)
 
     def gather_steps(self, out: Buffer) -> list[tuple[comm.Axis, tuple[int, int], tuple[int, int]]]:
         """(axis, the range of ``out`` that a rank sends, the range that it has then), in order."""
-        pairs = enumerate(zip(self.placements, out.placements, strict=True))
-        axes = [axis for axis, (here, there) in pairs if here == SHARD and there != SHARD]
-        placements, steps = list(self.placements), []
+        placements, found = list(self.placements), []
         shard = self._range_of(out, placements)
-        for axis in axes:  # outermost first: a gather joins neighbouring ranges
-            placements[axis] = REPLICATE
+        for axis, _, there in steps(self.placements, out.placements):
+            placements[axis] = there
             whole = self._range_of(out, placements)
-            steps.append((self.ranks.axes[axis], shard, whole))
+            found.append((self.ranks.axes[axis], shard, whole))
             shard = whole
-        return steps
+        return found
 
     def gather(self, out: Buffer) -> comm.Pending:
         """Fill ``out``, casting to its dtype on the way."""
@@ -212,107 +183,3 @@ class Buffer:
         size = self.layout.shard_size
         begin = (first - out.first_shard) * size
         return begin, begin + count * size
-
-    def redistribute(
-        self, placements: Sequence[Placement], *, average: bool = False, out: Buffer | None = None
-    ) -> Buffer:
-        """The same values under other placements; reductions sum, or average over the axis.
-
-        Synchronous, and the source stays as it is. Shards must stay a suffix of the mesh at each
-        step.
-        """
-        target = tuple(as_placement(placement) for placement in placements)
-        current: Buffer = self
-        for axis, goal in self._route(target):
-            step = list(current.placements)
-            step[axis] = goal
-            last = tuple(step) == target
-            result = out if last and out is not None else current.like(step)
-            current._transition(axis, current.placements[axis], goal, result, average)
-            current = result
-        if current is self:
-            current = out if out is not None else self.like(target)
-            current.flat.copy_(self.flat)
-        return current
-
-    def _route(self, target: tuple[Placement, ...]) -> list[tuple[int, Placement]]:
-        """One-axis steps in an order that keeps every Shard inside the sharded suffix."""
-        changes = [
-            (axis, there)
-            for axis, (here, there) in enumerate(zip(self.placements, target, strict=True))
-            if here != there
-        ]
-        unshard = [step for step in changes if self.placements[step[0]] == SHARD]
-        rest = [step for step in changes if self.placements[step[0]] != SHARD]
-        return unshard + rest[::-1]  # gathers from outside in, scatters from inside out
-
-    def _transition(
-        self, axis: int, here: Placement, there: Placement, out: Buffer, average: bool
-    ) -> None:
-        link = self.ranks.axes[axis]
-        divisor = link.size if average else None
-        if here == SHARD and there == REPLICATE:
-            comm.all_gather(out.flat, self.flat, link).wait()
-        elif here == REPLICATE and there == SHARD:
-            out.flat.copy_(out.part_of(self))
-        elif here == PARTIAL and there == SHARD:
-            comm.reduce_scatter(out.flat, self.flat, link, divisor=divisor).wait()
-        elif here == PARTIAL and there == REPLICATE:
-            out.flat.copy_(self.flat)
-            comm.all_reduce(out.flat, link, divisor=divisor).wait()
-        elif here == REPLICATE and there == PARTIAL:
-            # An average of equal terms is the term; for a sum, one rank keeps it and others hold 0.
-            out.flat.copy_(self.flat) if average or link.rank == 0 else out.flat.zero_()
-        else:
-            raise ValueError(
-                f"a buffer cannot go from {here} to {there} on axis '{link.name}': "
-                f"go through Replicate() first"
-            )
-
-    def relayout(self, layout: Layout, out: Buffer | None = None) -> Buffer:
-        """The same parameters under another layout with as many shards, by one exact exchange.
-
-        rows cut       rank 0 | A rows 0-5 | B 0-1 |      rank 1 | B rows 2-7 |
-        whole tensors  rank 0 | A rows 0-5 |              rank 1 | B rows 0-7 |
-        """
-        shards = self.ranks.num_shards(self.placements)
-        if not self.layout.num_shards == layout.num_shards == shards:
-            raise ValueError(
-                f"relayout moves pieces between ranks that hold one shard each: these placements "
-                f"make {shards} shards, the layouts have {self.layout.num_shards} and "
-                f"{layout.num_shards}; plan the target for as many shards as ranks"
-            )
-        flat = self.flat
-        if out is None:
-            out = Buffer(
-                layout, self.ranks, self.placements, flat.dtype, flat.device, self.block.kind
-            )
-        link, shard_of = self.ranks.joint(self.placements)
-        rank_of = {shard: rank for rank, shard in enumerate(shard_of)}
-        moves = exchange(self.layout, layout)
-        outgoing = [move for move in moves if move.source == self.first_shard]
-        incoming = [move for move in moves if move.target == self.first_shard]
-        # Both sides list what they exchange by peer, then by place in the model.
-        outgoing.sort(key=lambda move: (rank_of[move.target], move.index, move.lo))
-        incoming.sort(key=lambda move: (rank_of[move.source], move.index, move.lo))
-        sizes, out_sizes = [0] * link.size, [0] * link.size
-        for move in outgoing:
-            sizes[rank_of[move.target]] += move.hi - move.lo
-        for move in incoming:
-            out_sizes[rank_of[move.source]] += move.hi - move.lo
-        sent = [self._elements(move.index, move.lo, move.hi) for move in outgoing]
-        source = torch.cat(sent) if sent else flat.new_empty(0)
-        received = flat.new_empty(sum(out_sizes))
-        comm.all_to_all(received, source, out_sizes, sizes, link).wait()
-        position = 0
-        for move in incoming:
-            length = move.hi - move.lo
-            piece = out._elements(move.index, move.lo, move.hi)
-            piece.copy_(received[position : position + length])
-            position += length
-        return out
-
-    def _elements(self, index: int, low: int, high: int) -> Tensor:
-        """Elements [low, high) of one parameter, which must lie here, as a flat view."""
-        here, _, offset = self.pieces[index]
-        return self.flat[offset + low - here : offset + high - here]

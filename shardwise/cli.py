@@ -2,7 +2,7 @@
 """``shardwise``: train, plan, report, verify, export, bench. Parses, calls, prints.
 
 A mistake of the user is one line on standard error and exit code 2; a run that failed is one line
-for each rank that saw it, and exit code 1.
+for each rank that saw it, and exit code 1. Parsing needs no torch: ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
-from tyro.conf import Positional, subcommand
+from tyro.conf import Positional, arg, subcommand
 
-from shardwise.train.config import OptimizerName, PrecisionName, Strategy
+from shardwise import __version__
+from shardwise.train.config import OptimizerName, PrecisionName, Strategy, TrainConfig
+from shardwise.train.flags import flags_of, given
+from shardwise.train.recipes import load_recipe
 
 LoggerName = Literal["tensorboard", "wandb"]
 
@@ -32,32 +35,13 @@ LoggerName = Literal["tensorboard", "wandb"]
 class Train:
     """Train a model. Without torchrun, two ranks on this machine (or one per GPU) are started.
 
-    What is not given comes from the recipe, or, with --resume, from the run that goes on.
+    A value that is not given comes from the recipe, or, with --resume, from the resumed run. Values
+    in parentheses are those of the recipe "default".
     """
 
     recipe: Positional[str] = "default"
     """default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8, or
     file.py:function."""
-    steps: int | None = None
-    """Optimizer steps of the whole run."""
-    data: str | None = None
-    """stdlib, stdlib+torch, a text file, directory or "glob", a token .bin file, or hf:NAME."""
-    tokenizer: str | None = None
-    """bytes, or bpe:SIZE."""
-    strategy: Strategy | None = None
-    """How parameters, gradients and optimizer states are spread over the ranks."""
-    ep: int | None = None
-    """Over how many ranks experts are spread."""
-    optimizer: OptimizerName | None = None
-    precision: PrecisionName | None = None
-    """Of the compute weights; mxfp8 and mxfp8_2d are for linear layers, the rest stays bf16."""
-    batch: int | None = None
-    """Sequences of one step, over all ranks."""
-    lr: float | None = None
-    """Of AdamW."""
-    matrix_lr: float | None = None
-    """Of Muon."""
-    seed: int | None = None
     nproc: int | None = None
     """Ranks to start on this machine (not under torchrun)."""
     out: str | None = None
@@ -65,20 +49,28 @@ class Train:
     resume: str | None = None
     """latest (also when nothing follows), or the path of a checkpoint or a run."""
     max_restarts: int = 0
-    """How often failed ranks are started again, from the newest checkpoint (not under torchrun)."""
+    """How often failed ranks are restarted, from the newest checkpoint (not under torchrun)."""
     # Not --log, which torchrun's parser takes for an abbreviation of its own flags.
     loggers: tuple[LoggerName, ...] = ()
     """More places to log to; events.jsonl is always written."""
+    configuration: Annotated[Any, arg(name="")] = None
 
-    def changes(self) -> dict[str, Any]:
-        """What the flags change in a configuration."""
-        names = ["steps", "data", "tokenizer", "strategy", "ep", "optimizer", "precision"]
-        names += ["batch", "lr", "matrix_lr", "seed"]
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+def _train_command() -> Any:
+    """``Train`` with a flag for every field of ``TrainConfig``."""
+    flags = flags_of(TrainConfig, load_recipe(Train.recipe))
+    field: Any = (
+        "configuration",
+        Annotated[flags, arg(name="")],  # type: ignore[valid-type]
+        dataclasses.field(default_factory=flags),
+    )
+    made = dataclasses.make_dataclass("Train", [field], bases=(Train,), frozen=True, kw_only=True)
+    made.__doc__ = Train.__doc__
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PlanCommand:
     """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte."""
 
     model: Positional[str] = "default"
@@ -147,44 +139,46 @@ class Bench:
     """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
 
 
-Command = (
-    Annotated[Train, subcommand("train")]
-    | Annotated[Plan, subcommand("plan")]
-    | Annotated[Report, subcommand("report")]
-    | Annotated[Verify, subcommand("verify")]
-    | Annotated[Export, subcommand("export")]
-    | Annotated[Bench, subcommand("bench")]
-)
-
-
 class UsageError(ValueError):
     """What a user typed cannot be; the message says what to type instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
     from shardwise.train.world import leave
 
-    code = run(list(sys.argv[1:] if arguments is None else arguments))
     leave(code)
     sys.exit(code)
 
 
 def run(words: list[str]) -> int:
-    """The command's exit code; a flag that doesn't exist ends the process at once."""
-    from shardwise.train.world import speaks
-
-    if words[:1] == ["bench"]:  # its own flags are not ours to parse
+    """The command's exit code. Help, the version and unknown flags raise ``SystemExit``."""
+    if words[:1] == ["bench"]:  # the benchmark parses its own flags
         return _guarded(lambda: bench(words[1:]))
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+    if words == ["--version"]:
+        print(f"shardwise {__version__}")
+        sys.exit(0)
+    command: Any = tyro.cli(
+        _commands(),
         prog="shardwise",
         description="Sharded training with whole-matrix optimizers.",
         args=_with_resume(words),
-        console_outputs=speaks(),
+        console_outputs=_speaks(),
     )
-    function: Any = _COMMANDS[type(command)]
+    function: Any = next(run for kind, run in _COMMANDS.items() if isinstance(command, kind))
     return _guarded(lambda: function(command, words))
+
+
+def _commands() -> Any:
+    kinds = {"train": _train_command(), "plan": PlanCommand, "report": Report, "verify": Verify}
+    kinds |= {"export": Export, "bench": Bench}
+    return Union[tuple(Annotated[kind, subcommand(name)] for name, kind in kinds.items())]  # noqa: UP007
+
+
+def _speaks() -> bool:
+    """Whether this process prints for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _with_resume(words: list[str]) -> list[str]:
@@ -208,13 +202,16 @@ def train(command: Train, words: list[str]) -> int:
     from shardwise.train.world import is_rank
 
     request = session.Request(
-        recipe=command.recipe, changes=command.changes(), out=command.out, resume=command.resume
+        recipe=command.recipe,
+        changes=given(command.configuration),
+        out=command.out,
+        resume=command.resume,
     )
     if is_rank():
         return session.train(
             request, lambda folder, config: _sinks(command.loggers, folder, config)
         )
-    session.check(session.settle(request), command.nproc or default_ranks())
+    session.check(session.resolve(request), command.nproc or default_ranks())
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 
@@ -223,7 +220,7 @@ def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
     return [module.Sink(folder, config.to_json()) for module in modules]
 
 
-def plan(command: Plan, words: list[str]) -> int:
+def plan(command: PlanCommand, words: list[str]) -> int:
     """Print a plan."""
     from shardwise.moe import mixtures_of
     from shardwise.report.dry_run import dry_run
@@ -233,7 +230,6 @@ def plan(command: Plan, words: list[str]) -> int:
     from shardwise.report.sizes import parse_size
     from shardwise.report.table import plan_text, print_plan
     from shardwise.train.build import named_precision
-    from shardwise.train.config import TrainConfig
 
     model, config = _model_of(command.model)
     wanted = [command.precision, config.precision if config else None, "bf16"]
@@ -282,7 +278,7 @@ def plan(command: Plan, words: list[str]) -> int:
     return 0 if made.fits is not False else 3
 
 
-def _batch_of(command: Plan, model: Any, config: Any) -> tuple[int, int] | None:
+def _batch_of(command: PlanCommand, model: Any, config: Any) -> tuple[int, int] | None:
     """(sequences, tokens of each) of a microbatch on one rank, where the model has a context."""
     context = getattr(getattr(model, "config", None), "context", None)
     if context is None:
@@ -300,7 +296,6 @@ def _model_of(name: str) -> tuple[Any, Any]:
     from shardwise.checkpoint.values import parse_json
     from shardwise.models.gpt import GPT
     from shardwise.models.llama import config_from_hf
-    from shardwise.train.config import TrainConfig
     from shardwise.train.recipes import find_recipe
 
     path = Path(name)
@@ -369,7 +364,7 @@ def bench(words: list[str]) -> int:
     return 0
 
 
-_COMMANDS = {Train: train, Plan: plan, Report: report, Verify: verify, Export: export}
+_COMMANDS = {Train: train, PlanCommand: plan, Report: report, Verify: verify, Export: export}
 
 
 # ------------------------------------------------------------------------------ exits
@@ -377,11 +372,9 @@ _COMMANDS = {Train: train, Plan: plan, Report: report, Verify: verify, Export: e
 
 def _guarded(function: Any) -> int:
     """The exit code; a user's mistake becomes one line, from one rank."""
-    from shardwise.train.world import speaks
-
     logging.basicConfig(
         format="%(levelname)s %(name)s: %(message)s",
-        level=logging.WARNING if speaks() else logging.ERROR,
+        level=logging.WARNING if _speaks() else logging.ERROR,
     )
     try:
         code = int(function())
@@ -392,7 +385,7 @@ def _guarded(function: Any) -> int:
         return 128 + signal.SIGPIPE
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("", exc_info=True)
-        if speaks():
+        if _speaks():
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

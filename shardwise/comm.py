@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -205,9 +206,13 @@ def _count(operation: str, axis: Axis, nbytes: int) -> Ticket:
         for calls in _recorders:
             calls.append(call)
     # The sizes of an all-to-all differ between ranks.
-    size = "" if operation == "all_to_all" else f"{nbytes} bytes"
-    what = f"{purpose} ({size})" if purpose and size else purpose or size
-    return axis.journal.add(operation, what)
+    sized = operation != "all_to_all"
+    return axis.journal.add(operation, _described(purpose, nbytes) if sized else purpose)
+
+
+@lru_cache(maxsize=1 << 14)
+def _described(purpose: str, nbytes: int) -> str:
+    return f"{purpose} ({nbytes} bytes)" if purpose else f"{nbytes} bytes"
 
 
 # ------------------------------------------------------------------------------ messages
@@ -252,7 +257,7 @@ def _room_for(message: Tensor) -> Tensor:
 
 
 def _wire(tensor: Tensor) -> Tensor:
-    """What gloo can carry: float8 types travel as bytes."""
+    """A view that gloo can carry: float8 types travel as bytes."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -261,7 +266,7 @@ def _by_messages(axis: Axis, tensor: Tensor) -> bool:
 
 
 def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
-    """Where the tensor must be for this axis to carry it: gloo reads host memory, NCCL the
+    """The device on which this axis can carry the tensor: gloo reads host memory, NCCL the
     device's."""
     backend = axis.backend_for(tensor)
     if axis.group is None:
@@ -544,7 +549,7 @@ def any_rank(facts: Facts, group: GroupLike) -> Facts:
     if axis.size == 1 or axis.pretends or not len(facts):
         return facts
     link, known = _host_group(axis), numpy.packbits(facts)
-    what = f"a check of {len(facts)} facts"
+    what = purpose or f"a check of {len(facts)} facts"
     ticket = axis.journal.add("all_reduce", what)
     step = 1
     while step < axis.size:  # each round doubles the ranks whose facts a rank knows
@@ -558,6 +563,14 @@ def any_rank(facts: Facts, group: GroupLike) -> Facts:
         known = known | theirs
         step *= 2
     return numpy.unpackbits(known, count=len(facts)).astype(bool)
+
+
+def differ(value: int, group: GroupLike) -> bool:
+    """Whether a number of 32 bits is not the same on all ranks of the axis."""
+    axis = as_axis(group)
+    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
+    first, second = numpy.split(any_rank(numpy.concatenate([bits, ~bits]), axis), 2)
+    return bool((first & second).any())
 
 
 def any_rank_in_step(facts: Facts, group: GroupLike) -> Facts:

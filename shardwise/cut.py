@@ -46,26 +46,34 @@ class Version:
     ``reading`` is set while a gather on another lane reads the buffer, and makes a writer wait for
     that gather.
 
-    ``settled`` is told when an optimizer has written all that it will write in this step, on every
-    rank in the same order: whoever wants the new weights early may begin to gather them.
+    ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
+    every rank in the same order: whoever wants the new weights early may begin to gather them.
 
     ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there
     alone. Set by the optimizer, as a new dictionary each time, on every rank alike.
+
+    ``waiting`` is set while gradients of earlier microbatches wait to be reduced (no ``.grad``
+    shows them), and drops them: an optimizer refuses to step then, and ``zero_grad`` calls it.
+
+    ``unsynced``: the values were made after wrapping (meta device), and may differ between replicas
+    until the first forward takes the first one's.
     """
 
     count: int = 0
-    settled: Callable[[], None] | None = None
+    on_stepped: Callable[[], None] | None = None
     turns: dict[int, Turns] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
+    waiting: Callable[[], None] | None = None
+    unsynced: bool = False
 
     def await_readers(self) -> None:
-        """Before a write: wait for gathers that still read the buffer."""
+        """Wait, before a write, for gathers that still read the buffer."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading()
 
     def write(self) -> None:
-        """Before a write: count it, and wait for gathers that still read the buffer."""
+        """Count a write that comes next, and wait for gathers that still read the buffer."""
         self.count += 1
         if self.reading is not None:
             self.await_readers()
@@ -264,7 +272,7 @@ class Cut:
         return full.reshape(-1)[lo:hi].view(self.local_shape)
 
     def within(self, coarse: Cut, local: Tensor) -> Tensor:
-        """Of a local piece under ``coarse``: this rank's piece, aliased."""
+        """This rank's piece as a view of ``local``, which is its piece under ``coarse``."""
         if self.matches(coarse):
             return local
         (lo, hi), (begin, end) = self.piece, coarse.piece
@@ -356,6 +364,12 @@ class Cut:
         for axis in self.axes:
             comm.all_reduce(words, axis).wait()
         return full
+
+    @cached_property
+    def replica_axes(self) -> tuple[comm.Axis, ...]:
+        """The axes whose ranks hold the same bytes, outer to inner."""
+        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
+        return tuple(axis for axis, sharded in axes if not sharded and axis.size > 1)
 
     @cached_property
     def norm_axes(self) -> tuple[comm.Axis, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every parameter lies in one flat buffer, and which shard holds which piece of it.
+"""Layout: where each parameter lies in one flat buffer, and which shard holds which piece of it.
 
 A buffer is ``num_shards`` ranges of ``shard_size`` elements. Parameters are packed parameter-major:
 each one is contiguous, so a gathered buffer *is* the parameters and nothing is copied out. Shards
@@ -404,39 +404,3 @@ def _first_start(low: int, numel: int, grain: int, size: int) -> int:
                 return boundary - before * grain
         start = _round_up(boundary, ALIGNMENT)
     return _ENDLESS
-
-
-@dataclass(frozen=True)
-class Move:
-    """Elements [lo, hi) of parameter ``index`` go from one layout's shard to another layout's."""
-
-    index: int
-    lo: int
-    hi: int
-    source: int
-    target: int
-
-
-def exchange(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """What goes where between layouts of the same parameters, by parameter, then by element.
-
-    source  | shard 0         | shard 1         |
-    target  | shard 0  | shard 1    | shard 2   |
-    moves   | 0 to 0   |0 to 1|1 to 1| 1 to 2   |
-    """
-    for ours, theirs in zip(source.items, target.items, strict=False):
-        if (ours.name, ours.shape) != (theirs.name, theirs.shape):
-            raise ValueError(f"{ours} meets {theirs}: plan both layouts from the same parameters")
-    if len(source.items) != len(target.items):
-        raise ValueError(
-            f"{len(source.items)} parameters meet {len(target.items)}: plan both from the same"
-        )
-    moves = []
-    for index, item in enumerate(source.items):
-        hi = 0
-        while (lo := hi) < item.numel:
-            giver = (source.starts[index] + lo) // source.shard_size
-            taker = (target.starts[index] + lo) // target.shard_size
-            hi = min(source.piece(index, giver)[1], target.piece(index, taker)[1])
-            moves.append(Move(index, lo, hi, giver, taker))
-    return tuple(moves)

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -34,8 +35,14 @@ from numpy.typing import NDArray
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
+_PRIME = 1_000_003
 # Seconds that a wait takes before its reason is looked for.
 patience = 5.0
+
+
+@lru_cache(maxsize=1 << 14)
+def _checksum(purpose: str) -> int:
+    return zlib.crc32(purpose.encode())
 
 
 class _Issued:
@@ -62,7 +69,7 @@ class Journal:
             issued = self._issued[operation] = _Issued()
         issued.count += 1
         issued.recent.append(purpose)
-        issued.trail = zlib.crc32(purpose.encode(), issued.trail)
+        issued.trail = (issued.trail * _PRIME + _checksum(purpose)) & 0xFFFFFFFF
         return Ticket(self, operation, issued.count, purpose)
 
     def trail(self) -> NDArray[numpy.bool_]:
@@ -73,7 +80,7 @@ class Journal:
         return numpy.unpackbits(numpy.frombuffer(together.to_bytes(4, "big"), numpy.uint8)) > 0
 
     def first_difference(self) -> str:
-        """What is wrong where the trails of ranks differ. Every rank of the group asks at once."""
+        """The error message for ranks whose trails differ. Every rank of the group asks at once."""
         store = dist.distributed_c10d._get_default_store()
         where = f"shardwise/issued/{self.group.group_name}"
         mine = {"issued": self.issued()}
@@ -109,7 +116,7 @@ class Ticket:
     @property
     def tag(self) -> int:
         """The tag of its messages, 29 bits; the same on all ranks that are in step."""
-        check = zlib.crc32(self.purpose.encode()) & 0x7FFF
+        check = _checksum(self.purpose) & 0x7FFF
         kind = OPERATIONS.index(self.operation)
         return (check * _NUMBERS + self.count % _NUMBERS) * len(OPERATIONS) + kind
 
@@ -131,7 +138,7 @@ _watcher: threading.Thread | None = None
 
 @contextmanager
 def watched(ticket: Ticket | None, works: Sequence[Any]) -> Iterator[None]:
-    """Around a wait for messages: where the ranks are out of step it raises instead of hanging."""
+    """Watch a wait for messages: where the ranks are out of step it raises instead of hanging."""
     global _watcher
     if ticket is None:
         yield

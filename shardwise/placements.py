@@ -20,9 +20,11 @@ where main is replicated.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,32 @@ def hsdp() -> Placements:
 
 
 def hfsdp() -> Placements:
-    """As :func:`hsdp`, with main weights and optimizer state sharded over the outer axis too."""
+    """:func:`hsdp` with main weights and optimizer state sharded over the outer axis too."""
     return Placements(compute=[REPLICATE, SHARD], grad=[PARTIAL, SHARD], main=[SHARD, SHARD])
+
+
+class Step(NamedTuple):
+    """One collective of the way from one list of placements to another: over one mesh axis."""
+
+    axis: int
+    here: Placement
+    there: Placement
+
+
+def steps(here: Sequence[Placement], there: Sequence[Placement]) -> tuple[Step, ...]:
+    """The collectives that bring a buffer from placements ``here`` to ``there``, in order.
+
+        Shard    to Replicate    all-gather, from the outermost sharded axis inwards
+        Partial  to Shard        reduce-scatter, from the innermost axis outwards
+        Partial  to Replicate    all-reduce, from the innermost axis outwards
+
+    In this order the Shards stay a suffix of the mesh, so a rank's part is always one range.
+    """
+    changes = [Step(axis, *pair) for axis, pair in enumerate(zip(here, there, strict=True))]
+    gathers = [step for step in changes if (step.here, step.there) == (SHARD, REPLICATE)]
+    reductions = [step for step in changes if step.here == PARTIAL != step.there]
+    assert len(gathers) + len(reductions) == sum(step.here != step.there for step in changes)
+    return (*gathers, *reversed(reductions))
 
 
 def shard_range(
@@ -169,6 +195,14 @@ def shard_range(
     return index * count, count
 
 
+def joint_places(sizes: Sequence[int]) -> list[int]:
+    """By rank of several axes joined into one, which counts the inner axis fastest: its place as
+    :func:`shard_range` counts, the outer axis fastest."""
+    every, count = [SHARD] * len(sizes), math.prod(sizes)
+    coordinates = itertools.product(*(range(size) for size in sizes))
+    return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]
+
+
 # The elements [lo, hi) of a tensor that each replica works on, by replica as ``shard_range`` counts
 # (the outer axis fastest); (0, 0) for none. Together they are all of it.
 Turns: TypeAlias = tuple[tuple[int, int], ...]
@@ -183,8 +217,8 @@ def turn_spans(
     coordinate: Sequence[int],
     axis: int,
 ) -> tuple[list[Span], list[list[Span]]]:
-    """What a reduction over an axis of replicas brings where: the spans that every rank of the axis
-    needs, and those that each of them needs alone.
+    """(shared, parts) of a reduction over an axis of replicas: the spans that every rank of the
+    axis needs, and those that each of them needs alone.
 
     ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
     Axes of replicas inside this one have been reduced over already:

@@ -36,7 +36,9 @@ class Lanes:
         self.unify = unify
         self.asynchronous = device.type == "cuda"
         self._streams: dict[str, Any] = {}
+        self._joins: dict[tuple[str, str], Any] = {}
         if self.asynchronous:
+            self._index = torch.cuda.current_device() if device.index is None else device.index
             gather = torch.cuda.Stream(device, priority=-1)
             names = ("gather", "reduce", "outer")
             self._streams = {
@@ -45,12 +47,13 @@ class Lanes:
                 else torch.cuda.Stream(device, priority=-1)
                 for name in names
             }
+        self._own = {stream.stream_id for stream in self._streams.values()}
 
     def on(self, lane: LaneName) -> AbstractContextManager[Any]:
         """Run what follows on ``lane``: kernels, collectives and allocations."""
         if not self.asynchronous or lane == "compute":
             return _NOWHERE
-        stream = torch.cuda.stream(self._streams[lane])
+        stream = _OnStream(self._streams[lane], self._index)
         return stream if _watcher is None else _watched_lane(_watcher, lane, stream)
 
     def mark(self, lane: LaneName = "compute") -> Any:
@@ -68,10 +71,19 @@ class Lanes:
 
     def join(self, lane: LaneName, other: LaneName) -> None:
         """``lane`` waits for all that was issued to ``other`` so far."""
-        if self.asynchronous and self._stream(lane) != self._stream(other):
-            self._stream(lane).wait_stream(self._stream(other))
+        if not self.asynchronous:
+            return
+        waiting, awaited = self._stream(lane), self._stream(other)
+        if waiting is awaited:
+            return
+        # One event for each pair, recorded anew: a wait keeps to the record that it saw.
+        event = self._joins.get((lane, other))
+        if event is None:
+            event = self._joins[lane, other] = torch.cuda.Event()
+        event.record(awaited)
+        waiting.wait_event(event)
 
-    def settle(self, event: Any = None) -> None:
+    def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
         writes offloaded weights."""
         if self.asynchronous and event is None:
@@ -91,18 +103,38 @@ class Lanes:
     def _stream(self, lane: LaneName) -> Any:
         if lane != "compute":
             return self._streams[lane]
-        current = torch.cuda.current_stream(self.device)
+        current = torch.cuda.current_stream(self._index)
         # Inside ``on(...)`` the caller's own stream cannot be told: join before, not inside.
-        assert current not in self._streams.values(), "name the compute lane outside other lanes"
+        assert current.stream_id not in self._own, "name the compute lane outside other lanes"
         return current
 
 
-def annotate(name: str) -> AbstractContextManager[Any]:
-    """A profiler label and an NVTX range around a piece of work; nothing unless profiling."""
+class _OnStream:
+    """Does what ``torch.cuda.stream(stream)`` does in a third of its host time: 3.6 instead of 10
+    microseconds, several times in each unit."""
+
+    __slots__ = ("_before", "_device", "_index", "_stream")
+
+    def __init__(self, stream: Any, index: int) -> None:
+        self._stream, self._index = stream, index
+
+    def __enter__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._before = torch.cuda.current_stream(self._index)
+        torch.cuda.set_stream(self._stream)  # makes its device the current one
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._device != self._index:
+            torch.cuda.set_device(self._device)
+
+
+def annotate(unit: str, work: str) -> AbstractContextManager[Any]:
+    """A profiler label and an NVTX range around a unit's work; nothing unless profiling."""
     if _watcher is not None:
-        return _watched_phase(_watcher, name)
+        return _watched_phase(_watcher, f"{unit}: {work}")
     profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return _labelled(name) if profiling else _NOWHERE
+    return _labelled(f"{unit}: {work}") if profiling else _NOWHERE
 
 
 @contextmanager
@@ -163,7 +195,7 @@ def watch(who: Watcher) -> Iterator[None]:
 
 
 def stalling(reason: str) -> AbstractContextManager[Any]:
-    """Around whatever makes the compute lane wait."""
+    """A context around whatever makes the compute lane wait."""
     return _NOWHERE if _watcher is None else _watched_stall(_watcher, reason)
 
 
@@ -212,13 +244,13 @@ class Clock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def settle(self) -> None:
-        """Until every mark has been reached."""
+    def synchronize(self) -> None:
+        """Wait until every mark has been reached."""
         if self.on_device:
             torch.cuda.synchronize(self._device)
 
     def seconds(self, mark: Any) -> float:
-        """Of a mark that has been reached."""
+        """The seconds at a mark that has been reached."""
         if not self.on_device:
             return float(mark - self._begin)
         return float(self._begin.elapsed_time(mark)) / 1e3

@@ -196,7 +196,8 @@ class ShardedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """To all ``Replicate()``: a plain DTensor. To its own placements: itself. No other way."""
+        """A plain DTensor for all ``Replicate()``, itself for its own placements; others are
+        refused."""
         here = device_mesh is None or device_mesh == self.cut.mesh
         wanted = None if placements is None else tuple(placements)
         plain = forward_dtype is None and backward_dtype is None
@@ -215,8 +216,8 @@ class ShardedTensor(DTensor):
     # ------------------------------------------------------------------ distributed checkpoints
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """What this rank can write. Replicas offer the same boxes: DCP drops duplicates by offset
-        and spreads them over the ranks that offered them."""
+        """The write items of this rank. Replicas offer the same boxes: DCP drops duplicates by
+        offset and spreads them over the ranks that offered them."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -315,8 +316,24 @@ def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gathers that still read main weights end before any optimizer writes those."""
-    for version in _versions_of(optimizer):
+    """Gathers that still read main weights end before any optimizer writes those. A step before
+    the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
+    versions = _versions_of(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None and any(version.waiting is not None for version in versions):
+        names = [
+            parameter.cut.name
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) is ShardedTensor and getattr(parameter.version, "waiting", None)
+        ]
+        raise RuntimeError(
+            f"the optimizer steps before the last microbatch: gradients of {names} still wait "
+            f"unreduced, and the step would leave them out. Call set_is_last_backward(True), "
+            f"set_requires_all_reduce(True) and set_requires_gradient_sync(True) before the last "
+            f"backward of a step, or model.zero_grad() to drop them"
+        )
+    for version in versions:
         version.await_readers()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each torch op does on a ShardedTensor: a table from op to handler, filled on first use.
+"""Torch ops on a ShardedTensor: a table from op to handler, filled on first use.
 
     kind          examples                              what runs
     alias         detach, view of the same shape        the same local memory, the same version
@@ -17,6 +17,7 @@ is not decided at each call: optimizers call it for every parameter and step.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -120,7 +121,7 @@ class Operations:
     # ------------------------------------------------------------------ element by element
 
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
-        """What of an operand goes with this rank's piece."""
+        """The part of an operand that goes with this rank's piece."""
         if type(operand) is self.kind:
             if cut.matches(operand.cut):
                 return operand._local_tensor
@@ -211,7 +212,7 @@ class Operations:
         return target
 
     def _write(self, *targets: Any) -> None:
-        """Before a write: count it, and wait for gathers that still read."""
+        """Count a write that comes next, and wait for gathers that still read."""
         for target in targets:
             if type(target) is self.kind and target.version is not None:
                 target.version.write()
@@ -321,18 +322,29 @@ class Operations:
                 copy(target, source, *rest, **kwargs)
 
     def _random(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Every rank draws all numbers and keeps its own: one seed gives one model, cut or not."""
+        """Every rank draws all numbers and keeps its own: one seed gives one model, cut or not.
+        Replicas whose generators differ take the first one's numbers (collective over them), but
+        before the first forward of a model born on the meta device, which does that itself."""
         target, rest = args[0], args[1:]
         if type(target) is not self.kind or any(isinstance(one, Tensor) for one in rest):
             self._refuse(func, args, kwargs)
         cut, local = target.cut, target._local_tensor
+        unsynced = target.version is not None and target.version.unsynced
+        seed = _checksum_of_generator(local, kwargs.get("generator"))
         full = torch.empty(cut.shape, dtype=local.dtype, device=local.device)
+        drawn = func(full, *rest, **kwargs)
         if func._schema.is_mutable:
-            func(full, *rest, **kwargs)
             self._write(target)
             local.copy_(cut.take(full))
-            return target
-        return self.wrap(cut.take(func(full, *rest, **kwargs)).clone(), cut)
+        else:
+            target = self.wrap(cut.take(drawn).clone(), cut)
+        for axis in () if unsynced or local.is_meta else cut.replica_axes:
+            comm.purpose = f"a check of random numbers for '{cut.name}'"
+            differ = comm.differ(seed, axis)
+            comm.purpose = ""
+            if differ:
+                comm.broadcast(target._local_tensor, axis).wait()
+        return target
 
     # ------------------------------------------------------------------ one value of all pieces
 
@@ -436,3 +448,14 @@ def _same_shape(size: Any, cut: Cut) -> bool:
     if not isinstance(size, (list, tuple)) or len(size) != len(cut.shape):
         return False
     return all(wanted in (have, -1) for wanted, have in zip(size, cut.shape, strict=True))
+
+
+def _checksum_of_generator(tensor: Tensor, generator: torch.Generator | None) -> int:
+    """A checksum of the state of the random numbers that an op on ``tensor`` draws."""
+    if generator is not None:
+        state = generator.get_state()
+    elif tensor.device.type == "cuda":
+        state = torch.cuda.get_rng_state(tensor.device)
+    else:
+        state = torch.get_rng_state()
+    return zlib.crc32(state.numpy().tobytes())

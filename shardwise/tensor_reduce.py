@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One value of all pieces: norms, sums and extremes of tensors that are cut over ranks.
+"""Reductions to one value: norms, sums and extremes of tensors that are cut over ranks.
 
     rank 0   piece  ->  partial \\
     rank 1   piece  ->  partial  >  one collective per sharded axis  ->  the value, on every rank

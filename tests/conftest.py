@@ -10,9 +10,9 @@ from tests.ranks import shut_down
 # Files that take a minute or more: two workers that share the files (`make test`) would wait for
 # the last of them.
 LONG = (
-    "faults/test_train.py",
-    "interop/test_command.py",
+    "faults/test_launch.py",
     "resume/test_train.py",
+    "interop/test_command.py",
     "parity/test_mxfp8.py",
     "parity/test_muon.py",
     "parity/test_mxfp8_embedding.py",

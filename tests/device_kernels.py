@@ -184,8 +184,8 @@ def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> No
 def check_scale_invariance(form: Form) -> None:
     batch = random(2, 256, 384)
     for power in (-80, -20, 20, 80):
-        scaled = orthogonalise(batch * 2.0**power, PRESETS["polar_express"].coefficients, form=form)
-        plain = orthogonalise(batch, PRESETS["polar_express"].coefficients, form=form)
+        scaled = orthogonalise(batch * 2.0**power, PRESETS["polar_express"], form)
+        plain = orthogonalise(batch, PRESETS["polar_express"], form)
         assert torch.equal(scaled, plain), f"2^{power}"
 
 
@@ -194,15 +194,14 @@ def check_parts() -> None:
     batch = random(1, 2048, 2048).expand(516, -1, -1).contiguous()
     assert batch.numel() > 2**31
     batch[-1] = random(2048, 2048)
-    found = orthogonalise(batch, PRESETS["polar_express"].coefficients)
-    alone = orthogonalise(batch[-1:], PRESETS["polar_express"].coefficients)
+    found = orthogonalise(batch, PRESETS["polar_express"])
+    alone = orthogonalise(batch[-1:], PRESETS["polar_express"])
     assert torch.equal(found[-1], alone[0]) and torch.equal(found[-2], found[0])
 
 
 def check_graph(form: Form, rows: int, columns: int) -> None:
     batch = random(3, rows, columns)
-    coefficients = PRESETS["s4"].coefficients
-    run = functools.partial(orthogonalise, coefficients=coefficients, norm="schatten4", form=form)
+    run = functools.partial(orthogonalise, polynomial=PRESETS["s4"], form=form)
     run(batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

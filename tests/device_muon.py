@@ -73,8 +73,8 @@ def against_the_cpu() -> None:
             model, optimizer = build(device, **options)
             train(model, optimizer, device)
             found.append(values(model))
-        (fleet,) = optimizer._fleets
-        assert fleet.fused and len(fleet.resident) == len(SHAPES) + 1, fleet.resident.keys()
+        (group,) = optimizer._matrix_groups
+        assert group.fused and len(group.local) == len(SHAPES) + 1, group.local.keys()
         error = distance(found[1], found[0])
         logger.info("kernels against fp32 on the CPU, %s: %.4f of the distance", options, error)
         assert 0 < error < 0.03, error

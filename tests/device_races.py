@@ -189,27 +189,6 @@ def check_capture(rank: int, world_size: int, stage: int) -> None:
         net(x)  # training goes on
 
 
-def check_eviction(rank: int, world_size: int) -> None:
-    """Weights gathered ahead give their home in the trace pool up to a backward."""
-    net = make(3, memory="trace")
-    for _ in range(2):
-        net(inputs().requires_grad_()).float().mean().backward()
-        net.zero_grad()
-    pool = net._shardwise_unit.runtime.source
-    assert pool.planned
-    homes: dict[int, nn.Module] = {}
-    shared = None
-    for block in net.blocks:
-        home = id(pool._homes[block._shardwise_unit.groups[0].whole.block])
-        shared = shared or homes.get(home)
-        homes[home] = block
-    assert shared is not None, "no two blocks share a home"
-    out = net(inputs().requires_grad_())
-    shared.unshard(async_op=True)
-    out.float().mean().backward()
-    torch.cuda.synchronize()
-
-
 def main() -> int:
     checks: list[tuple[Any, ...]] = []
     for stage in (1, 3):
@@ -218,7 +197,6 @@ def main() -> int:
         checks += [(check_loaded, stage), (check_kept_graph, stage)]
         checks += [(check_overtaken, stage, how) for how in ("write", "to_local", "optimizer")]
         checks += [(check_offloaded, stage), (check_capture, stage)]
-    checks.append((check_eviction,))
     failures = 0
     for check, *arguments in checks:
         words = [getattr(argument, "__name__", str(argument)) for argument in arguments]

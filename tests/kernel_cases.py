@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.forms import Form, Polynomial
-from shardwise.optim import newton_schulz as optim
-
-PRESETS = {name: preset.polynomial for name, preset in optim.PRESETS.items()}
+from shardwise.optim.presets import PRESETS as PRESETS
 
 
 def singular_values(kind: str, rows: int, columns: int) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -43,6 +44,35 @@ class Model(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden)
+
+
+class Weights(nn.Module):
+    """Parameters of these shapes by name, for optimizers alone; forward changes nothing."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=generator) * scale
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def filled(value: float, width: int = 9) -> nn.Module:
+    """Two linear layers with one value everywhere: a mixture of two checkpoints shows."""
+    made = nn.Sequential(nn.Linear(7, width), nn.Linear(width, 5))
+    fill(made, value)
+    return made
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
 
 
 def make_model(width: int = 10, depth: int = 3, seed: int = 0) -> Model:

@@ -64,7 +64,7 @@ MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
 # less each (half of them for torch._dynamo, which every torch optimizer imports when it is built).
 START = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["shardwise", "shardwise.train.loop", "torch._dynamo", "pytest"]
+PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "pytest"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)
@@ -110,6 +110,14 @@ def run_ranks(
     return results
 
 
+def rank_context() -> Any:
+    """The multiprocessing context of ranks: they are forks of a process that has imported torch."""
+    context = get_context(START)
+    if START == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def shut_down() -> None:
     """Kill every pool. Safe to call twice; also runs when the interpreter exits."""
     while _idle_pools:
@@ -141,9 +149,7 @@ class _Pool:
             return
         # The server lives here, on a port that the kernel picked, so no two pools can collide.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = get_context(START)
-        if START == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
+        context = rank_context()
         for rank in range(self.world_size):
             here, there = context.Pipe()
             # Not daemonic: a daemonic process could not have children (data loader workers).
@@ -288,7 +294,7 @@ def _serve(
     """A rank's life: join the group, then answer calls until killed or until the test ends."""
     # Ctrl-C reaches the whole terminal; the test process decides and kills us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    exit_with_parent()
     with open(stack_path, "w") as stacks:
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -375,9 +381,13 @@ def _count_open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
-def _exit_with_parent() -> None:
-    """Outlive the test process by nothing, even when it was killed while we hang in C."""
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
+def exit_with_parent() -> None:
+    """End this process with the test process, even if it was killed while we hang in C."""
+
+    def watch() -> None:
+        parent = parent_process()
+        assert parent is not None
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

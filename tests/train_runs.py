@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the trainer for tests: inside the rank pool, or as the command that people type."""
+"""Runs of the trainer for tests, from cheap to true:
+
+make_trainer        inside the rank pool: the loop alone
+inside              a command that starts no ranks, in this process
+fork_ranks          the ranks of a run, forked from a process that has imported torch already
+shardwise, start    the command that people type: a launcher and ranks, three imports of torch
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,12 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,13 +27,14 @@ from typing import Any
 
 import torch
 
-from shardwise.cli import run
-from shardwise.models.config import GPTConfig
+from shardwise.cli import main, run
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.tensor import ShardedTensor
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Trainer
 from shardwise.train.world import World
+from tests.ranks import exit_with_parent, rank_context
 
 TINY = TrainConfig(
     model=GPTConfig(dim=16, num_layers=2, num_heads=2, context=16),
@@ -46,6 +56,22 @@ def write_text(folder: Path) -> str:
     path = folder / "text.txt"
     path.write_text("".join(f"the {n} of {n * n}, and so on to {n + 7};\n" for n in range(900)))
     return str(path)
+
+
+RECIPE = """
+import dataclasses
+from tests.train_runs import TINY
+
+def tiny():
+    return dataclasses.replace(TINY, data={data!r}, {changes})
+"""
+
+
+def write_recipe(folder: Path, changes: str) -> str:
+    """A recipe of a tiny run with the given changes; what to type for it."""
+    file = folder / "recipe.py"
+    file.write_text(RECIPE.format(data=write_text(folder), changes=changes))
+    return f"{file}:tiny"
 
 
 def make_world(rank: int, world_size: int) -> World:
@@ -153,6 +179,83 @@ def start(*words: str, cwd: Path, **variables: str) -> subprocess.Popen[str]:
     return process
 
 
+class ForkedRanks:
+    """The ranks of one run without a launcher, each in a session of its own."""
+
+    def __init__(self, words: tuple[str, ...], cwd: Path, nproc: int) -> None:
+        context = rank_context()
+        self._folder = Path(tempfile.mkdtemp(prefix="forked-"))
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = int(listener.getsockname()[1])
+        self.processes = []
+        for rank in range(nproc):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc}
+            variables |= {"LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "localhost"}
+            texts = {name: str(value) for name, value in variables.items()}
+            texts |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            process = context.Process(
+                target=_forked_rank, args=(words, str(cwd), texts, str(self._folder / str(rank)))
+            )
+            process.start()
+            self.processes.append(process)
+        _FORKED.append(self)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self.processes]
+
+    def poll(self) -> int | None:
+        """None while any rank runs; then the first exit code that is not 0."""
+        codes = [process.exitcode for process in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def finish(self, timeout: float = 120) -> tuple[int, str, str]:
+        """The first exit code that is not 0, and what all ranks wrote."""
+        for process in self.processes:
+            process.join(timeout)
+        code = self.poll()
+        texts = [self._read(kind) for kind in ("out", "err")]
+        assert code is not None, f"still running after {timeout} s: {texts}"
+        return code, texts[0], texts[1]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join(30)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, kind: str) -> str:
+        return "".join(path.read_text() for path in sorted(self._folder.glob(f"*.{kind}")))
+
+
+_FORKED: list[ForkedRanks] = []
+
+
+def fork_ranks(*words: str, cwd: Path, nproc: int = 2) -> ForkedRanks:
+    """Start the ranks of a command, as a launcher would."""
+    return ForkedRanks(words, cwd, nproc)
+
+
+def forked(*words: str, cwd: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run the ranks of a command to their end."""
+    return subprocess.CompletedProcess(words, *fork_ranks(*words, cwd=cwd, nproc=nproc).finish())
+
+
+def _forked_rank(words: tuple[str, ...], cwd: str, variables: dict[str, str], out: str) -> None:
+    os.setsid()
+    exit_with_parent()
+    default_signals()
+    for kind, number in (("out", 1), ("err", 2)):
+        with open(f"{out}.{kind}", "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(variables)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    main(list(words))
+
+
 def wait_for_end(pids: list[int], seconds: float = 150) -> None:
     """Until processes that nobody waits for have ended."""
     limit = time.monotonic() + seconds
@@ -171,6 +274,8 @@ def is_alive(pid: int) -> bool:
 
 def stop_all() -> None:
     """End what was started and still runs."""
+    while _FORKED:
+        _FORKED.pop().kill()
     while _STARTED:
         process = _STARTED.pop()
         if process.poll() is None:
@@ -211,12 +316,16 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def wait_until(
-    ready: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 150
+    ready: Callable[[], Any],
+    process: subprocess.Popen[str] | ForkedRanks,
+    seconds: float = 150,
 ) -> Any:
     """What ``ready`` gives once it gives something; looks 50 times a second."""
     limit = time.monotonic() + seconds
     while not (found := ready()):
-        assert process.poll() is None, finish(process)
+        assert process.poll() is None, (
+            process.finish() if isinstance(process, ForkedRanks) else finish(process)
+        )
         assert time.monotonic() < limit, "it never came to that"
         time.sleep(0.02)
     return found

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that lose nothing: atomic, hashed, loadable under any layout, and never run.
+"""Checkpoints that lose nothing: atomic, hashed, loadable under any layout, and never unpickled.
 
-``save`` and ``load`` for one; ``Store`` for a run; ``verify`` and ``export`` for one that is there.
+``save`` and ``load`` handle one checkpoint, ``Store`` those of a run; ``verify`` and ``export``
+need no model.
 """
 
 from shardwise.checkpoint.errors import (
@@ -14,9 +15,9 @@ from shardwise.checkpoint.errors import (
 from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.reading import Report, verify
 from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.store import Store, valid_checkpoints
-from shardwise.checkpoint.verifying import Report, verify
 
 __all__ = [
     "CheckpointError",

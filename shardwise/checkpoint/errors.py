@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a checkpoint, by kind: what to do next differs."""
+"""The errors of checkpoints, by what to do next, and how all ranks raise the same one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shardwise import agreement, comm
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that can't be saved, read or used as asked."""
+    """A checkpoint can't be saved, read or used as asked."""
 
 
 class DamagedError(CheckpointError):
-    """Bytes are missing, or not those that shardwise has written: take an older checkpoint."""
+    """Bytes are missing, or are not those that shardwise wrote: use an older checkpoint."""
 
 
 class UnsafeError(DamagedError):
@@ -19,17 +24,61 @@ class UnsafeError(DamagedError):
 
 
 class MismatchError(CheckpointError):
-    """A sound checkpoint of another model or optimizer: nothing of it was loaded."""
+    """A sound checkpoint of another model or optimizer; nothing of it was loaded."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint that was under way has failed; the ones before it are untouched."""
+    """A save has failed; earlier checkpoints are untouched."""
+
+
+_KINDS = {kind.__name__: kind for kind in (DamagedError, UnsafeError, MismatchError, SaveError)}
+
+
+def joint_error(kinds: set[str], text: str) -> Exception:
+    """The one error that all ranks raise when some of them raised errors of these classes.
+
+    Damage outweighs all else: what other ranks found in a damaged checkpoint says nothing about
+    the next older one.
+    """
+    [name, *others] = sorted(kinds)
+    if not others:
+        known = _KINDS.get(name)
+        prefix = "" if known or name == "CheckpointError" else f"{name}: "
+        return (known or CheckpointError)(prefix + text)
+    damaged = kinds & {"DamagedError", "UnsafeError"}
+    return DamagedError(text) if damaged else CheckpointError(text)
+
+
+def ranks_with_data() -> comm.Axis:
+    """The axis of all ranks; a ``CheckpointError`` if all but one are pretended."""
+    axis = agreement.all_ranks()
+    if axis.pretends:
+        raise CheckpointError(
+            f"one process poses as rank {axis.rank} of {axis.size} (the fake backend): the other "
+            f"ranks' shards do not exist, so no checkpoint can be made or read"
+        )
+    return axis
+
+
+def together(
+    work: Callable[[], T], axis: comm.Axis, *, facts: Callable[[T], Any] = lambda made: None
+) -> tuple[T, list[Any]]:
+    """``agreement.together``, raising the errors of this module."""
+    return agreement.together(work, axis, facts=facts, error=joint_error)
 
 
 def shown(value: Any) -> str:
-    """A value from a file for a message: short, and computed without walking through it."""
+    """A short text for a value from a file, made without walking through the value."""
     if type(value) is str:
         return repr(value if len(value) <= 80 else value[:80] + "...")
     if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) < 1e30):
         return repr(value)
     return f"of type {type(value).__name__}"
+
+
+def listed(headline: str, problems: list[str], most: int = 20) -> str:
+    """The headline and one line for each of the first problems."""
+    lines = [headline, *(f"  {problem}" for problem in problems[:most])]
+    if len(problems) > most:
+        lines.append(f"  and {len(problems) - most} more")
+    return "\n".join(lines)

@@ -17,39 +17,30 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import owner
-from shardwise.checkpoint.attempt import is_taken
+from shardwise.checkpoint.attempt import is_taken, temporary
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.files import sync_directory, write_file
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import Checkpoint, compare_bytes, read_whole
+from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
-from shardwise.checkpoint.world import World
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.models.llama import hf_config, hf_tensors
 from shardwise.moe import convert_gate_up
 
 log = logging.getLogger(__name__)
 
-# From one tensor of the model to those of the format: a renaming, a split, a transposition. It is
-# called with a meta tensor first, to learn names and sizes.
+# From one tensor of the model to tensors of the format: a renaming, a split, a transposition. The
+# first call is with a meta tensor, for names and sizes.
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
-
-
-@dataclass
-class _OutputFile:
-    nbytes: int = 0
-    sources: list[str] = field(default_factory=list)
 
 
 def export(
@@ -64,25 +55,25 @@ def export(
     """Write the model of a checkpoint to a new directory ``out``; returns the files.
 
     A checkpoint whose config describes its ``"model"`` (the fields of ``GPTConfig``) becomes what
-    ``transformers`` loads. For any other pass ``convert``, which gives names and forms, and
-    ``config`` for ``config.json``; without, names stay as they are. ``dtype`` converts
-    floating-point tensors; without it each has the dtype that its parameter came with, before it
-    was wrapped. Every byte is checked against its sha256 before it is used, and ``out``
-    appears whole or not at all.
+    ``transformers`` loads. For any other model pass ``convert``, which returns the tensors by name,
+    and ``config`` for ``config.json``; without them, names stay as they are. ``dtype`` converts
+    floating-point tensors; the default is the dtype that each parameter had before it was wrapped.
+    Every byte is checked against its sha256 before it is used, and ``out`` appears whole or not at
+    all.
     """
     source, target = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     if max_file_bytes < 1:
-        raise ValueError(f"export(max_file_bytes={max_file_bytes}): files hold at least a byte")
+        raise ValueError(f"export(max_file_bytes={max_file_bytes}): a file holds at least one byte")
     if is_taken(target):
         raise CheckpointError(f"{target} is there already: remove it or choose another directory")
     manifest = Manifest.read(source)
-    compare_bytes(source, manifest, World(0, 1))
+    compare_bytes(source, manifest)
     checkpoint = Checkpoint.open(source, manifest)
     if convert is None and config is None:
         convert, config = _as_gpt(checkpoint, dtype)
     make = _Converter(checkpoint, convert, dtype)
-    files = _plan(make, max_file_bytes)
-    folder = owner.temporary(target)
+    files = _assign_files(make, max_file_bytes)
+    folder = temporary(target)
     folder.mkdir(parents=True)
     try:
         names = _write(folder, make, files)
@@ -101,7 +92,7 @@ def export(
 def _as_gpt(
     checkpoint: Checkpoint, dtype: torch.dtype | None
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
-    """The names and the configuration of our own models, where the checkpoint is of one."""
+    """The conversion and the configuration of a ``GPT``, if the checkpoint is of one."""
     path = checkpoint.path
     described = (checkpoint.manifest.config or {}).get("model")
     if described is None:
@@ -124,7 +115,7 @@ def _as_gpt(
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
         order = orders.get(f"{name.rpartition('.')[0]}._extra_state")
-        if order is not None:  # an expert's gate and up: stacked over there
+        if order is not None:  # an expert's gate and up: stacked in the format
             tensor = convert_gate_up(tensor, order["gate_up_block"], 0, 0)
         return hf_tensors(name, tensor, config=model)
 
@@ -132,7 +123,7 @@ def _as_gpt(
 
 
 class _Converter:
-    """Tensors of the checkpoint as the target wants them."""
+    """Tensors of the checkpoint in the names and dtypes of the export."""
 
     def __init__(
         self, checkpoint: Checkpoint, convert: Convert | None, dtype: torch.dtype | None
@@ -142,12 +133,12 @@ class _Converter:
         self.names = sorted(key.removeprefix("model.") for key in keys)
 
     def sketch(self, name: str) -> dict[str, Tensor]:
-        """The results of one tensor, without data."""
+        """The results of one tensor, on the meta device."""
         entry = self._checkpoint.index[model_key(name)]
         return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
 
     def read(self, name: str) -> dict[str, Tensor]:
-        return self._apply(name, read_whole(self._checkpoint, model_key(name)))
+        return self._apply(name, self._checkpoint.read_whole(model_key(name)))
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         made = {name: tensor} if self._convert is None else self._convert(name, tensor)
@@ -159,7 +150,7 @@ class _Converter:
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The dtype that a parameter came with; the stored one, where main weights have that too."""
+    """The dtype that a parameter had before it was wrapped; the stored one if none is noted."""
     noted = checkpoint.values.get("dtypes", {})
     if not isinstance(noted, dict):
         raise CheckpointError(
@@ -169,9 +160,10 @@ def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     return dtype_of(known, name) if known else checkpoint.index[model_key(name)].dtype
 
 
-def _plan(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
-    """Which tensors go into which file, in the order of their names."""
-    files = [_OutputFile()]
+def _assign_files(make: _Converter, max_file_bytes: int) -> list[list[str]]:
+    """The names of the tensors of each file, in order."""
+    files: list[list[str]] = []
+    left = 0  # bytes that still fit into the last file
     seen: dict[str, str] = {}
     for name in make.names:
         results = make.sketch(name)
@@ -180,35 +172,36 @@ def _plan(make: _Converter, max_file_bytes: int) -> list[_OutputFile]:
                 raise CheckpointError(f"'{seen[key]}' and '{name}' would both become '{key}'")
             seen[key] = name
         nbytes = sum(value.nbytes for value in results.values())
-        if files[-1].sources and files[-1].nbytes + nbytes > max_file_bytes:
-            files.append(_OutputFile())
-        files[-1].sources.append(name)
-        files[-1].nbytes += nbytes
+        if not files or nbytes > left:
+            files.append([])
+            left = max_file_bytes
+        files[-1].append(name)
+        left -= nbytes
     if not seen:
         raise CheckpointError("the checkpoint holds no tensors of a model")
     return files
 
 
-def _write(folder: Path, make: _Converter, files: list[_OutputFile]) -> list[str]:
+def _write(folder: Path, make: _Converter, files: list[list[str]]) -> list[str]:
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
-    names = []
-    for number, file in enumerate(files, 1):
+    names, total = [], 0
+    for number, sources in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         name = "model.safetensors" if len(files) == 1 else name
         tensors: dict[str, Tensor] = {}
-        for source in file.sources:
-            # Cloned where it is a view: the format refuses tensors that share memory.
+        for source in sources:
+            # Views are cloned: the format refuses tensors that share memory.
             for key, value in make.read(source).items():
                 whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
                 tensors[key] = value if whole else value.contiguous().clone()
         save_file(tensors, folder / name, metadata={"format": "pt"})
         _sync_file(folder / name)
         weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(value.nbytes for value in tensors.values())
         names.append(name)
     if len(files) > 1:
-        total = sum(file.nbytes for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         names.append("model.safetensors.index.json")
         write_file(folder / names[-1], json.dumps(index, indent=2).encode())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are hashed while they are written, and on the disk when they are closed.
+"""Files of a checkpoint: hashed while written, and read only if regular and of the listed size.
 
     torch.save --> write(bytes) --+--> sha256, beside it
                                   +--> file --> flush, fsync, close --> File(name, size, sha256)
 
-One pass: nothing that was written is read again to be hashed.
+There is one pass: no file is read again to be hashed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its st
 
 @dataclass(frozen=True)
 class File:
-    """A file of a checkpoint as the manifest knows it."""
+    """A file of a checkpoint, as listed in the manifest."""
 
     name: str
     size: int
@@ -38,13 +38,13 @@ class File:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file to write to. ``record`` is there once the context has closed without an error."""
+    """A new file to write to. ``record`` is set once the context has closed without an error."""
 
     record: File
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # "x": nobody else may have written under this name. Large writes pass the buffer by.
+        # "x": the file must not exist yet. Large writes bypass the buffer.
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
@@ -56,7 +56,7 @@ class HashedFile(io.RawIOBase):
             if view.nbytes < _LARGE:
                 self._hash.update(view)
                 self._file.write(view)
-            else:  # both let other threads run meanwhile
+            else:  # hashing and writing both release the GIL
                 hashing = threading.Thread(target=self._hash.update, args=(view,))
                 hashing.start()
                 try:
@@ -81,10 +81,10 @@ class HashedFile(io.RawIOBase):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:
-            with contextlib.suppress(OSError):  # what went wrong is known already
+            with contextlib.suppress(OSError):  # the first error is raised
                 self._file.close()
             if self._refused is not None and self._refused is not error:
-                # torch.save answers a full disk with a word about positions in its archive.
+                # torch.save turns a full disk into an error about positions in its archive.
                 raise self._refused from error
             return
         try:
@@ -98,7 +98,7 @@ class HashedFile(io.RawIOBase):
 
 
 def write_file(path: Path, data: bytes) -> File:
-    """A whole small file, on the disk when this returns."""
+    """Write a small file; it is on the disk when this returns."""
     with HashedFile(path) as file:
         file.write(data)
     return file.record
@@ -117,7 +117,7 @@ def sync_directory(path: Path) -> None:
 
 
 def check_name(name: Any, where: str) -> str:
-    """A plain file name, or an ``UnsafeError``: no folders, no way out of the checkpoint."""
+    """The name if it is a plain file name without folders, else an ``UnsafeError``."""
     if type(name) is not str or not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise UnsafeError(f"{where} names the file {shown(name)}, which is no plain file name")
     return name
@@ -125,13 +125,13 @@ def check_name(name: Any, where: str) -> str:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[tuple[io.BufferedReader, int]]:
-    """A file for reading, and its size. Regular files only: nothing else is opened, nor waited for.
+    """Open a file for reading; yield it and its size. Only regular files are opened or waited for.
 
-    An error while it is read is damage: the reader has to do without these bytes.
+    An error while it is read is damage: the bytes can't be had.
     """
     try:
         _check_regular(path, os.lstat(path))
-        # Not blocking, in case a pipe has taken the file's place since.
+        # Not blocking, in case a pipe has replaced the file since.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as stream:
             yield stream, _check_regular(path, os.fstat(descriptor))
@@ -148,7 +148,7 @@ def _check_regular(path: Path, status: os.stat_result) -> int:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All of a file that may not be longer than ``limit``."""
+    """The contents of a file of at most ``limit`` bytes."""
     with open_regular(path) as (stream, size):
         data = stream.read(limit + 1) if size <= limit else b""
         if size > limit or len(data) > limit:
@@ -158,7 +158,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
-    """A file of the manifest for reading: a regular one of the right size, not a link."""
+    """Open a file of the manifest for reading: a regular file of the listed size, no link."""
     path = folder / check_name(file.name, str(folder))
     try:
         with open_regular(path) as (stream, size):
@@ -170,7 +170,7 @@ def open_listed(folder: Path, file: File) -> Iterator[io.BufferedReader]:
 
 
 def read_listed(folder: Path, file: File, limit: int) -> bytes:
-    """All of a small file, checked against its sha256."""
+    """The contents of a small file, checked against its sha256."""
     if file.size > limit:
         raise DamagedError(f"{folder / file.name} is longer than the {limit} bytes it may have")
     with open_listed(folder, file) as stream:
@@ -192,7 +192,7 @@ def check_bytes(folder: Path, file: File) -> None:
 
 
 def check_size(folder: Path, file: File) -> None:
-    """That it is there, a regular file, of the right size; no byte is read."""
+    """Raise unless a file is there, regular and of the listed size; no byte is read."""
     with open_listed(folder, file):
         pass
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: written last, so a directory with a valid one is a whole checkpoint.
+"""The manifest, written last: a directory with a valid manifest is a whole checkpoint.
 
     step-000300/
       __0_0.distcp  __1_0.distcp    tensors, one file per rank, in torch DCP's format
       .metadata                     where every piece of every tensor is (DCP's)
       state.json                    optimizer groups, tied names, other values of the model
       rank-00000.json ...           random states and extra of each rank
-      manifest.json                 all of the above: names, sizes, sha256; and what made it
+      manifest.json                 names, sizes, sha256 of all of the above; what wrote them
 
-The manifest carries the sha256 of its own contents: half of one, or one with a changed byte, is
-none, and a directory without a valid manifest does not exist.
+The manifest holds the sha256 of its own contents: if it is cut off or has a changed byte, it is not
+valid, and a directory without a valid manifest is no checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shardwise.checkpoint.values import (
 NAME = "manifest.json"
 FORMAT = "shardwise checkpoint 1"
 METADATA, STATE = ".metadata", "state.json"
-_VALUES = ("config", "optimizer")  # fields that hold any values, tagged in JSON
+_VALUES = ("config", "optimizer")  # fields with any values, tagged in JSON
 
 
 def rank_file(rank: int) -> str:
@@ -58,11 +58,11 @@ def rank_file(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is: its files, and the run that wrote it."""
+    """The files of a checkpoint, and the run that wrote it."""
 
-    identity: str  # of this one save
+    identity: str  # the name of this save's temporary directory
     step: int | None
-    sequence: int  # the order of saves in one folder; a run that went back goes on counting
+    sequence: int  # number of the save in its folder; counts on after a resume
     world_size: int
     num_tensors: int
     placements: list[str]
@@ -92,7 +92,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """A manifest whose own sha256 holds, or a ``CheckpointError`` that says what is there."""
+        """The manifest of a folder if its own sha256 holds, else a ``CheckpointError``."""
         path = folder / NAME
         try:
             content = parse_json(read_small(path, MAX_JSON_BYTES), str(path))
@@ -100,14 +100,14 @@ class Manifest:
             raise CheckpointError(_nothing_there(folder)) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
-            raise DamagedError(f"{path} has the format {shown(found)}; this reads '{FORMAT}'")
+            raise DamagedError(f"{path} has the format {shown(found)}; '{FORMAT}' can be read")
         body = content.get("body")
         if not isinstance(body, dict) or _digest(body) != content.get("sha256"):
             raise DamagedError(f"{path} is damaged: its sha256 is not that of what was written")
         return _from_body(body, path)
 
     def check_sizes(self, folder: Path) -> None:
-        """That every file is there with its size (no byte is read)."""
+        """Raise unless every file is there with its size (no byte is read)."""
         for file in self.files:
             check_size(folder, file)
 
@@ -142,11 +142,11 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _from_body(body: dict[str, Any], path: Path) -> Manifest:
-    """A sound sha256 says that the bytes are as written, not who wrote them: check the types."""
+    """The manifest in a body whose sha256 holds. A hash does not say who wrote it: check types."""
     fields = {item.name for item in dataclasses.fields(Manifest)}
     if body.keys() != fields:
         odd = ", ".join(shown(name) for name in sorted(body.keys() ^ fields)[:5])
-        raise DamagedError(f"{path} lacks what a manifest holds, or holds more: {odd}")
+        raise DamagedError(f"{path} lacks a field of a manifest, or has others: {odd}")
     for name in _VALUES:
         body[name] = decode(body[name], str(path))
     for name, sound in _SOUND.items():
@@ -156,7 +156,7 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
         check_name(file["name"], str(path))
     files = tuple(File(**file) for file in body["files"])
     names = {file.name for file in files}
-    # First the number: a world of a billion ranks has no billion files here.
+    # First the number: a billion ranks would make a set of a billion names.
     needed = len(names) == len(files) > body["world_size"] and {
         *(METADATA, STATE),
         *map(rank_file, range(body["world_size"])),
@@ -169,7 +169,7 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
 
 
 def _is_line(value: Any) -> bool:
-    """Whether it is a text that can be shown: no control characters, not endless."""
+    """Whether a value is a text that can be printed: no control characters, not too long."""
     return type(value) is str and len(value) <= 2000 and value.isprintable()
 
 
@@ -178,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """Whether it describes a file; its name is looked at later."""
+    """Whether a value describes a file; ``check_name`` looks at its name."""
     return (
         type(value) is dict
         and value.keys() == {"name", "size", "sha256"}
@@ -213,6 +213,6 @@ def _nothing_there(folder: Path) -> str:
             f"{folder} is a folder of checkpoints, not one: pass {os.path.join(folder, inner[-1])}"
         )
     return (
-        f"there is no checkpoint at {folder}: it has no {NAME}, which is written last, "
-        f"so what is there was never finished"
+        f"there is no checkpoint at {folder}: it has no {NAME}, which is written last: "
+        f"the save was never finished"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles read as data: nothing in them is imported, called, hashed or compared.
+"""Pickles read as data: nothing in a pickle is imported, called, hashed or compared.
 
-torch's own index and tensors are pickles, and to read one with ``pickle`` is to run it. Here each
-instruction only moves values, and what would have been an object becomes an inert record:
+torch's index and tensors are pickles, and ``pickle`` runs what it reads. Here each instruction only
+moves values, and an object becomes an inert record:
 
     c torch Size, (4, 3) R     ->  Record("torch.Size", args=((4, 3),))
     {"fqn": "w"} b             ->  the state of a record: Pairs("fqn", "w")
@@ -10,7 +10,7 @@ instruction only moves values, and what would have been an object becomes an ine
 
 An instruction costs a bounded amount of time and memory, the number of values is bounded by the
 length of the file, and nothing here recurses: a value that holds itself, or others a million deep,
-is as cheap as any. What reads the result must not walk it without an end: ``Record.get``.
+is as cheap as any. Readers of the result must not walk it without a bound: ``Record.get``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Record:
         self.state: Any = None
 
     def get(self, field: str) -> Any:
-        """One entry of the state; a ``LookupError`` where there is none."""
+        """One entry of the state; a ``LookupError`` if there is none."""
         if type(self.state) is Pairs and len(self.state) <= 2 * _MAX_FIELDS:
             for key, value in self.state.entries():
                 if type(key) is str and key == field:
@@ -61,9 +61,9 @@ class Record:
 
 
 def read(data: bytes, where: str, names: Container[str]) -> Any:
-    """The value of a pickle, whose only names are ``names``.
+    """The value of a pickle that refers to no other names than ``names``.
 
-    Raises ``UnsafeError`` for any other name, ``DamagedError`` for what is no such pickle.
+    Raises ``UnsafeError`` for any other name, ``DamagedError`` for other bytes.
     """
     if len(data) > MAX_BYTES:
         raise DamagedError(f"{where} has {len(data)} bytes, more than the {MAX_BYTES} it may have")
@@ -75,7 +75,7 @@ def read(data: bytes, where: str, names: Container[str]) -> Any:
 
 
 class _Machine:
-    """The stack, the marks on it, and the values that can be named again by their number."""
+    """The stack, the marks on it, and the values that instructions name by number."""
 
     def __init__(self, data: bytes, where: str, names: Container[str]) -> None:
         self.data, self.where, self.names = data, where, names
@@ -89,7 +89,7 @@ class _Machine:
         data, stack, memo, actions = self.data, self.stack, self.memo, _ACTIONS
         while (code := data[self.at]) != _STOP:
             self.at += 1
-            if code == _MEMOIZE:  # this and the next two are half of all
+            if code == _MEMOIZE:  # this and the next two are half of all instructions
                 memo.append(stack[-1])
             elif code == _LONG_GET:
                 stack.append(memo[int.from_bytes(data[self.at : self.at + 4], "little")])
@@ -126,7 +126,7 @@ class _Machine:
         self.stack.append(value)
 
     def count(self) -> None:
-        """One more value that holds others."""
+        """Count one more value that holds others."""
         self.values_left -= 1
         if self.values_left < 0:
             raise DamagedError(f"{self.where} holds more values than one of its size can")
@@ -201,7 +201,7 @@ class _Machine:
         self.new(Record("a storage", self.stack.pop()))
 
     def put(self, index: int) -> None:
-        """Pickles number their values in order: any other number is made up."""
+        """Number a value. Pickles number their values in order; any other number is refused."""
         if index != len(self.memo):
             raise TypeError(f"value {index} after {len(self.memo)}")
         self.memo.append(self.stack[-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading: a checkpoint on the disk, and which of its boxes fill which of a rank's.
+"""Reading: a checkpoint on the disk, checked, and which of its boxes fill which of a rank's.
 
 saved by 2 ranks         rank 0 | rows 0-3 |  rank 1 | rows 4-6 |
 read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6 |
@@ -7,32 +7,26 @@ read by 3                rank 0 | 0-1 |  rank 1 | 2-4: two boxes |  rank 2 | 5-6
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint import metadata, random_state
 from shardwise.checkpoint.errors import CheckpointError, DamagedError
 from shardwise.checkpoint.files import Window, check_bytes, open_listed, read_listed
-from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, rank_file
+from shardwise.checkpoint.manifest import METADATA, NAME, STATE, Manifest, rank_file
 from shardwise.checkpoint.pickles import MAX_BYTES
-from shardwise.checkpoint.state import State, check_saved, model_key
-from shardwise.checkpoint.tensors import SavedTensor
-from shardwise.checkpoint.world import World, share
-from shardwise.layout import Shape
+from shardwise.checkpoint.pieces import Piece, local_pieces
+from shardwise.checkpoint.state import State, check_json_state, model_key
+from shardwise.checkpoint.torch_files import Chunk, Index, SavedTensor, parse
+from shardwise.checkpoint.values import RandomStates
 from shardwise.tensor import ShardedTensor
 
 
@@ -42,46 +36,39 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    index: metadata.Index
+    index: Index
     values: dict[str, Any]
 
     @staticmethod
-    def open(path: Path, manifest: Manifest | None = None) -> Checkpoint:
+    def open(path: Path, manifest: Manifest) -> Checkpoint:
         """Read and check what belongs to all ranks. ``compare_bytes`` comes before."""
-        manifest = manifest or Manifest.read(path)
         manifest.check_sizes(path)
         data = read_listed(path, manifest.file(METADATA), MAX_BYTES)
-        index = metadata.parse(data, str(path / METADATA), manifest.files)
+        index = parse(data, str(path / METADATA), manifest.files)
         if len(index) != manifest.num_tensors:
             raise DamagedError(
                 f"{path / METADATA}: {len(index)} tensors, {manifest.num_tensors} were saved"
             )
         values = manifest.read_json(path, STATE)
-        check_saved(values, str(path / STATE), index.keys())
+        check_json_state(values, str(path / STATE), index.keys())
         return Checkpoint(path, manifest, index, values)
 
-    def rank_values(self, rank: int) -> tuple[random_state.States, dict[str, Any]]:
+    def rank_values(self, rank: int) -> tuple[RandomStates, dict[str, Any]]:
         """The random states, not yet set, and the ``extra`` of a rank."""
         where = str(self.path / rank_file(rank))
         values = self.manifest.read_json(self.path, rank_file(rank))
         if type(values) is not dict or type(values.get("extra")) is not dict:
             raise DamagedError(f"{where} is not what shardwise writes")
-        return random_state.States(values.get("random"), where), values["extra"]
+        return RandomStates(values.get("random"), where), values["extra"]
 
-    def read(self, chunks: Iterable[metadata.Chunk]) -> Iterator[tuple[metadata.Chunk, Tensor]]:
-        """The tensors of some chunks, file by file, front to back. One is in memory at a time."""
-        for chunk, archive in self._archives(chunks):
-            yield chunk, archive.read()
+    def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
+        """The tensors of some chunks, file by file, front to back; one is in memory at a time."""
+        for chunk, saved in self.saved_tensors(chunks):
+            yield chunk, saved.read()
 
-    def inspect(self, chunks: Iterable[metadata.Chunk]) -> None:
-        """That each of them is a tensor that ``read`` would return; its numbers are not read."""
-        for _ in self._archives(chunks):
-            pass
-
-    def _archives(
-        self, chunks: Iterable[metadata.Chunk]
-    ) -> Iterator[tuple[metadata.Chunk, SavedTensor]]:
-        by_file: dict[str, list[metadata.Chunk]] = {}
+    def saved_tensors(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, SavedTensor]]:
+        """The tensors of some chunks, checked; their numbers are not read."""
+        by_file: dict[str, list[Chunk]] = {}
         for chunk in chunks:
             by_file.setdefault(chunk.file, []).append(chunk)
         for name, wanted in sorted(by_file.items()):
@@ -91,12 +78,24 @@ class Checkpoint:
                     where = f"{self.path / name}, byte {chunk.begin}"
                     yield chunk, SavedTensor(window, where, chunk.sizes, chunk.dtype)
 
+    def read_whole(self, key: str) -> Tensor:
+        """One tensor, whole, in host memory."""
+        entry = self.index[key]
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        copies = Copies(self, State(tensors={key: whole}))
+        copies.stage()
+        copies.write()
+        return whole
 
-def compare_bytes(path: Path, manifest: Manifest, world: World) -> None:
-    """Compare the sha256 of this rank's share of the files: the ranks together compare all."""
-    sizes = [file.size for file in manifest.files]
-    for file in share(manifest.files, sizes, world.rank, world.size):
-        check_bytes(path, file)
+
+def compare_bytes(path: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
+    """Check the sha256 of this rank's share of the files; all ranks together check every file."""
+    load = [(0, other) for other in range(world_size)]  # a heap: the least loaded rank first
+    for file in sorted(manifest.files, key=lambda file: -file.size):
+        size, reader = load[0]
+        heapq.heapreplace(load, (size + file.size + 1, reader))
+        if reader == rank:
+            check_bytes(path, file)
 
 
 # ------------------------------------------------------------------------------ tensors
@@ -104,19 +103,24 @@ def compare_bytes(path: Path, manifest: Manifest, world: World) -> None:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A part of a saved piece, and the memory it goes to; row by row where rows change places."""
+    """A part of a saved chunk and the memory it fills; row by row where rows change places."""
 
     target: Tensor
-    offsets: Shape  # in the saved piece
-    lengths: Shape
-    rows: tuple[Tensor, Tensor] | None = None  # in the part, in the target
+    part: tuple[slice, ...]  # of the saved chunk
+    rows: tuple[Tensor, Tensor] | None = None  # indices in the part, and in the target
+
+    @property
+    def num_elements(self) -> int:
+        if self.rows is None:
+            return self.target.numel()
+        return len(self.rows[1]) * (self.target.numel() // len(self.target))
 
     def stage(self, value: Tensor) -> Callable[[], object]:
-        """Take the part out of the saved piece; what is returned puts it in its place."""
-        part = _narrow(value, self.offsets, self.lengths)
+        """Take the part out of the saved chunk; return the function that writes it."""
+        part = value[self.part]
         if self.rows is None:
             whole = part.numel() == value.numel()
-            part = part if whole else part.clone()  # so that the rest of the piece can go
+            part = part if whole else part.clone()  # the rest of the chunk can be freed
             return lambda: self.target.copy_(part)
         taken, put = self.rows
         device, moved = self.target.device, part.index_select(0, taken)
@@ -124,50 +128,41 @@ class _Copy:
 
 
 class Copies:
-    """What fills this rank's pieces of tensors: for every saved piece, where its parts go."""
+    """All copies that fill this rank's pieces of tensors, by saved chunk."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: State) -> None:
         self._checkpoint, self._wanted = checkpoint, list(wanted.tensors.values())
         self._staged: list[Callable[[], object]] = []
-        self.chunks: dict[metadata.Chunk, list[_Copy]] = {}
+        self.chunks: dict[Chunk, list[_Copy]] = {}
         tied, orders = checkpoint.values["tied"], checkpoint.values["extra_states"]
         for key, tensor in wanted.tensors.items():
             name = key.removeprefix("model.")
             source = model_key(tied[name]) if key.startswith("model.") and name in tied else key
             stack = wanted.members.get(key)
-            for box in _boxes(tensor):
-                place = tuple(box.offsets), tuple(box.sizes), _box_of(tensor, box)
+            for piece in local_pieces(source, tensor):
                 if stack is None:
-                    self._fill(source, *place, None)
+                    self._fill(piece, None)
                     continue
-                parts = stack.split(*place)
-                for one, offsets, sizes, target in parts if box.sizes else parts[:1]:
-                    num_rows = checkpoint.index[one].shape[0] if sizes else 0
-                    rows = stack.stored_rows(num_rows, orders) if sizes else None
-                    self._fill(one, offsets, sizes, target, rows)
+                parts = stack.pieces(piece)
+                for part in parts if piece.data.dim() else parts[:1]:  # a count is one for all
+                    shape = checkpoint.index[part.key].shape
+                    self._fill(part, stack.stored_rows(shape[0], orders) if shape else None)
 
-    def _fill(
-        self, key: str, offsets: Shape, sizes: Shape, target: Tensor, rows: Tensor | None
-    ) -> None:
-        """Find what fills a box of a saved tensor, whose rows may stand elsewhere in it."""
-        entry = self._checkpoint.index[key]
-        found = (
-            _overlaps(entry, offsets, sizes, target)
-            if rows is None
-            else _scattered(entry, offsets, sizes, target, rows)
-        )
+    def _fill(self, piece: Piece, rows: Tensor | None) -> None:
+        """Add the copies that fill a piece, whose rows may be saved in another order."""
         read = 0
-        for chunk, copy in found:
-            self.chunks.setdefault(chunk, []).append(copy)
-            lengths = copy.lengths if copy.rows is None else (len(copy.rows[0]), *copy.lengths[1:])
-            read += math.prod(lengths)
-        if read != math.prod(sizes):
+        for chunk in self._checkpoint.index[piece.key].chunks:
+            if (copy := _overlap(chunk, piece, rows)) is not None:
+                self.chunks.setdefault(chunk, []).append(copy)
+                read += copy.num_elements
+        if read != piece.data.numel():
             raise CheckpointError(
-                f"{read} of {math.prod(sizes)} elements of '{key}' would be read: this is a bug"
+                f"{read} of {piece.data.numel()} elements of '{piece.key}' would be read: this is "
+                f"a bug"
             )
 
     def stage(self) -> None:
-        """Read all of it into host memory; nothing is written yet."""
+        """Read all chunks into host memory; nothing is written yet."""
         self._staged = [
             copy.stage(value)
             for chunk, value in self._checkpoint.read(self.chunks)
@@ -176,89 +171,118 @@ class Copies:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Put what was read into the tensors. No file is touched: nothing can be missing."""
+        """Write what was read into the tensors. No file is touched, so nothing can be missing."""
         for tensor in self._wanted:
-            _mark_written(tensor)
+            if isinstance(tensor, ShardedTensor) and tensor.version is not None:
+                tensor.version.write()  # on every rank, also one that holds none of the tensor
         while self._staged:
             self._staged.pop()()
 
 
-def read_whole(checkpoint: Checkpoint, key: str) -> Tensor:
-    """One tensor, whole, in host memory."""
-    entry = checkpoint.index[key]
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
-    copies = Copies(checkpoint, State(tensors={key: whole}))
-    copies.stage()
-    copies.write()
-    return whole
+def _overlap(chunk: Chunk, piece: Piece, rows: Tensor | None) -> _Copy | None:
+    """The copy from a chunk to the piece, or None where they have no element in common.
+
+    With ``rows``, row i of the tensor is saved as row ``rows[i]``.
+    """
+    sizes = piece.data.shape
+    low = [max(pair) for pair in zip(piece.offsets, chunk.offsets, strict=True)]
+    ends = zip(piece.offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+    high = [min(a + size_a, b + size_b) for a, size_a, b, size_b in ends]
+    source = _slices(low, high, chunk.offsets)
+    place = _slices(low, high, piece.offsets)
+    moved = None
+    if rows is not None:
+        wanted = rows[piece.offsets[0] : piece.offsets[0] + sizes[0]] - chunk.offsets[0]
+        put = ((wanted >= 0) & (wanted < chunk.sizes[0])).nonzero().flatten()
+        moved = wanted[put], put
+        low[0], high[0] = 0, len(put)
+        source = (slice(None), *source[1:])
+        place = (slice(None), *place[1:])
+    if any(begin >= end for begin, end in zip(low, high, strict=True)):
+        return None
+    return _Copy(piece.data[place], source, moved)
 
 
-def _boxes(tensor: Tensor) -> list[ChunkStorageMetadata]:
-    """This rank's boxes."""
-    if isinstance(tensor, ShardedTensor):
-        return [ChunkStorageMetadata(*box) for box in tensor.cut.boxes if box[1].numel()]
-    if isinstance(tensor, DTensor):
-        if tensor.device_mesh.get_coordinate() is None:
-            return []
-        chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-        return [chunk for chunk in chunks if chunk.sizes.numel()]
-    return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)]
+def _slices(low: list[int], high: list[int], offsets: Iterable[int]) -> tuple[slice, ...]:
+    bounds = zip(low, high, offsets, strict=True)
+    return tuple(slice(begin - offset, end - offset) for begin, end, offset in bounds)
 
 
-def _mark_written(tensor: Tensor) -> None:
-    """Count a write, on every rank: also on one that holds nothing of the tensor."""
-    if isinstance(tensor, ShardedTensor) and tensor.version is not None:
-        tensor.version.write()
+# ------------------------------------------------------------------------------ verify
 
 
-def _overlaps(
-    entry: metadata.Entry, offsets: Shape, sizes: Shape, target: Tensor
-) -> Iterator[tuple[metadata.Chunk, _Copy]]:
-    """What to copy from where: DCP's resharding arithmetic."""
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        for chunk in entry.chunks
-    ]
-    saved = TensorStorageMetadata(
-        TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks
-    )
-    box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    for item in create_read_items_for_chunk_list("", saved, [box]):
-        assert item.storage_index.index is not None
-        chunk = entry.chunks[item.storage_index.index]
-        part = _narrow(target, item.dest_offsets, item.lengths)
-        yield chunk, _Copy(part, tuple(item.storage_offsets), tuple(item.lengths))
+@dataclass
+class Report:
+    """The result of ``verify``; ``problems`` is empty for a sound checkpoint."""
+
+    path: Path
+    manifest: Manifest | None = None
+    num_tensors: int = 0
+    num_elements: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Turn an error into one of the problems."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.problems.append(str(error))
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {'sound' if self.ok else 'NOT SOUND'}"]
+        if self.manifest is not None:
+            made = self.manifest
+            step = "" if made.step is None else f"step {made.step}, "
+            lines.append(
+                f"  {step}{made.created}, {made.world_size} ranks, torch {made.versions['torch']}"
+            )
+            lines.append(
+                f"  {self.num_tensors} tensors, {self.num_elements} elements, "
+                f"{len(made.files)} files, {made.num_bytes} bytes"
+            )
+            lines += [f"  {text}" for text in made.placements]
+        lines += [f"  problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
 
 
-def _scattered(
-    entry: metadata.Entry, offsets: Shape, sizes: Shape, target: Tensor, rows: Tensor
-) -> Iterator[tuple[metadata.Chunk, _Copy]]:
-    """The same where row ``i`` of the whole tensor is saved as row ``rows[i]``."""
-    wanted = rows[offsets[0] : offsets[0] + sizes[0]]
-    for chunk in entry.chunks:
-        first, count = chunk.offsets[0], chunk.sizes[0]
-        put = ((wanted >= first) & (wanted < first + count)).nonzero().flatten()
-        low = [max(pair) for pair in zip(offsets[1:], chunk.offsets[1:], strict=True)]
-        ends = zip(offsets[1:], sizes[1:], chunk.offsets[1:], chunk.sizes[1:], strict=True)
-        high = [min(a + length_a, b + length_b) for a, length_a, b, length_b in ends]
-        lengths = [end - begin for begin, end in zip(low, high, strict=True)]
-        if len(put) and all(length > 0 for length in lengths):
-            here = [begin - offset for begin, offset in zip(low, offsets[1:], strict=True)]
-            there = [begin - offset for begin, offset in zip(low, chunk.offsets[1:], strict=True)]
-            part = _narrow(target, (0, *here), (sizes[0], *lengths))
-            moved = wanted[put] - first, put
-            yield chunk, _Copy(part, (0, *there), (count, *lengths), moved)
+def verify(path: str | os.PathLike[str]) -> Report:
+    """Check a checkpoint as ``load`` does, for all ranks, without a model or a process group.
+
+    A load refuses what is reported here. Checked are sizes and every sha256; then, if the bytes
+    are as written, their meaning: the index, every tensor in the files, the optimizer's groups,
+    each rank's random states and extra.
+    """
+    report = Report(Path(os.path.abspath(path)))
+    with report.collecting():
+        report.manifest = Manifest.read(report.path)
+    if report.manifest is None:
+        return report
+    for file in report.manifest.files:
+        with report.collecting():
+            check_bytes(report.path, file)
+    sound = report.ok
+    listed = {file.name for file in report.manifest.files} | {NAME}
+    for entry in sorted(report.path.iterdir()):
+        if entry.name not in listed:
+            report.problems.append(f"{entry} is not in the manifest")
+    if sound:
+        with report.collecting():
+            _check_contents(report, Checkpoint.open(report.path, report.manifest))
+    return report
 
 
-def _box_of(tensor: Tensor, box: ChunkStorageMetadata) -> Tensor:
-    if isinstance(tensor, DTensor):
-        index = MetadataIndex("", box.offsets)
-        view: Tensor = tensor.__get_tensor_shard__(index)
-        return view.detach()
-    return tensor.detach()
-
-
-def _narrow(tensor: Tensor, offsets: Shape, lengths: Shape) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
+def _check_contents(report: Report, checkpoint: Checkpoint) -> None:
+    entries = checkpoint.index.values()
+    report.num_tensors = len(entries)
+    report.num_elements = sum(math.prod(entry.shape) for entry in entries)
+    for rank in range(checkpoint.manifest.world_size):
+        with report.collecting():
+            checkpoint.rank_values(rank)
+    with report.collecting():
+        for _ in checkpoint.saved_tensors(chunk for entry in entries for chunk in entry.chunks):
+            pass

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving: what a rank puts into a checkpoint, and the one verb for a single one.
+"""Saving: what a rank puts into a checkpoint, and ``save`` for a single one.
 
     snapshot   the tensors this rank writes, by arithmetic; values; random states   main thread
     agree      one small object per rank: the same step, the same tensors, problems  main thread
     write      one file of tensors per rank, hashed on the way                       anywhere
     publish    rank 0 joins the parts into ``.metadata`` and writes the manifest     anywhere
 
-One object collective per save, whatever the number of tensors; none off the main thread.
+A save makes one object collective, whatever the number of tensors, and none off the main thread.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import metadata, owner, random_state, state
-from shardwise.checkpoint.attempt import GIVEN_UP, Attempt
-from shardwise.checkpoint.errors import CheckpointError, MismatchError, SaveError
-from shardwise.checkpoint.experts import one_by_one
+from shardwise import comm
+from shardwise.checkpoint.attempt import GIVEN_UP, Attempt, is_abandoned, temporary
+from shardwise.checkpoint.errors import (
+    CheckpointError,
+    MismatchError,
+    SaveError,
+    listed,
+    ranks_with_data,
+    together,
+)
 from shardwise.checkpoint.files import File, HashedFile, write_file
 from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, now, rank_file, versions
-from shardwise.checkpoint.plan import LayoutPlanner, Piece
-from shardwise.checkpoint.staging import on_host
-from shardwise.checkpoint.values import dtype_name, dtype_of, encode, to_bytes
-from shardwise.checkpoint.world import World
+from shardwise.checkpoint.optimizer_state import add_optimizer, described
+from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
+from shardwise.checkpoint.state import json_state, model_state, placements_of
+from shardwise.checkpoint.torch_files import Chunk, Entry, Index, dump
+from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 
 log = logging.getLogger(__name__)
 
@@ -53,30 +60,34 @@ def save(
 ) -> None:
     """Write one checkpoint to ``path``; on return it is whole and on the disk (collective).
 
-    Tensors of the model and of the optimizer, the random states of every rank, ``extra`` (what JSON
-    can hold: step, scheduler, data position; every rank's own) and ``config`` (for the manifest).
-    Any number of ranks, or no process group. A checkpoint that is there already is not
+    It holds the tensors of the model and of the optimizer, the random states of every rank,
+    ``extra`` (what JSON can hold: step, scheduler, data position; every rank's own) and ``config``
+    (for the manifest). Any number of ranks, or no process group. An existing checkpoint is not
     overwritten. ``Store`` saves in the background, keeps the last few and finds the newest.
     """
     final = Path(os.path.abspath(path))
-    world = World.now()
+    ranks = ranks_with_data()
     attempt, snapshot = begin(
-        world, final, lambda: [final], timeout, lambda: take(world, model, optimizer, extra, config)
+        ranks,
+        final,
+        lambda: [final],
+        timeout,
+        lambda: take_snapshot(ranks, model, optimizer, extra, config),
     )
     try:
-        run(attempt, snapshot, sequence=lambda: 1, step=None)
+        write_and_publish(attempt, snapshot, sequence=lambda: 1, step=None)
     except SaveError:
-        if world.size == 1:  # else others may still be writing; the next save here removes it
+        if ranks.size == 1:  # else others may still be writing; the next save here removes it
             shutil.rmtree(attempt.folder, ignore_errors=True)
         raise
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one rank writes, and what rank 0 says about it all."""
+    """The data that one rank writes, and the facts that rank 0 writes for all ranks."""
 
     pieces: list[Piece]
-    keys: frozenset[str]  # of all tensors, those of other ranks too
+    keys: frozenset[str]  # of the tensors of all ranks
     rank_values: bytes
     state_values: bytes
     placements: list[str]
@@ -93,19 +104,19 @@ class Snapshot:
         return sum(piece.data.nbytes for piece in self.pieces)
 
 
-def take(
-    world: World,
+def take_snapshot(
+    ranks: comm.Axis,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
     config: Mapping[str, Any] | None,
 ) -> Snapshot:
-    """Views of the live tensors, and copies of everything else; all problems at once."""
-    found = state.of_model(model)
-    groups = state.add_optimizer(found, optimizer) if optimizer is not None else None
-    values = state.as_saved(found, groups)
-    problems = found.problems
-    if not found.tensors:
+    """Views of the live tensors and copies of all other values; raises all problems at once."""
+    state = model_state(model)
+    groups = add_optimizer(state, optimizer) if optimizer is not None else None
+    values = json_state(state, groups)
+    problems = state.problems
+    if not state.tensors:
         problems.append(f"{type(model).__name__} has neither parameters nor buffers")
     for name, value in (("extra", extra), ("config", config)):
         try:
@@ -113,29 +124,31 @@ def take(
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
-        raise CheckpointError(_listed("this can't be saved", problems))
-    spread = frozenset(key for key, stack in found.members.items() if stack.spread)
-    planner = LayoutPlanner(world.rank, world.size, frozenset(found.buffers), spread)
-    planner.set_up_planner(found.tensors)
-    pieces = [
-        part
-        for piece in planner.pieces()
-        for part in one_by_one(piece, found.members.get(piece.key))
-    ]
-    rank_values = {"random": random_state.capture(), "extra": dict(extra or {})}
+        raise CheckpointError(listed("this can't be saved:", problems))
+    pieces = pieces_to_write(
+        state.tensors,
+        ranks.rank,
+        ranks.size,
+        first_only=state.buffers,
+        on_every_rank={key for key, stack in state.members.items() if stack.spread},
+    )
+    stored = []
+    for piece in pieces:
+        stack = state.members.get(piece.key)
+        stored += [piece] if stack is None else stack.pieces(piece)
     return Snapshot(
-        pieces=pieces,
-        keys=found.stored_keys,
-        rank_values=to_bytes(rank_values, "extra"),
+        pieces=stored,
+        keys=state.stored_keys,
+        rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
-        placements=state.placements_of(model),
-        optimizer=state.described(optimizer) if optimizer is not None else None,
+        placements=placements_of(model),
+        optimizer=described(optimizer) if optimizer is not None else None,
         config=None if config is None else dict(config),
     )
 
 
 def begin(
-    world: World,
+    ranks: comm.Axis,
     final: Path,
     finals: Callable[[], Iterable[Path]],
     timeout: float,
@@ -143,30 +156,29 @@ def begin(
     step: int | None = None,
 ) -> tuple[Attempt, Snapshot]:
     """Make the temporary directory and agree on it, or raise the same on every rank."""
-    made: list[Snapshot] = []
-    folder = owner.temporary(final)
+    folder = temporary(final)
 
-    def work() -> None:
-        made.append(snapshot())
-        if world.rank == 0:
+    def work() -> Snapshot:
+        made = snapshot()
+        if ranks.rank == 0:
             if list(finals()) == [final] and final.exists() and any(final.iterdir()):
                 raise CheckpointError(
                     f"{final} is there already, and a checkpoint is never overwritten: remove "
                     f"it, or choose another path (Store makes one for every step)"
                 )
             for leftover in final.parent.glob(f"{glob.escape(final.name)}.tmp-*"):
-                if owner.is_abandoned(leftover):
+                if is_abandoned(leftover):
                     shutil.rmtree(leftover, ignore_errors=True)
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
                 raise SaveError(f"{folder} can't be made: {error.strerror}") from error
-
-    def facts() -> tuple[str, str, int | None, str]:
-        return str(folder), str(final), step, made[0].digest
+        return made
 
     try:
-        everyone = world.together(work, facts=facts)
+        taken, everyone = together(
+            work, ranks, facts=lambda made: (str(folder), str(final), step, made.digest)
+        )
         _check_agreement(everyone)
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,11 +186,11 @@ def begin(
     attempt = Attempt(
         folder=Path(everyone[0][0]),
         finals=finals,
-        rank=world.rank,
-        world_size=world.size,
+        rank=ranks.rank,
+        world_size=ranks.size,
         timeout=timeout,
     )
-    return attempt, made[0]
+    return attempt, taken
 
 
 def _check_agreement(everyone: list[tuple[str, str, int | None, str]]) -> None:
@@ -196,15 +208,17 @@ def _check_agreement(everyone: list[tuple[str, str, int | None, str]]) -> None:
             )
 
 
-def run(
+def write_and_publish(
     attempt: Attempt, snapshot: Snapshot, *, sequence: Callable[[], int], step: int | None
 ) -> Path:
-    """Write this rank's part and see the checkpoint published; any rank's failure is everyone's."""
+    """Write this rank's part, and return the path once rank 0 has published the checkpoint.
+
+    A rank that fails makes every rank fail.
+    """
     try:
         began = time.monotonic()
         attempt.begin()
-        part = _write_part(attempt, snapshot)
-        attempt.done(part)
+        attempt.done(_write_part(attempt, snapshot))
         if attempt.rank != 0:
             return attempt.outcome()
         path = _publish(attempt, snapshot, sequence, step)
@@ -223,7 +237,7 @@ def run(
 
 
 def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
-    """The files of one rank, and where each piece lies in them."""
+    """Write the files of one rank; return their names and where each piece lies in them."""
     folder, rank = attempt.folder, attempt.rank
     items = []
     with HashedFile(folder / f"__{rank}_0.distcp") as stream:
@@ -236,17 +250,16 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     files = [stream.record, write_file(folder / rank_file(rank), snapshot.rank_values)]
     if rank == 0:
         files.append(write_file(folder / STATE, snapshot.state_values))
-    listed = [[file.name, file.size, file.sha256] for file in files]
-    return {"files": listed, "items": items}
+    return {"files": [[file.name, file.size, file.sha256] for file in files], "items": items}
 
 
 def _publish(
     attempt: Attempt, snapshot: Snapshot, sequence: Callable[[], int], step: int | None
 ) -> Path:
     parts = attempt.parts()
-    index = join(parts, snapshot.keys)
+    index = _join(parts, snapshot.keys)
     files = [File(*entry) for part in parts for entry in part["files"]]
-    files.append(write_file(attempt.folder / METADATA, metadata.dump(index)))
+    files.append(write_file(attempt.folder / METADATA, dump(index)))
 
     def write_manifest() -> None:
         Manifest(
@@ -266,32 +279,24 @@ def _publish(
     return attempt.publish(write_manifest)
 
 
-def join(parts: list[dict[str, Any]], keys: Iterable[str]) -> metadata.Index:
+def _join(parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
     """The parts of all ranks as one index; every tensor must be whole."""
-    index: metadata.Index = {}
+    index: Index = {}
     seen: dict[str, set[tuple[int, ...]]] = {}
     for part in parts:
         name = part["files"][0][0]
         for key, dtype, shape, offsets, sizes, begin, length in part["items"]:
             kind = dtype_of(dtype, key)
-            chunk = metadata.Chunk(tuple(offsets), tuple(sizes), kind, name, begin, length)
-            entry = index.get(key) or metadata.Entry(tuple(shape), kind, ())
+            chunk = Chunk(tuple(offsets), tuple(sizes), kind, name, begin, length)
+            entry = index.get(key) or Entry(tuple(shape), kind, ())
             if chunk.offsets in seen.setdefault(key, set()):
-                continue  # ranks outside each other's mesh hold the same: the first one counts
+                continue  # ranks outside each other's mesh hold the same box: keep the first
             seen[key].add(chunk.offsets)
             index[key] = replace(entry, chunks=(*entry.chunks, chunk))
-    missing = sorted(set(keys) - set(index))
-    problems = [f"'{key}': no rank has written any of it" for key in missing]
+    problems = [f"'{key}': no rank has written any of it" for key in sorted(set(keys) - set(index))]
     for key, entry in index.items():
         if (problem := entry.problem()) is not None:
             problems.append(f"'{key}': {problem}")
     if problems:
-        raise SaveError(_listed("the ranks' parts do not make whole tensors", problems))
+        raise SaveError(listed("the ranks' parts do not make whole tensors:", problems))
     return index
-
-
-def _listed(headline: str, problems: list[str]) -> str:
-    shown = [f"  {problem}" for problem in problems[:20]]
-    if len(problems) > 20:
-        shown.append(f"  and {len(problems) - 20} more")
-    return "\n".join([f"{headline}:", *shown])

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store: a folder of checkpoints that are each whole or not there.
+"""Store: a folder of checkpoints, each of which is whole or not there.
 
     runs/demo/
       step-000100/                      valid: manifest, sizes
-      step-000200/                      the newest: what latest() returns
+      step-000200/                      the newest: resume() loads it
       step-000300.tmp-1a2b...-9f8e/     a save under way; renamed when it is whole
       step-000000.trash-1a2b.../        an old one being removed: renamed first, so never half there
 
     main thread   step | save: copy to host | step | step | step | save: waits for the last, copies
     background         | write, hash, fsync, manifest, rename, remove old ones |
 
-``latest`` reads manifests and asks for file sizes. It reads no tensors: ``load`` hashes every byte
-before it uses one. ``resume`` does both, and goes on to the next older one where a hash is wrong.
+``checkpoints`` reads manifests and asks for file sizes, but reads no tensors. ``resume`` hashes
+every byte before it uses one, and loads the next older checkpoint where a hash is wrong.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import owner, saving
-from shardwise.checkpoint.attempt import Attempt
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, SaveError
+from shardwise import comm
+from shardwise.checkpoint import saving
+from shardwise.checkpoint.attempt import Attempt, is_abandoned, temporary
+from shardwise.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    SaveError,
+    ranks_with_data,
+)
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reading import compare_bytes
-from shardwise.checkpoint.staging import Staging
-from shardwise.checkpoint.world import World
+from shardwise.checkpoint.pieces import Staging
 
 log = logging.getLogger(__name__)
-background = logging.getLogger(f"{__name__}.background")  # what `wait` raises too
+background = logging.getLogger(f"{__name__}.background")  # errors that `wait` raises too
 
 NAME = re.compile(r"step-\d{6,}(-r\d+)?")
 _MAX_SAME_STEP = 100
@@ -70,13 +74,14 @@ class Store:
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
         self.keep, self.config = keep, config
+        self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
         self.asynchronous, self.timeout = asynchronous, timeout
         self._staging = Staging()
-        self._flight: _Flight | None = None
+        self._under_way: _BackgroundSave | None = None
         self._sequence: int | None = None
         self._last: Path | None = None
-        self._failed: set[Path] = set()  # what saves of ours have left behind
-        if World.now().rank == 0:
+        self._failed: set[Path] = set()  # temporary directories of failed saves of this Store
+        if ranks_with_data().rank == 0:
             self.remove_leftovers()
 
     # ------------------------------------------------------------------ saving
@@ -90,21 +95,21 @@ class Store:
     ) -> None:
         """Save in the background; returns when the tensors are copied (collective).
 
-        Waits for the save before, and raises ``SaveError`` here if that one has failed. Training
-        may go on at once: nothing that it changes is read any more.
+        Waits for the previous save, and raises ``SaveError`` here if that has failed. Training may
+        go on at once: the save reads its own copies.
         """
         if type(step) is not int or step < 0:
-            raise ValueError(f"save(step={step!r}): a step is a number from 0 on")
+            raise ValueError(f"save(step={step!r}): a step is an integer of 0 or more")
         self.wait()
-        world = World.now()
+        ranks = ranks_with_data()
         final = self.root / f"step-{step:06d}"
         revisions = [self.root / f"{final.name}-r{n}" for n in range(2, _MAX_SAME_STEP)]
 
         def take() -> saving.Snapshot:
-            return saving.take(world, model, optimizer, extra, self.config)
+            return saving.take_snapshot(ranks, model, optimizer, extra, self.config)
 
         attempt, snapshot = saving.begin(
-            world, final, lambda: [final, *revisions], self.timeout, take, step
+            ranks, final, lambda: [final, *revisions], self.timeout, take, step
         )
         if not self.asynchronous:
             self._last = self._write(attempt, snapshot, step)
@@ -114,26 +119,26 @@ class Store:
         except BaseException as error:  # out of memory: the others must not wait for this rank
             attempt.fail(error)
             raise
-        self._flight = _Flight(self, attempt, staged, step)
+        self._under_way = _BackgroundSave(self, attempt, staged, step)
 
     def wait(self) -> Path | None:
-        """Until no save is under way. Returns the last checkpoint that this Store has saved.
+        """Wait until no save is under way; return the last checkpoint that this Store has saved.
 
-        Raises ``SaveError`` if it has failed, on every rank. When this returns, the checkpoint is
-        on the disk under its final name.
+        Raises ``SaveError`` if the save has failed, on every rank. On return the checkpoint is on
+        the disk under its final name.
         """
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.thread.join()
-            if flight.error is not None:
-                raise SaveError(str(flight.error)) from flight.error
-            self._last = flight.path
+        save, self._under_way = self._under_way, None
+        if save is not None:
+            save.thread.join()
+            if save.error is not None:
+                raise SaveError(str(save.error)) from save.error
+            self._last = save.path
         return self._last
 
     @property
     def idle(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._flight is None or not self._flight.thread.is_alive()
+        return self._under_way is None or not self._under_way.thread.is_alive()
 
     def __enter__(self) -> Store:
         return self
@@ -148,11 +153,13 @@ class Store:
             self.wait()
         except SaveError:
             if error is None:
-                raise  # else what came first is the news, and the log has this
+                raise  # else the first error is raised, and the log has this one
 
     def _write(self, attempt: Attempt, snapshot: saving.Snapshot, step: int) -> Path:
         try:
-            path = saving.run(attempt, snapshot, sequence=self._next_sequence, step=step)
+            path = saving.write_and_publish(
+                attempt, snapshot, sequence=self._next_sequence, step=step
+            )
         except BaseException:
             self._failed.add(attempt.folder)
             raise
@@ -174,54 +181,55 @@ class Store:
         """The valid checkpoints as this process sees them, oldest first."""
         return [path for path, _ in valid_checkpoints(self.root)]
 
-    def latest(self, *, full: bool = False) -> Path | None:
-        """The newest valid checkpoint, the same on every rank (collective), or None.
-
-        Valid: a sound manifest, and every file there with its size. With ``full`` every byte is
-        hashed as well, shared out over the ranks.
-        """
-        world = World.now()
-        [candidates, *_] = world.agree(self.checkpoints() if world.rank == 0 else None)
-        for path in reversed(candidates):
-            if not full or self._is_sound(path, world):
-                return Path(path)
-        return None
-
     def resume(
-        self, model: nn.Module, optimizer: Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        path: Path | None = None,
+        or_older: bool = True,
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Load the newest checkpoint that is sound to the last byte (collective).
+        """Load the newest checkpoint that is sound to the last byte; return its path and extra.
 
-        One that is damaged is reported in the log and passed over; one of another model raises.
+        Returns None for an empty folder (collective). A damaged checkpoint is logged and the next
+        older one is loaded instead; a checkpoint of another model raises.
+
+        Args:
+            path: the checkpoint to begin with, perhaps of another folder, instead of the newest.
+            or_older: False: raise if the first is damaged.
         """
-        world = World.now()
-        [candidates, *_] = world.agree(self.checkpoints() if world.rank == 0 else None)
-        for path in reversed(candidates):
+        ranks = ranks_with_data()
+        [found, *_] = comm.agree(self.checkpoints() if ranks.rank == 0 else None, ranks)
+        found.reverse()
+        if path is not None:
+            path = path.absolute()
+            found = [path, *(other for other in found if other != path)]
+        candidates = found if or_older else found[:1]
+        for candidate in candidates:
             try:
-                return path, load(path, model, optimizer)
+                return candidate, load(candidate, model, optimizer)
             except DamagedError as error:
-                log.error("%s is damaged and passed over: %s", path, error)
-        if candidates:
-            names = ", ".join(path.name for path in candidates)
-            raise DamagedError(f"no checkpoint in {self.root} is sound ({names}): see the log")
-        return None
-
-    def _is_sound(self, path: Path, world: World) -> bool:
-        try:
-            world.together(lambda: compare_bytes(path, Manifest.read(path), world))
-        except DamagedError as error:
-            log.error("%s is damaged and passed over: %s", path, error)
-            return False
-        return True
+                log.error("%s is damaged and passed over: %s", candidate, error)
+                self._damaged.add(candidate)
+                if len(candidates) == 1:
+                    raise
+                last = error
+        if not candidates:
+            return None
+        names = ", ".join(candidate.name for candidate in candidates)
+        raise DamagedError(f"no checkpoint in {self.root} is sound ({names}): {last}") from last
 
     # ------------------------------------------------------------------ removing (rank 0)
 
     def _remove_old(self) -> None:
-        """All but the last ``keep`` valid ones. What has no valid manifest is not ours to judge."""
+        """Remove what is older than the last ``keep`` valid checkpoints; a checkpoint that was
+        found damaged does not count as one of these. Other directories stay."""
         if self.keep is None:
             return
-        for path in self.checkpoints()[: -self.keep]:
-            trash = owner.temporary(path, "trash")
+        found = self.checkpoints()
+        kept = [path for path in found if path not in self._damaged][-self.keep :]
+        for path in found[: found.index(kept[0])] if kept else ():
+            trash = temporary(path, "trash")
             try:
                 path.rename(trash)
             except OSError as error:
@@ -230,22 +238,23 @@ class Store:
             _remove(trash)
 
     def remove_leftovers(self) -> None:
-        """Remove temporary directories that nobody will finish: of dead processes, and those of
-        saves of ours that failed. For rank 0, when no rank writes any more."""
+        """Remove temporary directories of dead processes and of failed saves of this Store.
+
+        For rank 0, when no rank writes any more.
+        """
         if not self.root.is_dir():
             return
         for path in self.root.iterdir():
-            if owner.is_abandoned(path) or path in self._failed:
+            if is_abandoned(path) or path in self._failed:
                 _remove(path)
 
 
-class _Flight:
-    """A save that is being written in the background."""
+class _BackgroundSave:
+    """A save that a thread is writing."""
 
     def __init__(
         self, store: Store, attempt: Attempt, snapshot: saving.Snapshot, step: int
     ) -> None:
-        self.attempt = attempt
         self.path: Path | None = None
         self.error: BaseException | None = None
 
@@ -253,7 +262,7 @@ class _Flight:
             try:
                 self.path = store._write(attempt, snapshot, step)
             except BaseException as error:
-                # Raised by the next save() or wait(); logged now, in case neither ever comes.
+                # The next save() or wait() raises it; logged now, in case neither comes.
                 self.error = error
                 background.exception("the checkpoint of step %d has failed", step)
 
@@ -263,7 +272,7 @@ class _Flight:
 
 
 def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:
-    """Whole checkpoints in a folder, in the order they were saved; no process group, no hashing."""
+    """The whole checkpoints in a folder in the order of their saves; nothing is hashed."""
     found = []
     root = Path(root)
     for path in sorted(root.iterdir()) if root.is_dir() else []:
@@ -280,10 +289,10 @@ def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest
 
 
 def _remove(path: Path) -> None:
-    """A whole directory; whatever can't be removed stays until the next time."""
+    """Remove a directory; what can't be removed stays until the next time."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        pass  # somebody else was at it
+        pass  # another process removed it
     except OSError as error:
         log.warning("%s can't be removed, and stays for now: %s", path, error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is no big tensor, as JSON that comes back as it was.
+"""Values that are no large tensors: JSON that comes back as it was, and random states.
 
 JSON alone turns tuples into lists and integer keys into strings, which a scheduler or a random
-generator notices late. What JSON can't say is tagged:
+generator notices late. Values that JSON lacks are tagged:
 
     (1, 2)               {"$": "tuple", "v": [1, 2]}
     {30: 0.1}            {"$": "dict", "v": [[30, 0.1]]}
@@ -14,8 +14,11 @@ Floats survive exactly (NaN and infinities too). Objects do not: a checkpoint ne
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import logging
 import math
+import random
 import re
 from typing import Any
 
@@ -34,7 +37,7 @@ _NUMPY_DTYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,4}(\[[0-9]{0,3}[a-zA-Z]{1,2}\]
 
 
 def encode(value: Any, where: str, depth: int = 0) -> Any:
-    """JSON for ``value``; a ``CheckpointError`` names the place of what can't be."""
+    """JSON for ``value``; a ``CheckpointError`` names the place of a value that can't be saved."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > MAX_DEPTH:
@@ -72,7 +75,7 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def decode(value: Any, where: str) -> Any:
-    """What ``encode`` was given."""
+    """The value that ``encode`` was given."""
     if isinstance(value, list):
         return [decode(item, where) for item in value]
     if not isinstance(value, dict):
@@ -95,11 +98,11 @@ def to_bytes(value: Any, where: str) -> bytes:
 
 
 def check_length(data: bytes, where: str) -> None:
-    """That ``parse_json`` will take it."""
+    """Raise if ``parse_json`` would refuse a text of this length."""
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{where}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} that are read: "
-            f"make large values buffers of the model, or keep them in a file of their own"
+            f"{where}: {len(data)} bytes of JSON, and a load reads at most {MAX_JSON_BYTES}: make "
+            f"large values buffers of the model, or keep them in a file of their own"
         )
 
 
@@ -108,11 +111,11 @@ def from_bytes(data: bytes, where: str) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """JSON of a bounded depth: whatever walks through the result may recurse."""
+    """The value of a JSON text of bounded depth, so that its readers may recurse."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where} is no JSON that is read here: {error}") from error
+        raise DamagedError(f"{where} is no JSON that can be read: {error}") from error
     level = [value]
     for _ in range(_MAX_JSON_DEPTH):
         if not level:
@@ -127,7 +130,7 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def dtype_of(name: Any, where: str) -> torch.dtype:
-    """``torch.float32`` of ``"float32"``."""
+    """``torch.float32`` for ``"float32"``."""
     found = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise DamagedError(f"{where}: {shown(name)} is no dtype of torch {torch.__version__}")
@@ -174,7 +177,7 @@ def _decode_tagged(value: dict[str, Any], where: str) -> Any:
         dtype = dtype_of(name, where)
         if math.prod(shape) * dtype.itemsize != len(data):
             raise ValueError("as many bytes as the shape has")
-        # frombuffer refuses nothing at all, and shares memory: copy.
+        # frombuffer refuses an empty buffer, and shares memory: copy.
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0).to(dtype)
         return flat.reshape(shape).clone()
     if type(name) is not str or not _NUMPY_DTYPE.fullmatch(name):
@@ -198,3 +201,89 @@ def _check_size(nbytes: int, where: str) -> None:
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
+
+
+# ------------------------------------------------------------------------------ random states
+
+log = logging.getLogger(__name__)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, drawing from none."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        # A process uses one device; asking would start a driver that is not in use yet.
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+class RandomStates:
+    """The states of one rank's generators in a checkpoint: checked, not yet set.
+
+    With as many ranks as at the save, each rank gets its own states back and the streams go on.
+    With another number no stream can go on: every rank is then seeded from rank 0's saved state,
+    its own rank and the number of ranks. That is deterministic, different on every rank, and
+    different from what a fresh run with the same seed would draw.
+    """
+
+    def __init__(self, saved: Any, where: str) -> None:
+        self._saved, self._where = saved, where
+        try:
+            sound = _try(saved)
+        except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise DamagedError(f"{where}: the random states can't be used: {error}") from error
+        if not sound:
+            raise DamagedError(f"{where}: the random states are not what shardwise writes")
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        saved = self._saved
+        random.setstate(saved["python"])
+        numpy.random.set_state(saved["numpy"])
+        torch.set_rng_state(saved["torch"])
+        if saved["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["cuda"])
+        elif saved["cuda"] is not None:
+            log.warning("%s holds a GPU's random state; there is no GPU here for it", self._where)
+
+    def reseed(self, rank: int, world_size: int) -> int:
+        """Seed all generators for another number of ranks; return the seed, the same every time."""
+        basis = to_bytes([self._saved, rank, world_size], "the random states")
+        seed = int.from_bytes(hashlib.sha256(basis).digest()[:8], "big")
+        random.seed(seed)
+        numpy.random.seed(seed % (1 << 32))
+        torch.manual_seed(seed)  # of the device as well
+        return seed
+
+
+def _try(saved: Any) -> bool:
+    """Set the states of new generators; False, or any error, if they are no states."""
+    if type(saved) is not dict:
+        return False
+    random.Random().setstate(saved["python"])
+    torch.Generator().set_state(saved["torch"])
+    if (cuda := saved["cuda"]) is not None:
+        if type(cuda) is not torch.Tensor or cuda.dtype != torch.uint8 or cuda.dim() != 1:
+            return False
+        if torch.cuda.is_available():
+            torch.Generator("cuda").set_state(cuda)
+    *_, next_gauss = saved["python"]
+    return (next_gauss is None or type(next_gauss) is float) and _try_numpy(saved["numpy"])
+
+
+def _try_numpy(state: Any) -> bool:
+    """Check what numpy does not: it reads at any position in its key, also outside."""
+    if type(state) is tuple:
+        _, key, position, has_gauss, gauss = state
+        numbers = (position, has_gauss)
+        if any(type(n) is not int for n in numbers) or type(gauss) not in (int, float):
+            return False
+        if not isinstance(key, numpy.ndarray) or not 0 <= position <= len(key):
+            return False
+    elif type(state) is not dict or state["bit_generator"] not in ("PCG64", "PCG64DXSM", "SFC64"):
+        return False
+    generator = type(numpy.random.get_bit_generator())()  # type: ignore[attr-defined]
+    numpy.random.RandomState(generator).set_state(state)
+    return True

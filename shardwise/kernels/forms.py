@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of Newton-Schulz suits a shape, with which tiles, and what it costs: values only.
+"""The polynomials of Newton-Schulz, the form that suits a shape, its tiles and cost: values only.
 
 One iteration takes X to (a + b·R + c·R²)·X with R = X·Xᵀ, the Gram. With m the short side, r the
 long one over it and a product of m x m matrices counted as 2m³ FLOP, half of that where the result
@@ -36,26 +36,33 @@ LARGEST_BLOCK = 128  # short side that one program holds
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial:
-    """What to compute: the coefficients, the bound X is divided by first, and the restart."""
+    """The polynomials of an iteration, one per step, and the bound that X is divided by before.
+
+    ``frobenius`` bounds the largest singular value safely. ``schatten4``, the square root of
+    ||X·Xᵀ||_F, is tighter, so that fewer steps do, and the Gram form gets it for free.
+    """
 
     coefficients: tuple[Step, ...]
-    norm: Norm = "frobenius"  # or ||X·Xᵀ||_F^½, a tighter bound that the Gram form gets for free
+    name: str = "custom"
+    norm: Norm = "frobenius"
     safety: float = 1.0  # the bound is multiplied by it
-    restart: int | None = None  # iterations before X is formed anew; None: about half; 0: never
+    restart: int | None = None  # Gram form: steps before X is formed anew; None: half; 0: never
 
     def __post_init__(self) -> None:
+        steps = tuple(tuple(map(float, step)) for step in self.coefficients)
+        object.__setattr__(self, "coefficients", steps)
         problems = []
-        if not self.coefficients:
-            problems.append("no coefficients: give at least one (a, b, c)")
-        problems += [problem for step in self.coefficients for problem in problems_of(step)]
+        if not steps:
+            problems.append("coefficients need one (a, b, c) per step, one step or more")
+        problems += [problem for step in steps for problem in problems_of(step)]
         if self.norm not in get_args(Norm):
-            problems.append(f"norm {self.norm!r}: choose from {', '.join(get_args(Norm))}")
-        if not self.safety > 0:
-            problems.append(f"safety {self.safety}: a bound is positive; 1.0 takes it as it is")
+            problems.append(f"norm={self.norm!r} is unknown; use {', '.join(get_args(Norm))}")
+        if not self.safety >= 1:
+            problems.append(f"safety={self.safety} divides by less than the norm; use 1 or more")
         if self.restart is not None and self.restart < 0:
-            problems.append(f"restart {self.restart}: a number of iterations, or 0 for never")
+            problems.append(f"restart={self.restart} counts steps; use 0 for none")
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(f"polynomial {self.name!r} cannot work: " + "; ".join(problems))
 
     @property
     def steps(self) -> int:
@@ -67,11 +74,11 @@ class Polynomial:
         return any(len(step) > 3 for step in self.coefficients)
 
     def first_steps(self, form: Form) -> int:
-        """Iterations before the restart; all of them where there is none.
+        """The number of steps before the restart; all of them where there is none.
 
-        By default half of them. Of five, the Gram form takes three first and the block form two:
-        that loses least over even, 1/i, 1/i^2, logarithmic and spiky spectra, where the one mirrors
-        its products and the other does not.
+        The default is half of them. Of five, the kernels' Gram form takes three first; the block
+        form, and torch's Gram form, which rounds like it, take two. That loses least over even,
+        1/i, 1/i^2, logarithmic and spiky spectra: only the first mirrors its products.
         """
         half = (self.steps + (form == "gram")) // 2
         restart = half if self.restart is None else self.restart
@@ -79,7 +86,7 @@ class Polynomial:
 
 
 def problems_of(step: Step) -> list[str]:
-    """What keeps the kernels from a step; nothing, as a rule."""
+    """Why the kernels cannot compute a step."""
     if len(step) not in (3, 5):
         return [f"a step {step}: give (a, b, c), where c may be 0, or (a, b, c, d, e)"]
     if len(step) == 3:
@@ -188,9 +195,12 @@ def milliseconds(
     return 1e-9 * (grams / rates.gram + moved / rates.moved + applied / rates.applied)
 
 
-def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[float, float, float]:
-    """(X·Xᵀ, products of m x m matrices, Q·X): what the form must compute, no tile's waste."""
-    cube, slab = float(short) ** 3, float(short) ** 2 * long
+def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[int, int, int]:
+    """(X·Xᵀ, products of m x m matrices, Q·X): the operations of a form, without a tile's waste.
+
+    The first two have symmetric results, of which one half is computed.
+    """
+    cube, slab = short**3, short**2 * long
     squares = sum(num_squares(step) for step in polynomial.coefficients)
     steps = polynomial.steps
     if form == "direct":

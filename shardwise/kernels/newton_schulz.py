@@ -1,50 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orthogonalise a batch of matrices of one shape: Triton kernels on CUDA, torch elsewhere.
+"""Newton-Schulz on a batch of matrices of one shape: in torch, or by Triton kernels on CUDA.
 
-    orthogonalise(batch, coefficients)   any float batch [n, rows, columns]
-    orthogonalise_packed(packed, ...)    what ``momentum.pack`` or ``normalise`` has made (CUDA)
+    orthogonalise(batch, polynomial)     any float batch [n, rows, columns]
+    orthogonalise_packed(packed, ...)    a batch that ``momentum.pack`` or ``normalise`` made (CUDA)
+    iterate(matrices, polynomial, ...)   the iteration in torch, which defines what kernels compute
 
-A matrix's bits depend on its values, the shape and the coefficients: never on the rest of the
-batch, so an owner of three matrices and an owner of sixty compute the same.
+X = U S Vᵀ becomes U Vᵀ. Each step applies an odd polynomial a s + b s³ + c s⁵ to every singular
+value; after a few steps all are near one. The short side m is iterated on (a tall matrix is seen
+transposed):
+
+    direct    R = X Xᵀ    B = b R + c R R          X = a X + B X
+    gram      R = X Xᵀ    Z = a I + b R + c R R    Q = Z Q    R = Z R Z      and Q X at the end
+
+A step up to s⁹ takes one product more, for Z = e (R R + f R + g I)² + h R + k I, and does nearly as
+much as two steps. The Gram form works on m x m matrices alone. Rounding grows in R, so it restarts
+(X = Q X, Q = I) half way.
+
+A matrix's bits depend on its values, the shape and the polynomial, never on the rest of the batch:
+an owner of three matrices and an owner of sixty compute the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from shardwise.kernels import has_triton
-from shardwise.kernels.forms import Form, Norm, Polynomial, Step, choose, stages
+from shardwise.kernels.forms import Form, Polynomial, Step, choose, stages
 from shardwise.kernels.packed import Packed
 
 # A batch is cut so that the two X and four Grams of a part fit.
 WORKSPACE_BYTES = 6 * 2**30
 
 
-def orthogonalise(
-    batch: Tensor,  # [n, rows, columns]
-    coefficients: Sequence[Step],
-    *,
-    norm: Norm = "frobenius",
-    safety: float = 1.0,
-    restart: int | None = None,
-    form: Form | None = None,
-) -> Tensor:
+def orthogonalise(batch: Tensor, polynomial: Polynomial, form: Form | None = None) -> Tensor:
     """[n, rows, columns]: fp16 from the kernels, fp32 from torch (fp64 for fp64).
 
-    ``norm`` and ``safety`` say what X is divided by first; ``restart`` after how many iterations
-    the Gram form forms X anew (by default half of them); ``form`` overrides the choice by measured
-    cost. A matrix of zeros stays exactly zero, and one with a NaN or infinity gets NaNs.
+    ``form`` overrides the choice by measured cost. A matrix of zeros stays exactly zero, and one
+    with a NaN or infinity gets NaNs.
     """
-    polynomial = Polynomial(
-        coefficients=tuple(tuple(map(float, step)) for step in coefficients),
-        norm=norm,
-        safety=safety,
-        restart=restart,
-    )
     if batch.dim() != 3:
         raise ValueError(
             f"a batch of shape {tuple(batch.shape)}: give [matrices, rows, columns]; "
@@ -55,7 +52,7 @@ def orthogonalise(
     if batch.numel() == 0:
         return batch.clone()
     if not uses_kernels(batch.device) or batch.dtype == torch.float64:
-        return reference(batch, polynomial, form or "direct")
+        return one_by_one(batch, polynomial, form or "direct")
     form = form or choose(batch.shape[1], batch.shape[2], polynomial)
     from shardwise.kernels.normalise import normalise
 
@@ -116,53 +113,83 @@ def part_size(batch: Tensor, form: Form) -> int:
     return -(-len(batch) // parts)
 
 
-# ------------------------------------------------------------------------------- the definition
+# ------------------------------------------------------------------------------- in torch
 
 
-def reference(batch: Tensor, polynomial: Polynomial, form: Form = "direct") -> Tensor:
-    """The definition, matrix by matrix, in fp32 (fp64 for fp64): batching can't change a bit."""
-    wide = batch.dtype if batch.dtype == torch.float64 else torch.float32
-    iteration = _direct if form == "direct" else _gram
-    return torch.stack([_oriented(matrix.to(wide), polynomial, iteration) for matrix in batch])
+def one_by_one(
+    batch: Tensor, polynomial: Polynomial, form: Form = "direct", dtype: torch.dtype | None = None
+) -> Tensor:
+    """:func:`iterate` on one matrix after another, each from memory of its own: batched products
+    may round by the size of the batch."""
+    return torch.stack([iterate(matrix, polynomial, form, dtype) for matrix in batch])
 
 
-def _oriented(matrix: Tensor, polynomial: Polynomial, iteration: object) -> Tensor:
-    assert callable(iteration)
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.mT.contiguous() if tall else matrix  # [short, long]
-    largest = x.abs().amax()
-    if largest == 0:
-        return torch.zeros_like(matrix)
-    x = x / torch.exp2(torch.floor(torch.log2(largest)))  # so that no square over- or underflows
-    x = x / x.norm()
-    if polynomial.norm == "schatten4":
-        x = x / (x @ x.mT).norm().sqrt()
-    result: Tensor = iteration(x / polynomial.safety, polynomial)
-    return result.mT.contiguous() if tall else result
+def iterate(
+    matrices: Tensor, polynomial: Polynomial, form: Form, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Orthogonalise ``[..., rows, cols]``, with products in ``dtype``; fp32 out (fp64 for fp64)."""
+    wide = torch.promote_types(matrices.dtype, torch.float32)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    # One order of elements whatever the caller stored: products round by it.
+    x = (matrices.mT if tall else matrices).contiguous().to(wide)
+    x, gram = _normalised(x, polynomial, dtype or wide)
+    x = iterate_direct(x, gram, polynomial) if form == "direct" else _gram(x, gram, polynomial)
+    return (x.mT if tall else x).to(wide).contiguous()
 
 
-def _direct(x: Tensor, polynomial: Polynomial) -> Tensor:
-    for a, *rest in polynomial.coefficients:
-        x = a * x + _powers(x @ x.mT, rest) @ x
+def _normalised(x: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """X divided by a bound of its largest singular value, in new memory, and its Gram.
+
+    A power of two comes first, which rounds nothing: the squares of tiny gradients would be 0.
+    """
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists
+    x = torch.ldexp(x, -exponent)
+    if polynomial.norm == "frobenius":
+        bound = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * polynomial.safety
+        x = (x / torch.where(bound == 0, 1.0, bound)).to(dtype)
+        return x, x @ x.mT
+    gram = x @ x.mT  # [..., m, m]
+    bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt() * polynomial.safety
+    bound = torch.where(bound == 0, 1.0, bound)
+    return (x / bound).to(dtype), (gram / bound**2).to(dtype)
+
+
+def iterate_direct(
+    x: Tensor,
+    gram: Tensor,
+    polynomial: Polynomial,
+    gram_of: Callable[[Tensor], Tensor] = lambda x: x @ x.mT,
+) -> Tensor:
+    """The direct form from a normalised ``x`` [..., m, n] and its Gram."""
+    for index, step in enumerate(polynomial.coefficients):
+        if index:
+            gram = gram_of(x)
+        x = step[0] * x + _evaluate(gram, step, constant=False) @ x
     return x
 
 
-def _gram(x: Tensor, polynomial: Polynomial) -> Tensor:
-    identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    gram, q = x @ x.mT, identity
-    for step, (a, *rest) in enumerate(polynomial.coefficients):
-        if step == polynomial.first_steps("gram"):
-            x, q = q @ x, identity
+def _gram(x: Tensor, gram: Tensor, polynomial: Polynomial) -> Tensor:
+    product: Tensor | None = None  # of the polynomials since x was formed
+    for number, step in enumerate(polynomial.coefficients, start=1):
+        z = _evaluate(gram, step)
+        product = z if product is None else z @ product
+        if number == polynomial.steps:
+            break
+        if number == polynomial.first_steps("block"):
+            x, product = product @ x, None
             gram = x @ x.mT
-        z = a * identity + _powers(gram, rest)
-        q, gram = q @ z, z @ gram @ z
-    return q @ x
+        else:
+            gram = z @ (gram @ z)
+    assert product is not None, "a polynomial has one step or more"
+    return product @ x
 
 
-def _powers(gram: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """b·R + c·R² + ..., term by term."""
-    power, total = gram, coefficients[0] * gram
-    for coefficient in coefficients[1:]:
-        power = power @ gram
-        total = total + coefficient * power
-    return total
+def _evaluate(gram: Tensor, step: Step, *, constant: bool = True) -> Tensor:
+    """a I + b R + c R R (+ d R³ + e R⁴) of ``gram`` [..., m, m], or the same without a I."""
+    found = gram
+    for shift, linear, square in stages(step, constant=constant):
+        found = linear * gram + square * (found @ found) if square else linear * gram
+        if shift:
+            found.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return found

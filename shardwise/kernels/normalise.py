@@ -58,7 +58,7 @@ def reference(batch: Tensor) -> Packed:
 
 @triton.jit
 def power_of_two(mean_square):
-    """What brings the rms into [1, 2), in fp64; 1 for 0."""
+    """The power of two that brings the rms into [1, 2), in fp64; 1 for 0."""
     exponent = ((mean_square.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
     halved = tl.minimum(tl.maximum(exponent >> 1, -126), 126)  # >> is floor, for negatives too
     halved = tl.where(mean_square == 0.0, 0, halved)

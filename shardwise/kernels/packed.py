@@ -92,7 +92,7 @@ def scale_reference(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two(mean_square: Tensor) -> Tensor:
-    """What brings the rms into [1, 2), in fp64; 1 for 0."""
+    """The power of two that brings the rms into [1, 2), in fp64; 1 for 0."""
     _, exponent = torch.frexp(mean_square)  # mean square = mantissa in [1/2, 1) times 2^exponent
     halved = ((exponent - 1) // 2).clamp(-126, 126)
     halved = torch.where(mean_square == 0, 0, halved)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.models.config import GPTConfig, RopeScaling
+from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.norm import RMSNorm
 from shardwise.models.rotary import Rotary, rotate
 from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.models.config import GPTConfig, RopeScaling
+from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.moe import convert_gate_up, declare_gate_up
 
 _ARCHITECTURES = {

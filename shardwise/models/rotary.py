@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.models.config import GPTConfig, RopeScaling
+from shardwise.models.gpt_config import GPTConfig, RopeScaling
 
 
 class Rotary:

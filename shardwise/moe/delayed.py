@@ -27,11 +27,12 @@ from shardwise.moe.weights import ExpertTensor, WriteGradient
 
 
 class DelayedGradients:
-    """What one module still owes. Products run second linear first, then completions fire."""
+    """The weight gradients that one module has still to compute. Products run second linear first,
+    then completions fire."""
 
     def __init__(self) -> None:
         # one list per backward: (parameters, how to write their gradient), second linear first
-        self._owed: list[list[tuple[ExpertTensor, WriteGradient]]] = []
+        self._pending: list[list[tuple[ExpertTensor, WriteGradient]]] = []
         self._anchor: Tensor | None = None
         self._module: weakref.ref[nn.Module] | None = None  # whose gradients they are
         self._through = True  # whether no use of the module is still to come in this backward
@@ -40,7 +41,7 @@ class DelayedGradients:
         self._completions: dict[tuple[int, ...], Callable[[], None]] = {}
 
     def __reduce__(self) -> tuple[type[DelayedGradients], tuple[()]]:
-        return DelayedGradients, ()  # a copy of a module owes nothing
+        return DelayedGradients, ()  # a copy of a module has none to compute
 
     def anchor(self, x: Tensor, module: nn.Module) -> Tensor:
         """Brings backward to a node whose parameters are no inputs of it; and tells them."""
@@ -59,27 +60,27 @@ class DelayedGradients:
         return self._anchor
 
     def __len__(self) -> int:
-        """How many backwards are owed their weight gradients."""
-        return len(self._owed)
+        """How many backwards wait for their weight gradients."""
+        return len(self._pending)
 
-    def owe(self, gradients: list[tuple[ExpertTensor, WriteGradient]]) -> None:
-        self._owed.append(gradients)
+    def delay(self, gradients: list[tuple[ExpertTensor, WriteGradient]]) -> None:
+        self._pending.append(gradients)
         self._through = False
-        if not _owing:
+        if not _waiting:
             _watch_steps()
-        _owing.add(self)
+        _waiting.add(self)
         for experts, _ in gradients:
-            experts.owe()
+            experts.delay()
 
     @torch.no_grad()
     def pay(self) -> None:
-        """Compute all that is owed, position by position; after the last use of the module in a
+        """Compute all that is pending, position by position; after the last use of the module in a
         backward, complete each parameter once."""
-        owed, self._owed = self._owed, []
-        _owing.discard(self)
-        self._refuse_strangers(owed)
-        for position in range(max(map(len, owed), default=0)):
-            for gradients in owed:
+        pending, self._pending = self._pending, []
+        _waiting.discard(self)
+        self._refuse_strangers(pending)
+        for position in range(max(map(len, pending), default=0)):
+            for gradients in pending:
                 experts, write = gradients[position]
                 experts.accumulate(write, self._seen)
                 self._completions[tuple(map(id, experts.parameters))] = experts.complete
@@ -90,22 +91,22 @@ class DelayedGradients:
                 complete()
 
     def forget(self) -> None:
-        """After an exception in backward: drop what is owed."""
-        self._owed = []
-        _owing.discard(self)
+        """After an exception in backward: drop what is pending."""
+        self._pending = []
+        _waiting.discard(self)
         self._through = True
         self._start_anew()
 
     def _start_anew(self) -> None:
         self._seen, self._completions = set(), {}
 
-    def _refuse_strangers(self, owed: list[list[tuple[ExpertTensor, WriteGradient]]]) -> None:
+    def _refuse_strangers(self, pending: list[list[tuple[ExpertTensor, WriteGradient]]]) -> None:
         """Parameters that the module has no longer, and that nobody waits for."""
         module = self._module() if self._module is not None else None
         here = {id(parameter) for parameter in module.parameters()} if module is not None else set()
-        for experts, _ in [each for gradients in owed for each in gradients]:
+        for experts, _ in [each for gradients in pending for each in gradients]:
             for parameter in experts.parameters:
-                if id(parameter) not in here and not hasattr(type(parameter), "owe"):
+                if id(parameter) not in here and not hasattr(type(parameter), "delay"):
                     self.forget()
                     raise RuntimeError(
                         f"{self} has other parameters than in forward: they were swapped, as "
@@ -129,7 +130,7 @@ class DelayedGradients:
         return module is not None and any(id(one) in held for one in module.parameters())
 
 
-_owing: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()  # those that owe gradients now
+_waiting: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()  # with gradients to compute
 _watching: list[Any] = []
 
 
@@ -140,7 +141,7 @@ def _watch_steps() -> None:
 
 
 def _refuse_early_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    late = [delayed for delayed in _owing if delayed.trained_by(optimizer)]
+    late = [delayed for delayed in _waiting if delayed.trained_by(optimizer)]
     if late:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: the weight gradients of {', '.join(map(str, late))} "

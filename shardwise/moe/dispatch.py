@@ -39,8 +39,8 @@ from shardwise.streams import Lanes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Which row comes from which token, and what each rank sends to each."""
+class DispatchPlan:
+    """The rows of each expert by token, and the number of rows that ranks send each other."""
 
     order: Tensor  # [rows]: index into tokens x choices, sorted by expert
     num_choices: int
@@ -51,7 +51,7 @@ class Plan:
     by_expert: Tensor | None = None  # [received]: from the order of arrival to that of experts
 
 
-def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
+def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan:
     """Sort choices by expert, dropped ones last; over an axis, tell everybody how many come."""
     chosen = routes.experts
     num_experts = len(routes.counts)
@@ -69,7 +69,7 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
             bound = min(num_slots, num_experts * routes.capacity)
             order = order[:bound]
             ends[-1:].fill_(bound)  # ends is new; an assignment would copy from the host, and wait
-        return Plan(order=order, num_choices=choices, num_slots=num_slots, ends=ends)
+        return DispatchPlan(order=order, num_choices=choices, num_slots=num_slots, ends=ends)
     assert axis is not None
     local = num_experts // axis.size
     received = torch.empty_like(routes.counts)
@@ -81,7 +81,7 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> Plan:
     sizes, out_sizes = numbers[: axis.size], numbers[axis.size :]
     expert = torch.arange(local, device=received.device).repeat(axis.size)
     arriving = torch.repeat_interleave(expert, received, output_size=sum(out_sizes))
-    return Plan(
+    return DispatchPlan(
         order=order[: sum(sizes)],
         num_choices=choices,
         num_slots=num_slots,
@@ -112,7 +112,11 @@ class Arrival:
     """Rows on their way to the experts. ``wait`` makes them usable."""
 
     def __init__(
-        self, plan: Plan, rows: Tensor, weights: Tensor, flights: tuple[_Flight, _Flight] | None
+        self,
+        plan: DispatchPlan,
+        rows: Tensor,
+        weights: Tensor,
+        flights: tuple[_Flight, _Flight] | None,
     ) -> None:
         self.plan, self._rows, self._weights, self._flights = plan, rows, weights, flights
 
@@ -137,7 +141,7 @@ class Dispatcher:
         self.axis = axis
         self._lanes: Lanes | None = None
 
-    def send(self, tokens: Tensor, routes: Routes, plan: Plan) -> Arrival:
+    def send(self, tokens: Tensor, routes: Routes, plan: DispatchPlan) -> Arrival:
         """Begin to bring tokens [tokens, hidden] to their experts."""
         rows = _Spread.apply(tokens, plan.order, plan.num_choices)
         weights = _Pick.apply(routes.weights.flatten(), plan.order)
@@ -151,7 +155,7 @@ class Dispatcher:
         weights = _TakeOff.apply(weights, flights[1])
         return Arrival(plan, rows, weights, flights)
 
-    def collect(self, rows: Tensor, plan: Plan) -> Tensor:
+    def collect(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """The experts' rows brought back and summed per token: [tokens, hidden]."""
         if plan.sizes is not None and plan.out_sizes is not None:
             rows = _Place.apply(rows, plan.by_expert, len(rows))

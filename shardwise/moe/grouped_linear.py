@@ -37,6 +37,7 @@ from shardwise.moe.inputs import (
 )
 from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
 from shardwise.moe.weights import (
+    ExpertShare,
     ExpertTensor,
     WriteGradient,
     as_neighbours,
@@ -236,6 +237,11 @@ class GroupedLinear(nn.Module):
 
     # ------------------------------------------------------------------ state dicts
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters if self.is_spread and not keep_vars else ():
+            destination[f"{prefix}{name}"] = ExpertShare.of(destination[f"{prefix}{name}"])
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -250,6 +256,9 @@ class GroupedLinear(nn.Module):
         if problem is not None and strict:
             errors.append(problem)
             return
+        for key, value in state_dict.items():
+            if isinstance(value, ExpertShare) and key.startswith(prefix):
+                state_dict[key] = value.as_subclass(Tensor)  # ``assign=True`` keeps the type
         self._normalise(state_dict, prefix)
         self._load_normal(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         self._declare()  # ``assign=True`` brings other parameters
@@ -375,13 +384,13 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
             dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
-        owed = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
+        pending = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
         if len(bundles) > 1:
-            owed.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
+            pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
         if ctx.delayed is not None:
-            ctx.delayed.owe(owed)
+            ctx.delayed.delay(pending)
             return dx, None, None, None, None, None
-        gradients = [gradient for bundle, write in owed for gradient in bundle.gradients(write)]
+        gradients = [gradient for bundle, write in pending for gradient in bundle.gradients(write)]
         return dx, None, None, None, None, *gradients
 
 

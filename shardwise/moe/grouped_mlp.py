@@ -237,27 +237,27 @@ class _MLP(torch.autograd.Function):
             b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
             dp = dp + (wide(dy) * wide(b2)).sum(-1)
         dp = dp.to(p.dtype)
-        owed = [
+        pending = [
             (bundles[1], weight_writer(products, dy, h, ends, bundles[1].dtype)),
             (bundles[0], weight_writer(products, dz, rows, ends, bundles[0].dtype)),
         ]
         if len(bundles) == 4:
-            owed.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
-            owed.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
+            pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
+            pending.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
         gradients: dict[int, list[Tensor | None]] = {}
         if spec.delayed is None:
             # FC2's first: with it dy and h have been read for the last time.
-            for bundle, write in owed[: len(owed) // 2]:
+            for bundle, write in pending[: len(pending) // 2]:
                 gradients[id(bundle)] = bundle.gradients(write)
-            del owed[: len(owed) // 2], h
+            del pending[: len(pending) // 2], h
         dx = None
         if ctx.needs_input_grad[0]:
             w1 = bundles[0].value(dz.dtype, "backward")
             dx = products.input_gradient(dz, w1, ends).to(ctx.x_dtype)
         if spec.delayed is not None:
-            spec.delayed.owe(owed)
+            spec.delayed.delay(pending)
             return dx, dp, None, None, None
-        for bundle, write in owed:
+        for bundle, write in pending:
             gradients[id(bundle)] = bundle.gradients(write)
         flat = [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
         return dx, dp, None, None, *flat

@@ -55,6 +55,59 @@ def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
         part.data = value
 
 
+class ExpertShare(Tensor):
+    """A tensor in the state dict of spread experts, plain to all but a distributed checkpoint.
+
+    ``torch.distributed.checkpoint`` knows a tensor by its name alone, takes other ranks' tensors of
+    that name for copies, and would keep one rank's experts for all. Both methods that it looks for
+    refuse; they are attributes, as an asynchronous save copies attributes, but no type.
+    """
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """``value`` marked, torch's DTensors in their local tensor; all else as it is."""
+        from torch.distributed.tensor import DTensor
+
+        if type(value) is DTensor:
+            value._local_tensor = cls.of(value._local_tensor)
+        if type(value) is not Tensor:
+            return value
+        share: Any = value.as_subclass(cls)
+        share.__create_write_items__, share.__create_chunk_list__ = _refuse_write, _refuse_read
+        return share
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return cls.of(result) if func in _COPIES else result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files hold plain tensors
+
+
+_COPIES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tensor.contiguous}
+
+
+def _refuse_write(name: str, value: Tensor) -> None:
+    raise NotImplementedError(
+        f"'{name}' holds some experts, and other ranks hold other experts under the same name: "
+        f"torch.distributed.checkpoint would keep those of one rank for all. Use sw.save and "
+        f"sw.load, or sw.full_state_dict for one plain file"
+    )
+
+
+def _refuse_read() -> None:
+    raise NotImplementedError(
+        "the experts of this rank are to be loaded, and other ranks hold other experts under the "
+        "same names: torch.distributed.checkpoint would load the same ones everywhere. Use "
+        "sw.load, or sw.load_full_state_dict with the experts of all ranks"
+    )
+
+
 def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
     """Tell optimizers that know matrices how a parameter falls into them: blocks of so many rows,
     repeated, each kind of block a matrix of its own; none, where it is no matrix at all."""
@@ -148,11 +201,11 @@ class ExpertTensor:
                 target, add = place
                 target.add_(part) if add else target.copy_(part)
 
-    def owe(self) -> None:
+    def delay(self) -> None:
         """Tell owners of parameters that the gradients come after this backward, if they ask."""
         for parameter in self._trained:
-            if hasattr(type(parameter), "owe"):
-                parameter.owe()  # type: ignore[attr-defined]
+            if hasattr(type(parameter), "delay"):
+                parameter.delay()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
         """Gradients that autograd knows nothing of are whole: tell those who wait, once each."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that need whole matrices, on parameters that are cut over ranks.
+"""Optimizers that need whole matrices, on parameters that are sharded over ranks.
 
-routing        which optimizer a parameter belongs to
-split          how a fused weight falls into matrices
-newton_schulz  the iteration, with its presets
-muon, adamw    the arithmetic and the settings
-owners         who computes which matrix: arithmetic alone
-storage        where a parameter's pieces lie
-exchange       pieces to owners and back
-matrices       Muon's step
-tensor_parallel  matrices cut into blocks
-sharded, alone  the optimizer objects
-report         who goes where, printed
+which         routing          which optimizer a parameter belongs to
+              routing_report   the same, printed
+where         split            the matrices of a fused weight
+              storage          the rank that stores each piece
+              ownership        the rank that computes each matrix: pure arithmetic
+exchange      exchange         pieces to owners and back
+              gradients        stored where, present on all ranks, their norm
+maths         presets          Newton-Schulz by preset, and its price
+              muon, adamw      the settings and the arithmetic
+optimizers    muon_step        Muon's step over the matrices of one sharding
+              sharded          the torch.optim.Optimizer
+              optimizers       sw.optimizer and sw.Muon
 """

@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for everything that is no matrix: torch's own kernels on this rank's pieces."""
+"""AdamW for everything that is not a matrix: torch's own kernels on this rank's pieces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from shardwise.optim.gradients import zero_state
 from shardwise.optim.storage import local_of
-from shardwise.optim.turns import like
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AdamWSettings:
-    """What ``sw.adamw(...)`` returns: a value, checked."""
+    """AdamW, bit for bit torch.optim.AdamW's on the same shards; ``sw.adamw(...)`` is this class.
+
+    ``fused``: torch's one-kernel form; by default on a GPU, and not on a CPU.
+    """
+
+    kind: ClassVar[str] = "elementwise"
 
     lr: float = 3e-4
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     fused: bool | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
         problems = []
         if not self.lr >= 0:
             problems.append(f"lr={self.lr!r} must be 0 or more")
@@ -38,38 +45,24 @@ class AdamWSettings:
             raise ValueError("sw.adamw(...) cannot work: " + "; ".join(problems))
 
 
-def adamw(
-    lr: float = 3e-4,
-    *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    fused: bool | None = None,
-) -> AdamWSettings:
-    """AdamW, bit for bit torch.optim.AdamW's on the same shards.
-
-    ``fused``: torch's one-kernel form; by default on a GPU, and not on a CPU.
-    """
-    return AdamWSettings(
-        lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=fused
-    )
+adamw = AdamWSettings
 
 
 def new_state(parameter: Tensor, fused: bool) -> dict[str, Any]:
-    """The states of a parameter before its first step, under torch's names."""
+    """A parameter's states before its first step, under torch's names."""
     device = parameter.device if fused else "cpu"
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),
-        "exp_avg": like(parameter),
-        "exp_avg_sq": like(parameter),
+        "exp_avg": zero_state(parameter),
+        "exp_avg_sq": zero_state(parameter),
     }
 
 
 def step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
-    """Advance one parameter group; the parameters that were written.
+    """Advance one parameter group; returns the parameters that were written.
 
     Pieces without elements are left out: a fused kernel that is given nothing may still write.
-    Their step counts all the same, so that checkpoints agree between ranks.
+    Their step is counted all the same, so that checkpoints agree between ranks.
     """
     stepped: list[Tensor] = []
     weights: list[Tensor] = []

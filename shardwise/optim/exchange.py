@@ -1,392 +1,290 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange: pieces of matrices to their owners, through Newton-Schulz, and back.
+"""Exchange: pieces of matrices go to their owners, through Newton-Schulz, and back.
 
     workspace (this rank's pieces)     | A 0-3 | B 0-1 |
-       there     all-to-all            pieces go to the owners, exact sizes
-       compute                         owners put parcels together and orthogonalise shape by shape
-       back      all-to-all            rows return to where they came from
-       share     all-to-all            and go to the other replicas, which computed other parcels
+       to owners     all-to-all        pieces go to the owners, exact sizes
+       compute                         owners assemble matrices and compute them shape by shape
+       back          all-to-all        rows return to the ranks that store them
+       to replicas   all-to-all        and go to the other replicas, which computed other matrices
 
-Rounds overlap in two slots: while round k is computed, round k + 1 is on its way there and round
-k - 1 on its way back. Whoever runs it hears of every round that is done.
+Rounds overlap: while round k is computed, round k + 1 goes to its owners and round k - 1 comes
+back. The caller is told of every finished round.
 
-Which calls are made, and how long they are, follows from the plan alone. A parameter without a
-gradient, or a rank without work, changes nothing about it, so nobody waits for a message that was
-never sent. The plan is compared between ranks once, when it is made.
+The calls and their sizes follow from the ownership alone. A parameter without a gradient, or a rank
+without work, changes nothing about them, so no rank waits for a message that is never sent.
+Building an Exchange communicates nothing and reads no values; :meth:`Exchange.agree` compares the
+ownership between ranks, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.optim.owners import Cargo, Plan, plan_owners
-from shardwise.optim.split import Parcel
-from shardwise.optim.storage import Home, Piece
-from shardwise.placements import Turns
+from shardwise.optim.ownership import assign_owners
+from shardwise.optim.split import Matrix
 from shardwise.streams import Lanes
 
-Orthogonalize = Callable[[Tensor], Tensor]  # [count, rows, cols] -> the same shape
+Compute = Callable[[Tensor], Tensor]  # [count, rows, cols] -> the same shape
+Part = tuple[int, int, int, int]  # (peer on the axis, matrix, lo, hi)
+View = Callable[[int, int, int], Tensor]  # (matrix, lo, hi) -> those elements, flat
 
 
-@dataclass(frozen=True, eq=False)
-class Freight:
-    """One parcel of one parameter: position of the parameter, where its pieces lie, its cost."""
+class _Leg:
+    """One all-to-all of a round: the parts that this rank sends and receives, by peer."""
 
-    name: str
-    position: int
-    parcel: Parcel
-    pieces: tuple[Piece, ...]
-    cost: int
-    pinned: bool
-    wave: int = 0
-
-
-def freight_of(
-    name: str,
-    position: int,
-    parcels: Sequence[Parcel],
-    pieces: Sequence[Piece],
-    cost: Callable[[int, int], int],
-    *,
-    pinned: bool,
-    wave: int = 0,
-) -> list[Freight]:
-    """The parcels of one parameter with the pieces of each: both lists go by element."""
-    found: list[Freight] = []
-    first = 0
-    for number, parcel in enumerate(parcels):
-        end = parcel.start + parcel.numel
-        while first < len(pieces) and pieces[first][2] <= parcel.start:
-            first += 1
-        held = []
-        for rank, lo, hi in pieces[first:]:
-            if lo >= end:
-                break
-            held.append((rank, max(lo, parcel.start) - parcel.start, min(hi, end) - parcel.start))
-        total = sum(cost(rows, cols) for rows, cols in parcel.shapes)
-        label = name if len(parcels) == 1 else f"{name}[{number}]"
-        found.append(Freight(label, position, parcel, tuple(held), total, pinned, wave))
-    return found
-
-
-def plan_exchange(
-    freight: Sequence[Freight],
-    num_shards: int,
-    num_replicas: int,
-    slot_bytes: int | None = None,
-) -> Plan:
-    """Owners for all parcels; see :mod:`shardwise.optim.owners`."""
-    cargo = [
-        Cargo(
-            one.name,
-            one.parcel.numel,
-            one.pieces,
-            one.cost,
-            tuple(side for shape in one.parcel.shapes for side in shape),
-            one.pinned,
-            one.position,
-            one.parcel.start,
-            one.wave,
-        )
-        for one in freight
-    ]
-    return plan_owners(cargo, num_shards, num_replicas, slot_bytes=slot_bytes)
+    def __init__(
+        self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part], header: int
+    ) -> None:
+        self.axis = axis
+        self.sends, self.receives = sorted(sends), sorted(receives)  # both sides: by peer, matrix
+        self.lengths = [hi - lo for _, _, lo, hi in self.receives]
+        self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
+        for sizes, parts in ((self.send_sizes, sends), (self.receive_sizes, receives)):
+            for peer, _, lo, hi in parts:
+                sizes[peer] += hi - lo + header
 
 
 @dataclass(eq=False)
-class _Flight:
-    """Messages under way, and the memory that they use until they have arrived."""
+class _Round:
+    """Matrices that are exchanged and computed together, as one rank sees them."""
 
+    owned: dict[int, list[tuple[int, int]]]  # by matrix: the parts [lo, hi) that are stored here
+    to_owners: _Leg | None
+    back: _Leg | None
+    to_replicas: _Leg | None
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A leg under way, and the memory that it uses until it has arrived."""
+
+    leg: _Leg
     pending: comm.Pending
     event: object
-    lanes: Lanes
-    memory: tuple[Tensor, ...]
-
-    def wait(self) -> Tensor:
-        self.pending.wait()
-        self.lanes.wait("compute", self.event)
-        return self.memory[0]
-
-
-@dataclass(eq=False)
-class _Slot:
-    """One round: what this rank sends and receives, and what it computes."""
-
-    owned: list[int]
-    travels: bool  # whether any rank of the shard axis sends anything
-    there: list[tuple[int, int, int, int]] = field(default_factory=list)  # (peer, parcel, lo, hi)
-    arriving: list[tuple[int, int, int, int]] = field(default_factory=list)
-    shared: list[tuple[int, int, int]] = field(default_factory=list)  # (parcel, lo, hi)
-    foreign: list[tuple[int, int, int, int]] = field(default_factory=list)
-    whole: dict[int, Tensor] = field(default_factory=dict)
+    received: Tensor
+    sent: Tensor
 
 
 class Exchange:
-    """The plan of one home, and its execution on workspaces."""
+    """The exchange of matrices that are stored on the same ranks, run on workspaces."""
 
     def __init__(
         self,
-        home: Home,
-        freight: Sequence[Freight],
+        matrices: Sequence[Matrix],
+        shards: comm.Axis | None,
+        replicas: comm.Axis | None,
         device: torch.device,
         *,
         wire: str = "fp32",
-        spread: bool = True,
-        slot_bytes: int | None = None,
+        round_bytes: int | None = None,
     ) -> None:
-        self.home, self.freight, self.device, self.wire = home, list(freight), device, wire
-        self.shards = home.shards
-        self.replicas = home.replicas if spread else None
-        self.rank = self.shards.rank if self.shards is not None else 0
-        self.replica = self.replicas.rank if self.replicas is not None else 0
-        self.plan = plan_exchange(
-            self.freight,
-            self.shards.size if self.shards is not None else 1,
-            self.replicas.size if self.replicas is not None else 1,
-            slot_bytes,
+        """``shards``: the ranks that store different pieces; ``replicas``: those that store the
+        same pieces and compute different matrices."""
+        self.matrices, self.device, self.wire = list(matrices), device, wire
+        self.shards, self.replicas = shards, replicas
+        self.rank = shards.rank if shards is not None else 0
+        self.replica = replicas.rank if replicas is not None else 0
+        self.ownership = assign_owners(
+            self.matrices,
+            shards.size if shards is not None else 1,
+            replicas.size if replicas is not None else 1,
+            round_bytes=round_bytes,
         )
-        # My piece of each parameter begins at this element.
-        self.begins: dict[int, int] = {}
-        for one in self.freight:
-            for rank, lo, _ in one.pieces:
-                if rank == self.rank:
-                    self.begins.setdefault(one.position, one.parcel.start + lo)
-        self.slots = [self._slot(members) for members in self.plan.rounds]
-        self.skipped: frozenset[int] = frozenset()  # parcels that the caller computes itself
+        # By matrix: the parts [lo, hi) that are stored here.
+        self.stored = [
+            [(lo, hi) for rank, lo, hi in matrix.pieces if rank == self.rank]
+            for matrix in self.matrices
+        ]
+        begins: dict[int, int] = {}  # this rank's piece of each parameter begins at this element
+        for matrix, parts in zip(self.matrices, self.stored, strict=True):
+            for lo, _ in parts:
+                begins.setdefault(matrix.parameter, matrix.start + lo)
+        # By matrix: where it starts, counted from the beginning of its workspace.
+        self.offsets = [m.start - begins.get(m.parameter, 0) for m in self.matrices]
+        self.rounds = [self._round(members) for members in self.ownership.rounds]
+        self.excluded: frozenset[int] = frozenset()  # matrices that the caller computes itself
         self.lanes = Lanes(device)
-        self._agree()
 
-    def _slot(self, members: Sequence[int]) -> _Slot:
-        plan = self.plan
-        here = [index for index in members if plan.owners[index][0] == self.replica]
-        slot = _Slot(
-            [index for index in here if plan.owners[index][1] == self.rank],
-            any(plan.sends(index) for index in here),
-        )
-        for index in members:
-            replica, owner = plan.owners[index]
-            mine = [(lo, hi) for rank, lo, hi in self.freight[index].pieces if rank == self.rank]
-            if replica == self.replica:
-                slot.there += [(owner, index, lo, hi) for lo, hi in mine if owner != self.rank]
-                slot.shared += [(index, lo, hi) for lo, hi in mine]
-                if owner == self.rank:
-                    slot.arriving += [(rank, index, lo, hi) for rank, lo, hi in plan.sends(index)]
-            else:
-                slot.foreign += [(replica, index, lo, hi) for lo, hi in mine]
-        for moves in (slot.there, slot.arriving, slot.shared, slot.foreign):
-            moves.sort()  # type: ignore[attr-defined]  # both sides go by peer, then by parcel
-        return slot
+    def _round(self, members: Sequence[int]) -> _Round:
+        ownership = self.ownership
+        here = [index for index in members if ownership.owners[index][0] == self.replica]
+        owned = {i: self.stored[i] for i in here if ownership.owners[i][1] == self.rank}
+        header = 0 if self.wire == "fp32" else 1
+        to_owners = back = to_replicas = None
+        if self.shards is not None and any(ownership.remote_pieces(index) for index in here):
+            sends = [
+                (ownership.owners[index][1], index, lo, hi)
+                for index in here
+                if index not in owned
+                for lo, hi in self.stored[index]
+            ]
+            receives = [
+                (rank, index, lo, hi)
+                for index in owned
+                for rank, lo, hi in ownership.remote_pieces(index)
+            ]
+            to_owners = _Leg(self.shards, sends, receives, header)
+            back = _Leg(self.shards, receives, sends, header)
+        if self.replicas is not None:
+            others = [peer for peer in range(self.replicas.size) if peer != self.replica]
+            shared = [(index, lo, hi) for index in here for lo, hi in self.stored[index]]
+            missing = [
+                (ownership.owners[index][0], index, lo, hi)
+                for index in members
+                if ownership.owners[index][0] != self.replica
+                for lo, hi in self.stored[index]
+            ]
+            sends = [(peer, *part) for peer in others for part in shared]
+            to_replicas = _Leg(self.replicas, sends, missing, header)
+        return _Round(owned, to_owners, back, to_replicas)
 
-    def _agree(self) -> None:
-        """Ranks whose plans differ would wait for each other for ever: find out now."""
+    def agree(self) -> None:
+        """Raise where ranks have planned different exchanges, for which they would wait forever
+        (collective)."""
         for axis in (self.shards, self.replicas):
             if axis is None or axis.pretends:
                 continue
-            everyone = comm.agree((self.plan.digest, self.wire), axis)
-            if len(set(everyone)) > 1:
-                other = next(
-                    r for r, theirs in enumerate(everyone) if theirs != everyone[axis.rank]
-                )
+            everyone = comm.agree((self.ownership.digest, self.wire), axis)
+            mine = everyone[axis.rank]
+            other = next((rank for rank, theirs in enumerate(everyone) if theirs != mine), None)
+            if other is not None:
                 raise ValueError(
                     f"ranks {axis.rank} and {other} of axis '{axis.name}' planned different "
-                    f"exchanges for {len(self.freight)} matrices: give every rank the same "
+                    f"exchanges for {len(self.matrices)} matrices: give every rank the same "
                     f"parameters, in the same order, with the same settings"
                 )
 
-    def turns(self, position: int) -> Turns | None:
-        """What of a parameter each replica computes; None where all do the same."""
-        if self.replicas is None:
-            return None
-        by_rank = self.plan.turns[position]
-        order = self.home.replica_order
-        return tuple(by_rank[order.index(place)] for place in range(len(order)))
+    def is_local(self, index: int) -> bool:
+        """Whether this rank owns and stores all of a matrix, and no replica waits for it."""
+        owned = self.ownership.owners[index][1] == self.rank and self.replicas is None
+        return owned and not self.ownership.remote_pieces(index)
 
-    def stays(self, index: int) -> bool:
-        """Whether a parcel is computed here, from pieces that are here, for nobody else."""
-        mine = self.plan.owners[index][1] == self.rank and self.replicas is None
-        return mine and not self.plan.sends(index)
+    # ------------------------------------------------------------------ running
 
-    # ------------------------------------------------------------------ running it
+    def run(self, workspaces: Sequence[Tensor], compute: Compute) -> Iterator[int]:
+        """Replace this rank's pieces of every matrix by those of the computed matrix; yields the
+        number of every finished round, in order.
 
-    def run(self, workspaces: Sequence[Tensor], orthogonalize: Orthogonalize) -> None:
-        """All :meth:`rounds`, one after another."""
-        for _ in self.rounds(workspaces, orthogonalize):
-            pass
-
-    def rounds(self, workspaces: Sequence[Tensor], orthogonalize: Orthogonalize) -> Iterator[int]:
-        """Replace this rank's pieces of every matrix by those of its orthogonalised form; the
-        number of every round that is done, in order.
-
-        ``workspaces[position]`` is this rank's piece of that parameter, flat, read and overwritten.
+        ``workspaces[p]`` is this rank's piece of parameter ``p``, flat, read and overwritten.
         """
-        count = len(self.slots)
-        later = 2 if self.replicas is not None else 1 if self.plan.moves else 0
-        going: list[_Flight | None] = [None] * count
-        coming: list[_Flight | None] = [None] * count
-        sharing: list[_Flight | None] = [None] * count
+
+        def stored(index: int, lo: int, hi: int) -> Tensor:
+            offset = self.offsets[index]
+            return workspaces[self.matrices[index].parameter][offset + lo : offset + hi]
+
+        count = len(self.rounds)
+        delay = 2 if self.replicas is not None else 1 if self.ownership.needs_exchange else 0
+        to_owners: list[_Transfer | None] = [None] * count
+        back: list[_Transfer | None] = [None] * count
+        to_replicas: list[_Transfer | None] = [None] * count
         if count:
-            going[0] = self._send_there(self.slots[0], workspaces)
-        for number in range(count + later):  # one goes there, those before it come back
+            to_owners[0] = self._send(self.rounds[0].to_owners, stored)
+        for number in range(count + delay):  # one round goes to owners, earlier ones come back
             if number + 1 < count:
-                going[number + 1] = self._send_there(self.slots[number + 1], workspaces)
+                to_owners[number + 1] = self._send(self.rounds[number + 1].to_owners, stored)
             if number < count:
-                slot = self.slots[number]
-                self._assemble(slot, workspaces, going[number])
-                going[number] = None
-                self._compute(slot, orthogonalize)
-                coming[number] = self._send_back(slot)
-                self._scatter_own(slot, workspaces)
+                one = self.rounds[number]
+                whole = self._assemble(one, stored, to_owners[number])
+                to_owners[number] = None
+                self._compute(whole, compute)
+                back[number] = self._send(one.back, lambda i, lo, hi, w=whole: w[i][lo:hi])  # type: ignore[misc]
+                self._keep_own(one, whole, stored)
+                del whole
             if 0 < number <= count:
-                before = self.slots[number - 1]
-                self._unpack_back(before, workspaces, coming[number - 1])
-                coming[number - 1] = None
-                sharing[number - 1] = self._share(before, workspaces)
-            if number >= later:
-                done = number - later
-                self._unpack_shared(self.slots[done], workspaces, sharing[done])
-                sharing[done] = None
-                yield done
+                self._receive(back[number - 1], stored)
+                back[number - 1] = None
+                to_replicas[number - 1] = self._send(self.rounds[number - 1].to_replicas, stored)
+            if number >= delay:
+                self._receive(to_replicas[number - delay], stored)
+                to_replicas[number - delay] = None
+                yield number - delay
 
-    def _mine(self, workspaces: Sequence[Tensor], index: int, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) of a parcel, which are stored here, in the workspace."""
-        one = self.freight[index]
-        offset = one.parcel.start - self.begins[one.position]
-        return workspaces[one.position][offset + lo : offset + hi]
-
-    def _send_there(self, slot: _Slot, workspaces: Sequence[Tensor]) -> _Flight | None:
-        if self.shards is None or not slot.travels:
-            return None
-        outgoing = [(peer, self._mine(workspaces, i, lo, hi)) for peer, i, lo, hi in slot.there]
-        incoming = [(peer, hi - lo) for peer, _, lo, hi in slot.arriving]
-        return self._start(self.shards, outgoing, incoming)
-
-    def _assemble(self, slot: _Slot, workspaces: Sequence[Tensor], flight: _Flight | None) -> None:
-        """Put this rank's parcels together; one that it holds whole is computed where it lies."""
-        for index in slot.owned:
-            if index in self.skipped:
+    def _assemble(self, one: _Round, stored: View, arriving: _Transfer | None) -> dict[int, Tensor]:
+        """The matrices that this rank owns, flat; a view where it stores the matrix whole."""
+        whole: dict[int, Tensor] = {}
+        for index, parts in one.owned.items():
+            if index in self.excluded:
                 continue
-            numel = self.freight[index].parcel.numel
-            mine = [piece for piece in self.freight[index].pieces if piece[0] == self.rank]
-            if [(lo, hi) for _, lo, hi in mine] == [(0, numel)]:
-                slot.whole[index] = self._mine(workspaces, index, 0, numel)
+            numel = self.matrices[index].numel
+            if parts == [(0, numel)]:
+                whole[index] = stored(index, 0, numel)
                 continue
-            whole = torch.empty(numel, device=self.device)
-            for _, lo, hi in mine:
-                whole[lo:hi] = self._mine(workspaces, index, lo, hi)
-            slot.whole[index] = whole
-        if flight is not None:
-            received = self._decode(flight.wait(), [hi - lo for _, _, lo, hi in slot.arriving])
-            for (_, index, lo, hi), part in zip(slot.arriving, received, strict=True):
-                slot.whole[index][lo:hi] = part
+            whole[index] = torch.empty(numel, device=self.device)
+            for lo, hi in parts:
+                whole[index][lo:hi] = stored(index, lo, hi)
+        self._receive(arriving, lambda index, lo, hi: whole[index][lo:hi])
+        return whole
 
-    def _compute(self, slot: _Slot, orthogonalize: Orthogonalize) -> None:
-        """Matrices of one shape at a time, in one batch."""
+    def _compute(self, whole: dict[int, Tensor], compute: Compute) -> None:
+        """Compute matrices of one shape at a time, as one batch."""
         shapes: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
-        for index in slot.whole:
-            parcel = self.freight[index].parcel
-            matrices = parcel.take(slot.whole[index].view(parcel.rows, parcel.cols))
-            for number, matrix in enumerate(matrices):
-                shapes.setdefault(parcel.shapes[number], []).append((index, number, matrix))
+        for index, flat in whole.items():
+            matrix = self.matrices[index]
+            for number, block in enumerate(matrix.take(flat.view(matrix.rows, matrix.cols))):
+                shapes.setdefault(matrix.shapes[number], []).append((index, number, block))
         for members in shapes.values():
-            batch = torch.stack([matrix for _, _, matrix in members])  # [count, rows, cols]
-            for (index, number, _), result in zip(members, orthogonalize(batch), strict=True):
-                parcel = self.freight[index].parcel
-                whole = slot.whole[index].view(parcel.rows, parcel.cols)
-                parcel.put(whole, number, result)
+            batch = torch.stack([block for _, _, block in members])  # [count, rows, cols]
+            for (index, number, _), result in zip(members, compute(batch), strict=True):
+                matrix = self.matrices[index]
+                matrix.put(whole[index].view(matrix.rows, matrix.cols), number, result)
 
-    def _send_back(self, slot: _Slot) -> _Flight | None:
-        if self.shards is None or not slot.travels:
+    def _keep_own(self, one: _Round, whole: dict[int, Tensor], stored: View) -> None:
+        """Copy the parts of assembled matrices that are stored here into the workspaces."""
+        for index, flat in whole.items():
+            for lo, hi in one.owned[index]:
+                if hi - lo < self.matrices[index].numel:  # otherwise it is a view of them
+                    stored(index, lo, hi).copy_(flat[lo:hi])
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, leg: _Leg | None, source: View) -> _Transfer | None:
+        """Start one all-to-all of exact sizes; parts that stay here are not in it."""
+        if leg is None:
             return None
-        outgoing = [(peer, slot.whole[i][lo:hi]) for peer, i, lo, hi in slot.arriving]
-        incoming = [(peer, hi - lo) for peer, _, lo, hi in slot.there]
-        return self._start(self.shards, outgoing, incoming)
-
-    def _scatter_own(self, slot: _Slot, workspaces: Sequence[Tensor]) -> None:
-        for index, whole in slot.whole.items():
-            for rank, lo, hi in self.freight[index].pieces:
-                if rank == self.rank:
-                    target = self._mine(workspaces, index, lo, hi)
-                    if target.data_ptr() != whole[lo:hi].data_ptr():
-                        target.copy_(whole[lo:hi])
-        slot.whole.clear()
-
-    def _unpack_back(
-        self, slot: _Slot, workspaces: Sequence[Tensor], flight: _Flight | None
-    ) -> None:
-        if flight is None:
-            return
-        received = self._decode(flight.wait(), [hi - lo for _, _, lo, hi in slot.there])
-        for (_, index, lo, hi), part in zip(slot.there, received, strict=True):
-            self._mine(workspaces, index, lo, hi).copy_(part)
-
-    def _share(self, slot: _Slot, workspaces: Sequence[Tensor]) -> _Flight | None:
-        if self.replicas is None:
-            return None
-        mine = [self._mine(workspaces, index, lo, hi) for index, lo, hi in slot.shared]
-        peers = [peer for peer in range(self.replicas.size) if peer != self.replica]
-        outgoing = [(peer, part) for peer in peers for part in mine]
-        incoming = [(peer, hi - lo) for peer, _, lo, hi in slot.foreign]
-        return self._start(self.replicas, outgoing, incoming)
-
-    def _unpack_shared(
-        self, slot: _Slot, workspaces: Sequence[Tensor], flight: _Flight | None
-    ) -> None:
-        if flight is None:
-            return
-        received = self._decode(flight.wait(), [hi - lo for _, _, lo, hi in slot.foreign])
-        for (_, index, lo, hi), part in zip(slot.foreign, received, strict=True):
-            self._mine(workspaces, index, lo, hi).copy_(part)
-
-    # ------------------------------------------------------------------ the wire
-
-    def _start(
-        self,
-        axis: comm.Axis,
-        outgoing: Sequence[tuple[int, Tensor]],
-        incoming: Sequence[tuple[int, int]],
-    ) -> _Flight:
-        """One all-to-all of exact sizes; what stays here is not part of it."""
-        extra = 0 if self.wire == "fp32" else 1
-        sizes, out_sizes = [0] * axis.size, [0] * axis.size
-        for peer, part in outgoing:
-            sizes[peer] += part.numel() + extra
-        for peer, length in incoming:
-            out_sizes[peer] += length + extra
-        source = self._encode([part for _, part in outgoing])
-        out = torch.empty(sum(out_sizes), dtype=source.dtype, device=self.device)
+        sent = self._encode([source(index, lo, hi) for _, index, lo, hi in leg.sends])
+        received = torch.empty(sum(leg.receive_sizes), dtype=sent.dtype, device=self.device)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
-            pending = comm.all_to_all(out, source, out_sizes, sizes, axis)
+            sizes = leg.receive_sizes, leg.send_sizes
+            pending = comm.all_to_all(received, sent, *sizes, leg.axis)
             event = self.lanes.mark("gather")
-        return _Flight(pending, event, self.lanes, (out, source))
+        return _Transfer(leg, pending, event, received, sent)
+
+    def _receive(self, transfer: _Transfer | None, target: View) -> None:
+        """Wait for an all-to-all and put its parts in their places."""
+        if transfer is None:
+            return
+        transfer.pending.wait()
+        self.lanes.wait("compute", transfer.event)
+        parts = self._decode(transfer.received, transfer.leg.lengths)
+        for (_, index, lo, hi), part in zip(transfer.leg.receives, parts, strict=True):
+            target(index, lo, hi).copy_(part)
 
     def _encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Parts one after another. In fp16 each is scaled by a power of two, so that its largest
-        element comes near fp16's, and preceded by the exponent."""
+        """The parts one after another. In fp16 each is scaled by a power of two, so that its
+        largest element comes near fp16's, and the exponent precedes it."""
         if self.wire == "fp32":
-            return torch.cat([part.float() for part in parts]) if parts else self._nothing
-        coded = []
+            if not parts:
+                return torch.empty(0, device=self.device)
+            return torch.cat([part.float() for part in parts])
+        encoded = [torch.empty(0, dtype=torch.float16, device=self.device)]
         for part in parts:
             part = part.float()
             exponent = torch.frexp(part.abs().amax()).exponent.clamp(-100, 126)
-            coded.append(exponent.to(torch.float16).view(1))
-            coded.append(torch.ldexp(part, _FP16_TOP - exponent).to(torch.float16))
-        return torch.cat(coded) if coded else self._nothing.to(torch.float16)
+            encoded.append(exponent.to(torch.float16).view(1))
+            encoded.append(torch.ldexp(part, _FP16_TOP - exponent).to(torch.float16))
+        return torch.cat(encoded)
 
     def _decode(self, received: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
         if self.wire == "fp32":
             return iter(received.split(list(lengths)))
-        coded = received.split([length + 1 for length in lengths])
-        return (torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in coded)
-
-    @property
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, device=self.device)
+        encoded = received.split([length + 1 for length in lengths])
+        return (torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in encoded)
 
 
 _FP16_TOP = 15  # scaled values stay below 2^15; fp16 ends at 65504

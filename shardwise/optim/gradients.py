@@ -1,26 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of an optimizer's parameters: where each lies, and whether all ranks have it.
+"""Gradients of an optimizer's parameters: where they are stored, whether all ranks have them, and
+their norm.
+
+**Where.** A gradient, and an optimizer state with it, is stored like its weight, except where
+replicas divide the matrices between them. Under ``hsdp()`` and ``zero(0)`` every replica could
+orthogonalise every matrix. Instead each replica computes some, and only it needs their gradients:
+
+    gradients   reduce-scattered between replicas, matrix by matrix     (R-1)/R P/N b
+    momenta     on the replica that computes the matrix: 1/R of the memory
+    updates     all-gathered between replicas                           (R-1)/R P/N b
+
+which together is what an all-reduce of gradients sends. The optimizer decides which replica
+computes what (ownership.py) and tells the buffers (``Version.turns``). From the next backward on,
+gradients are reduced accordingly: a rank of another replica has an empty piece.
+
+**Whether.** A rank that skipped a parameter by itself would keep old weights, or make the owners of
+its matrices wait for pieces. Before each step all ranks compare two bits per parameter:
 
     rank 0   w: gradient   b: None    --\
-    rank 1   w: gradient   b: None    --->   w is updated, b left alone: as in one process
+    rank 1   w: gradient   b: None    --->   w is updated, b is skipped, as in one process
     rank 1   w: None       b: None    --->   every rank raises: 'w'
 
-A rank that left a parameter out by itself would keep old weights (or, of a matrix, make the others
-wait for its pieces), so the ranks compare notes before each step: two bits for each parameter.
+**Norm.** Float64 sums of |g|^p over this rank's pieces are all-reduced over the axes whose ranks
+store different elements, so the norm, and with it the clipped gradient, is the same float32 for
+every sharding. Replicas store the same gradients and are not added. Ranks outside the mesh of
+experts store other experts and are added; ranks outside the mesh of a DTensor store copies. A NaN
+or an infinity anywhere makes the norm so on every rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
-from shardwise.optim.storage import Home, axes_of, home_of, local_of
-from shardwise.optim.turns import state_cut, turns_of
+from shardwise.cut import Cut
+from shardwise.optim.storage import Sharding, axes_of, local_of, sharding_of, version_of
+from shardwise.placements import Turns
 from shardwise.tensor import ShardedTensor
+
+# Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
+OTHERS_ELSEWHERE = "_shardwise_others_elsewhere"
+
+
+class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
+    """The gradient norm is NaN or infinite, on every rank alike."""
+
+
+# ------------------------------------------------------------------------------ where
+
+
+def replica_ranges(parameter: Tensor) -> Turns | None:
+    """The elements that each replica updates; None: every replica updates the whole parameter."""
+    version = version_of(parameter)
+    return None if version is None else version.turns.get(parameter.cut.index)  # type: ignore[attr-defined]
+
+
+def set_replica_ranges(parameter: Tensor, ranges: Turns | None) -> None:
+    """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
+
+    A gradient that is stored by other ranges is brought to all replicas first (collective then).
+    """
+    if not isinstance(parameter, ShardedTensor) or parameter.version is None:
+        return
+    version, index = parameter.version, parameter.cut.index
+    if version.turns.get(index) == ranges:
+        return
+    version.turns = {key: value for key, value in version.turns.items() if key != index}
+    if ranges is not None:
+        version.turns[index] = ranges
+    grad = parameter.grad
+    if isinstance(grad, ShardedTensor) and grad.cut.turns is not None:
+        parameter.grad = torch.zeros_like(parameter).copy_(grad)
+
+
+def state_cut(parameter: ShardedTensor) -> Cut:
+    """Where the gradient and the optimizer states of a parameter are stored."""
+    ranges = replica_ranges(parameter)
+    return parameter.cut if ranges is None else parameter.cut.turned(ranges)
+
+
+def zero_state(parameter: Tensor) -> Tensor:
+    """An optimizer state of zeros, stored like the parameter's gradient."""
+    if replica_ranges(parameter) is not None:
+        assert isinstance(parameter, ShardedTensor)
+        cut = state_cut(parameter)
+        return ShardedTensor(local_of(parameter).new_zeros(cut.local_shape), cut)
+    with torch.no_grad():
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+@torch.no_grad()
+def moved_state(parameter: Tensor, state: Tensor) -> Tensor:
+    """A state stored as :func:`zero_state` would store it (collective if it was not)."""
+    if not isinstance(parameter, ShardedTensor) or not isinstance(state, ShardedTensor):
+        return state
+    return state if state_cut(parameter).matches(state.cut) else zero_state(parameter).copy_(state)
+
+
+def gradient_sharding(parameter: Tensor) -> Sharding:
+    """The sharding of the gradient; where replicas divide a parameter, every axis shards it."""
+    found = sharding_of(parameter)
+    if replica_ranges(parameter) is None:
+        return found
+    return replace(found, sharded=(True,) * len(found.sharded))
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """This rank's piece of the gradient that this rank updates."""
+    grad = parameter.grad
+    if not isinstance(parameter, ShardedTensor) or not isinstance(grad, ShardedTensor):
+        return None if grad is None else local_of(grad)
+    return state_cut(parameter).within(grad.cut, grad._local_tensor)
+
+
+# ------------------------------------------------------------------------------ whether
 
 
 class Gradients:
@@ -34,9 +135,9 @@ class Gradients:
             for axis in axes_of([parameter]):
                 self.axes.setdefault(axis, []).append(position)
 
-    def settle(self) -> None:
-        """Raise on every rank where only some ranks have a gradient; bring the others to where
-        their parameters lie (collective)."""
+    def check(self) -> None:
+        """Raise on every rank where only some ranks have a gradient; redistribute gradients that
+        are not placed like their parameters (collective)."""
         lacking = numpy.array([parameter.grad is None for parameter in self.parameters], bool)
         given = ~lacking
         for axis, positions in self.axes.items():
@@ -46,7 +147,7 @@ class Gradients:
             self.name(self.parameters[position]) for position in (lacking & given).nonzero()[0]
         ]
         wrong = bool(names)
-        for axis in self.axes if len(self.axes) > 1 else ():  # those of other meshes hear of it too
+        for axis in self.axes if len(self.axes) > 1 else ():  # ranks of other meshes raise too
             wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
         if wrong:
             raise RuntimeError(
@@ -64,22 +165,100 @@ class Gradients:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def gradient_home(parameter: Tensor) -> Home:
-    """Where its gradient lies: with replicas that take turns, no two ranks hold the same of it."""
-    home = home_of(parameter)
-    turned = turns_of(parameter) is not None
-    return Home(home.mesh, (True,) * len(home.sharded)) if turned else home
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """This rank's piece of the gradient, of its turn where replicas take turns."""
-    grad = parameter.grad
-    if not isinstance(parameter, ShardedTensor) or not isinstance(grad, ShardedTensor):
-        return None if grad is None else local_of(grad)
-    return state_cut(parameter).within(grad.cut, grad._local_tensor)
-
-
 def quoted(names: Sequence[str]) -> str:
     """The first few of many names."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(f"'{name}'" for name in names[:4]) + more
+
+
+# ------------------------------------------------------------------------------ norm
+
+
+def clip_grad_norm(
+    gradients: Gradients,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most ``max_norm``; returns the norm
+    before.
+
+    Collective over the axes of all parameters, whether they have gradients or not.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
+    gradients.check()
+    norm = grad_norm(gradients.parameters, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
+    by_kind: dict[Any, list[Tensor]] = {}
+    for parameter in gradients.parameters:
+        local = None if parameter.grad is None else local_of(parameter.grad)
+        if local is not None and local.numel():
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, dtype), members in by_kind.items():
+        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype))
+    return norm
+
+
+def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients as one vector, float32, the same on every rank."""
+    known: dict[Sharding, Sharding] = {}
+    shardings = [known.setdefault(one, one) for one in map(gradient_sharding, parameters)]
+    widest = max(known, key=_num_ranks, default=None)
+    members_of: dict[tuple[Sharding, bool], list[Tensor]] = {}
+    device = torch.device("cpu")
+    for parameter, sharding in zip(parameters, shardings, strict=True):
+        assert widest is not None
+        experts = _others_elsewhere(parameter) and 0 < _num_ranks(sharding) < _num_ranks(widest)
+        members = members_of.setdefault((sharding, experts), [])
+        device = parameter.device
+        grad = gradient_of(parameter)
+        if grad is not None:
+            members.append(grad)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    largest = norm_type == math.inf
+    for (sharding, experts), members in members_of.items():
+        value = _partial(members, norm_type, device)
+        axes = sharding.cutting_axes
+        if experts:  # every rank adds its part of its experts, divided by the number of copies
+            assert widest is not None
+            axes = widest.axes
+            value = value if largest else value / sharding.count(sharding.replicated)
+        for axis in axes:
+            # A maximum of gathered values: NCCL's own drops a NaN.
+            if largest:
+                gathered = value.new_empty(axis.size)
+                comm.all_gather(gathered, value.view(1), axis).wait()
+                value = gathered.amax()
+            else:
+                value = value.view(1)
+                comm.all_reduce(value, axis).wait()
+                value = value.view(())
+        total = torch.maximum(total, value) if largest else total + value
+    return (total if largest else total.pow(1.0 / norm_type)).float()
+
+
+def _others_elsewhere(parameter: Tensor) -> bool:
+    """Whether ranks outside a parameter's mesh store other experts in its place, and not copies.
+
+    Of torch's DTensors only our experts do (``sw.optimizer`` marks them): ranks beside the mesh of
+    tensor parallelism store copies."""
+    return isinstance(parameter, ShardedTensor) or bool(getattr(parameter, OTHERS_ELSEWHERE, False))
+
+
+def _num_ranks(sharding: Sharding) -> int:
+    return math.prod(sharding.sizes) if sharding.mesh is not None else 0
+
+
+def _partial(members: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of |g|^p over local pieces, or their largest element."""
+    local = [one for one in members if one.numel()]
+    if not local:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = [norm.to(device) for norm in torch._foreach_norm(local, norm_type, dtype=torch.float64)]
+    stacked = torch.stack(norms)
+    return stacked.amax() if norm_type == math.inf else stacked.pow(norm_type).sum()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of Muon, as pure functions over lists of pieces; and its settings.
+"""Muon's settings, and its arithmetic as pure functions over lists of pieces.
 
     momentum      ema   m = mu m + (1 - mu) g        sum   m = mu m + g
     Nesterov            g and m mixed the same way once more
@@ -7,25 +7,25 @@
     weight decay        decoupled, with the plain lr, before the update; or only where the update
                         agrees with the weight's sign ("cautious")
 
-Everything but the orthogonalisation works element by element, so it runs on whatever piece of a
-parameter a rank holds.
+Everything but the orthogonalisation works element by element, so it runs on any piece of a
+parameter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from shardwise.optim.newton_schulz import DEFAULT, Form, Preset, preset_of
+from shardwise.kernels import newton_schulz
+from shardwise.kernels.forms import Polynomial, choose, num_grams
+from shardwise.optim.presets import DEFAULT, Form, polynomial_of
 
 MomentumForm = Literal["ema", "sum"]
-Scale = Literal["spectral", "match_rms_adamw", "unit_rms", "none"]
-Wire = Literal["fp32", "fp16"]
-TensorParallel = Literal["duplicated", "distributed", "blockwise"]
 
 # The names mean different things elsewhere. The factor on the learning rate, by matrix [out, in]:
 SCALES = {
@@ -36,21 +36,46 @@ SCALES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MuonSettings:
-    """What ``sw.muon(...)`` returns: a value, checked."""
+    """Muon for the matrices of a model: a value, checked; ``sw.muon(...)`` is this class.
+
+    A parameter group of the optimizer, and with it a checkpoint, holds these fields under the same
+    names.
+
+    Args:
+        lr: the learning rate of an update whose size the ``scale`` decides.
+        momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
+            ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
+        decay: "cautious" decays only where the update has the weight's sign.
+        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
+        form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
+        scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
+            "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.
+        wire: the dtype of matrices between ranks; "fp16" (scaled by powers of two) halves the
+            bytes and rounds.
+        tensor_parallel: for weights cut by tensor parallelism: whole matrices on every rank
+            ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
+            rounding), or each rank's block by itself ("blockwise", another optimizer).
+        replicas: ranks that store the same shards divide the matrices and "spread" the results
+            (gradients and momenta are stored by the replica that computes the matrix, and no more
+            is sent than the all-reduce of gradients would), or each replica "repeat"s all of it.
+    """
+
+    kind: ClassVar[str] = "matrix"
 
     lr: float = 0.02
+    _: KW_ONLY
     momentum: float = 0.95
     momentum_form: MomentumForm = "ema"
     nesterov: bool = True
     weight_decay: float = 0.0
     decay: Literal["plain", "cautious"] = "plain"
-    preset: str | Preset = DEFAULT
+    preset: str | Polynomial = DEFAULT
     form: Form = "auto"
-    scale: Scale = "spectral"
-    wire: Wire = "fp32"
-    tensor_parallel: TensorParallel = "duplicated"
+    scale: Literal["spectral", "match_rms_adamw", "unit_rms", "none"] = "spectral"
+    wire: Literal["fp32", "fp16"] = "fp32"
+    tensor_parallel: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
     replicas: Literal["spread", "repeat"] = "spread"
 
     def __post_init__(self) -> None:
@@ -67,77 +92,25 @@ class MuonSettings:
                     f"{name}={getattr(self, name)!r} is unknown; use {', '.join(values)}"
                 )
         try:
-            preset_of(self.preset)
+            polynomial_of(self.preset)
         except ValueError as error:
             problems.append(str(error))
         if problems:
             raise ValueError("sw.muon(...) cannot work: " + "; ".join(problems))
 
     @property
-    def polynomials(self) -> Preset:
-        return preset_of(self.preset)
+    def polynomial(self) -> Polynomial:
+        return polynomial_of(self.preset)
 
 
+# How a step is computed, not its result: a checkpoint leaves these to the optimizer that loads.
+MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form")
 _CHOICES = {
-    "momentum_form": ("ema", "sum"),
-    "decay": ("plain", "cautious"),
-    "form": ("auto", "direct", "gram"),
-    "scale": tuple(SCALES),
-    "wire": ("fp32", "fp16"),
-    "tensor_parallel": ("duplicated", "distributed", "blockwise"),
-    "replicas": ("spread", "repeat"),
+    name: get_args(kind)
+    for name, kind in get_type_hints(MuonSettings).items()
+    if get_origin(kind) is Literal
 }
-
-
-def muon(
-    lr: float = 0.02,
-    *,
-    momentum: float = 0.95,
-    momentum_form: MomentumForm = "ema",
-    nesterov: bool = True,
-    weight_decay: float = 0.0,
-    decay: Literal["plain", "cautious"] = "plain",
-    preset: str | Preset = DEFAULT,
-    form: Form = "auto",
-    scale: Scale = "spectral",
-    wire: Wire = "fp32",
-    tensor_parallel: TensorParallel = "duplicated",
-    replicas: Literal["spread", "repeat"] = "spread",
-) -> MuonSettings:
-    """Muon for the matrices of a model.
-
-    Args:
-        lr: of an update whose size the ``scale`` decides.
-        momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
-            ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
-        decay: "cautious" decays only where the update has the weight's sign.
-        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Preset`.
-        form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
-        scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
-            "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.
-        wire: what matrices travel in between ranks; "fp16" (scaled by powers of two) halves the
-            bytes and rounds.
-        tensor_parallel: what to do with weights cut by tensor parallelism: whole matrices on every
-            rank ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
-            rounding), or each rank's block for itself ("blockwise", another optimizer).
-        replicas: ranks that hold the same shards take turns at the matrices and "spread" the
-            result (their gradients and momenta lie with the one whose turn it is, and no more is
-            sent than the all-reduce of gradients would), or all "repeat" all of it.
-    """
-    return MuonSettings(
-        lr=lr,
-        momentum=momentum,
-        momentum_form=momentum_form,
-        nesterov=nesterov,
-        weight_decay=weight_decay,
-        decay=decay,
-        preset=preset,
-        form=form,
-        scale=scale,
-        wire=wire,
-        tensor_parallel=tensor_parallel,
-        replicas=replicas,
-    )
+muon = MuonSettings
 
 
 def scale_of(rule: str, rows: int, cols: int) -> float:
@@ -146,21 +119,15 @@ def scale_of(rule: str, rows: int, cols: int) -> float:
 
 
 def update_momentum(
-    buffers: list[Tensor],
-    grads: list[Tensor],
-    *,
-    momentum: float,
-    form: MomentumForm,
-    nesterov: bool,
+    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Advance the momentum buffers in place; the updates to orthogonalise, in new memory.
+    """Advance the momentum buffers in place; returns the updates to orthogonalise.
 
-    Grads are only read, and no update aliases a buffer: whoever normalises it in place (others did)
-    would destroy the momentum.
+    Grads are only read. The updates are new memory: normalising one in place must not destroy the
+    momentum. ``group`` holds the settings, here and below.
     """
-    if not buffers:
-        return []
-    if form == "ema":
+    momentum, nesterov = group["momentum"], group["nesterov"]
+    if group["momentum_form"] == "ema":
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         if nesterov:
             return list(torch._foreach_lerp(grads, buffers, momentum))
@@ -182,21 +149,95 @@ def convert_momentum(buffer: Tensor, momentum: float, source: str, target: str) 
         buffer.mul_(1 - momentum)
 
 
-def apply_update(
-    weights: list[Tensor],
-    updates: list[Tensor],
-    *,
-    lr: float,
-    weight_decay: float,
-    decay: str,
-) -> None:
+def apply_update(weights: list[Tensor], updates: list[Tensor], group: Mapping[str, Any]) -> None:
     """``weights`` -= lr * updates, decayed, in place."""
-    if not weights:
-        return
-    if weight_decay and decay == "cautious":
+    lr, weight_decay = float(group["lr"]), group["weight_decay"]
+    if weight_decay and group["decay"] == "cautious":
         for weight, update in zip(weights, updates, strict=True):
             agrees = (weight * update > 0).to(weight.dtype)
             weight.addcmul_(weight, agrees, value=-lr * weight_decay)
     elif weight_decay:
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
     torch._foreach_add_(weights, updates, alpha=-lr)
+
+
+# ------------------------------------------------------------------------------ by Triton kernels
+
+BATCH_ELEMENTS = 1 << 29  # of one batch: 1 GiB in fp16, and as much again to work in
+
+
+def kernels_fit(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels can work on these tensors: fp32 on a GPU that they were written for."""
+    plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in tensors)
+    return plain and newton_schulz.uses_kernels(tensors[0].device)
+
+
+def update_momentum_by_kernels(
+    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
+) -> list[Tensor]:
+    """:func:`update_momentum` in one pass."""
+    updates = [torch.empty_like(buffer) for buffer in buffers]
+    if updates[0].is_meta:  # a plan
+        return updates
+    from shardwise.kernels.momentum import accumulate
+
+    accumulate(grads, buffers, updates, **_momentum_rule(group))
+    return updates
+
+
+def apply_update_by_kernels(
+    weights: list[Tensor],
+    updates: list[Tensor] | Tensor,
+    group: Mapping[str, Any],
+    scale: float = 1.0,
+) -> None:
+    """:func:`apply_update` in one pass; the updates are multiplied by ``scale``."""
+    if weights[0].is_meta:  # a plan
+        return
+    from shardwise.kernels.update import apply
+
+    lr = float(group["lr"])
+    decay = lr * group["weight_decay"]
+    apply(weights, updates, step=lr * scale, decay=decay, rule=group["decay"])
+
+
+def step_by_kernels(
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    weights: list[Tensor],
+    group: Mapping[str, Any],
+    polynomial: Polynomial,
+    scale: float,
+) -> None:
+    """One step of whole matrices [rows, cols] of one shape and parameter group, in three passes.
+
+    pack             momentum, Nesterov, norm, cast; from gradients into an fp16 batch
+    orthogonalise    the batch, in place
+    apply            scale, decay and update; from the batch into the weights
+    """
+    if not weights[0].is_meta:
+        from shardwise.kernels.momentum import pack
+
+    form = None if group["form"] == "auto" else group["form"]
+    most = max(1, BATCH_ELEMENTS // weights[0].numel())
+    for first in range(0, len(weights), most):
+        part = slice(first, first + most)
+        if weights[0].is_meta:  # a plan
+            rows, cols = weights[0].shape
+            hold_workspace(len(weights[part]), rows, cols, polynomial)
+            continue
+        packed = pack(grads[part], momenta[part], **_momentum_rule(group))
+        updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
+        apply_update_by_kernels(weights[part], updates, group, scale)
+
+
+def hold_workspace(count: int, rows: int, cols: int, polynomial: Polynomial) -> None:
+    """In a plan: take, for a moment, the memory in which kernels orthogonalise ``count`` matrices:
+    a batch in fp16, as much to work in, and Gram matrices."""
+    grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
+    torch.empty(count * (2 * rows * cols + grams), dtype=torch.float16, device="meta")
+
+
+def _momentum_rule(group: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"beta": "momentum", "rule": "momentum_form", "nesterov": "nesterov"}
+    return {theirs: group[ours] for theirs, ours in names.items()}

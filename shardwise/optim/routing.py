@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: which optimizer a parameter belongs to. One predicate, here, read by layouts and
-optimizers alike.
+"""Routing: which optimizer a parameter belongs to. Layouts and optimizers both ask here.
 
     2-D and [experts, out, in] weights                         matrix
     embeddings, by type or name; whatever is tied to one       elementwise
@@ -8,15 +7,13 @@ optimizers alike.
       where it is shaped like the embedding of its vocabulary
     convolutions, norms, biases, vectors, a single row         elementwise
 
-A convolution that ``route`` sends to the matrices is one matrix [out, rest].
+A convolution that ``route`` sends to the matrices is one matrix [out, rest]. A module may declare
+how its parameter falls into matrices (``matrix_blocks``: gate and up of experts), or that the
+parameter is no matrix (biases of experts, a row for each).
 
-A module may have declared how a parameter of its own falls into matrices (``matrix_blocks``: gate
-and up of experts), or that it is none (their biases, a row for each expert).
-
-The answer depends on module types, names and global shapes, never on how a parameter is cut: it is
-the same before and after sharding. ``route`` overrides it and notes it on the parameters, and by
-name on the modules that hold them: torch's own ``fully_shard`` and ``parallelize_module`` put other
-parameters in their place.
+Routes depend on module types, names and global shapes, never on sharding: they are the same before
+and after. ``route`` overrides them. It stores routes on the parameters, and by name on the modules
+that hold them, because torch's ``fully_shard`` and ``parallelize_module`` replace parameters.
 """
 
 from __future__ import annotations
@@ -37,10 +34,8 @@ from shardwise.optim.split import Shape, Split
 Kind = Literal["matrix", "elementwise"]
 Selector: TypeAlias = "str | nn.Module | Tensor | Callable[[str, Tensor], bool]"
 ATTRIBUTE = "_shardwise_route"  # of a parameter: its Route
-_BY_NAME = (
-    "_shardwise_routes"  # of a module: those of the parameters it holds, by their names there
-)
-_ROUTED: WeakSet[nn.Module] = WeakSet()  # the modules that have it
+_BY_NAME = "_shardwise_routes"  # of a module: the routes of its own parameters, by name
+_ROUTED: WeakSet[nn.Module] = WeakSet()  # the modules that have routes by name
 
 _HEADS_ANYWHERE = {"lm_head", "unembed", "unembedding", "embed_out", "output_head", "out_head"}
 _HEADS_OUTSIDE = {"head", "output", "output_layer", "classifier", "score"}  # not inside a layer
@@ -58,7 +53,7 @@ _POSITIONS = re.compile(r"rel(ative)?_?(pos|attention_bias)|pos(ition)?_?(bias|t
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where a parameter goes, why, and how it falls into matrices."""
+    """The optimizer of a parameter, the reason, and how the parameter falls into matrices."""
 
     kind: Kind
     reason: str
@@ -66,13 +61,13 @@ class Route:
     flat: bool = False  # one matrix [out, rest], whatever its dimensions: a convolution
 
     def shape_of(self, shape: Sequence[int]) -> Shape:
-        """A parameter's shape as its matrices are seen."""
+        """The shape of a parameter as matrices [..., out, in]."""
         return (shape[0], math.prod(shape[1:])) if self.flat else tuple(shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """A parameter with its name, its route, and what looks wrong about it."""
+    """A parameter with its name, its route, and warnings about the route."""
 
     name: str
     parameter: nn.Parameter
@@ -87,17 +82,16 @@ def route(
     elementwise: Selector | Sequence[Selector] = (),
     split: Mapping[str, Split] | None = None,
 ) -> dict[str, Route]:
-    """Decide for every parameter, and remember it, by name: before or after sharding, by this
-    library or by torch.
+    """Choose the optimizer of every parameter, before or after sharding, by this library or torch.
 
     Args:
-        matrix, elementwise: what to send there against the default: name patterns
+        matrix, elementwise: parameters to send there against the default: name patterns
             (``"*.router.*"``), modules, parameters, or functions ``(name, parameter) -> bool``.
-            Of a module that goes to ``matrix``, vectors stay where they were. A convolution there
-            is one matrix, [out, everything else].
-        split: for fused weights, how they fall into matrices, by name pattern.
+            Vectors of a module that goes to ``matrix`` keep their default. A convolution there is
+            one matrix, [out, everything else].
+        split: how fused weights fall into matrices, by name pattern.
 
-    Returns the routes by name. Calling it again starts from the default.
+    Returns the routes by name. A second call starts from the default again.
     """
     places = _places(model)
     names = {name: parameter for name, parameter, _ in places}
@@ -146,7 +140,7 @@ def route(
 
 
 def routes_of(model: nn.Module) -> list[Routed]:
-    """Every parameter with its route: as ``route`` left it, else the default."""
+    """Every parameter with the route that :func:`route` stored, else the default."""
     recall_routes(model.modules())
     places = _places(model)
     known = _known(places)
@@ -161,8 +155,9 @@ def routes_of(model: nn.Module) -> list[Routed]:
 
 
 def recall_routes(modules: Iterable[nn.Module] | None = None) -> None:
-    """Note routes, and what modules declare, on the parameters that stand in the place of those
-    they were noted on; ``modules``: of a model, or all that were routed."""
+    """Store routes and declarations of modules on parameters that replaced the routed ones.
+
+    ``modules``: those of a model; None: all that were routed."""
     for module in list(_ROUTED) if modules is None else modules:
         if isinstance(module, GroupedLinear):
             module._declare()
@@ -173,13 +168,13 @@ def recall_routes(modules: Iterable[nn.Module] | None = None) -> None:
 
 
 def recorded(parameter: Tensor) -> Route | None:
-    """What ``route`` hung on a parameter, if it did."""
+    """The route that :func:`route` stored on a parameter, or None."""
     found = getattr(parameter, ATTRIBUTE, None)
     return found if isinstance(found, Route) else None
 
 
 def as_matrix(parameter: Tensor, reason: str) -> Route:
-    """The route of a parameter that an optimizer is to take as a matrix, or as several."""
+    """The route of a parameter that is given to a matrix optimizer: stored, or one matrix."""
     chosen = recorded(parameter)
     split = chosen.split if chosen is not None else _declared(parameter, "matrix")
     flat = parameter.ndim > 3 or (chosen is not None and chosen.flat)
@@ -187,7 +182,7 @@ def as_matrix(parameter: Tensor, reason: str) -> Route:
 
 
 def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str]:
-    """Why a parameter can't be routed so."""
+    """Why a parameter cannot have a route."""
     if chosen.kind == "elementwise":
         if chosen.split is not None:
             return [f"'{name}' has a split {chosen.split} but goes to the elementwise optimizer"]
@@ -207,10 +202,10 @@ def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str
 
 @dataclass(frozen=True)
 class _Known:
-    """What a default needs to know of the whole model."""
+    """Facts of the whole model that the default routes depend on."""
 
-    vocabularies: frozenset[Shape]  # of embedding tables; positions are none
-    last: int  # the id of its last parameter of two dimensions or more
+    vocabularies: frozenset[Shape]  # of embedding tables, without tables of positions
+    last: int  # the id of the last parameter of two dimensions or more
 
 
 def _known(places: Sequence[tuple[str, nn.Parameter, list[nn.Module]]]) -> _Known:

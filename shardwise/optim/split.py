@@ -13,13 +13,14 @@ and up, one expert and the next. One pattern describes every fusion in use: bloc
 
 Leading dimensions are a batch: ``[experts, out, in]`` holds a matrix per expert, each split alike.
 
-What travels between ranks is a *parcel*: whole matrices that are contiguous in the parameter. A
-stacked block is one; interleaved blocks share one, and are taken apart where they are computed.
+One rank owns a :class:`Matrix`: a contiguous run of rows of the parameter. A stacked block is one
+Matrix. Interleaved blocks share one, and the owner takes them apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -27,6 +28,7 @@ from math import prod
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Piece = tuple[int, int, int]  # (rank on the shard axis, lo, hi): elements [lo, hi) stored there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +133,14 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Whole matrices that lie together: elements [start, start + rows * cols) of a parameter.
+class Matrix:
+    """The unit of ownership: elements [start, start + rows * cols) of a parameter.
 
-    Inside it ``sizes`` repeat ``groups`` times along ``dim``; one size is one plain matrix.
+    Without ``sizes`` that is one matrix [rows, cols]. Otherwise blocks of ``sizes`` repeat
+    ``groups`` times along ``dim``, and the repeats of each block form one matrix.
+
+    The fields from ``name`` on say where the matrix is stored and what it costs; ownership.py
+    assigns owners by them alone.
     """
 
     start: int
@@ -143,6 +149,12 @@ class Parcel:
     groups: int = 1
     sizes: tuple[int, ...] = ()
     dim: int = 0
+    name: str = ""
+    parameter: int = -1  # the position of its parameter; -1: it is a parameter of its own
+    pieces: tuple[Piece, ...] = ()  # by element, counted from ``start``
+    cost: int = 0
+    pinned: bool = False  # the layout stores it whole on purpose: the rank that stores it owns it
+    order: int = 0  # matrices of lower order are exchanged in earlier rounds
 
     @property
     def numel(self) -> int:
@@ -150,7 +162,7 @@ class Parcel:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The (rows, columns) of each matrix in it, as orthogonalised."""
+        """The (rows, columns) of everything in it that is orthogonalised by itself."""
         if not self.sizes:
             return ((self.rows, self.cols),)
         if self.dim == 0:
@@ -158,14 +170,14 @@ class Parcel:
         return tuple((self.rows, self.groups * size) for size in self.sizes)
 
     def take(self, whole: Tensor) -> list[Tensor]:
-        """The matrices of a parcel [rows, cols], as views where they can be."""
+        """The tensors of :attr:`shapes` out of ``whole`` [rows, cols], as views where possible."""
         if not self.sizes:
             return [whole]
         blocks = self._blocks(whole)
         return [block.reshape(shape) for block, shape in zip(blocks, self.shapes, strict=True)]
 
     def put(self, whole: Tensor, index: int, value: Tensor) -> None:
-        """Write one matrix back to its place in the parcel."""
+        """Write one of the tensors that :meth:`take` returns back to its place in ``whole``."""
         if not self.sizes:
             whole.copy_(value)
             return
@@ -180,21 +192,59 @@ class Parcel:
         return list(seen.split(self.sizes, dim=2))
 
 
-def parcels_of(shape: Shape, split: Split | None) -> tuple[Parcel, ...]:
-    """The parcels of a parameter ``[..., out, in]``, in order; together they are all of it."""
+def matrices_of(shape: Shape, split: Split | None) -> tuple[Matrix, ...]:
+    """The matrices of a parameter ``[..., out, in]``, in order; together they cover it."""
     rows, cols = shape[-2:]
-    batch = prod(shape[:-2])
-    found: list[Parcel] = []
-    for matrix in range(batch):
-        start = matrix * rows * cols
+    found: list[Matrix] = []
+    for number in range(prod(shape[:-2])):
+        start = number * rows * cols
         if split is None:
-            found.append(Parcel(start, rows, cols))
+            found.append(Matrix(start, rows, cols))
             continue
         groups, sizes = split.resolved(shape)
         if groups == 1 and split.dim == 0:
             for size in sizes:
-                found.append(Parcel(start, size, cols))
+                found.append(Matrix(start, size, cols))
                 start += size * cols
         else:
-            found.append(Parcel(start, rows, cols, groups, sizes, split.dim))
+            found.append(Matrix(start, rows, cols, groups, sizes, split.dim))
     return tuple(found)
+
+
+def stored_matrices(
+    matrices: Sequence[Matrix],
+    pieces: Sequence[Piece],
+    cost: Callable[[int, int], int],
+    *,
+    name: str = "",
+    parameter: int = -1,
+    pinned: bool = False,
+    order: int = 0,
+) -> list[Matrix]:
+    """The matrices of one parameter with their pieces and costs.
+
+    ``matrices`` and ``pieces`` (of the parameter) are both sorted by element.
+    """
+    found: list[Matrix] = []
+    first = 0
+    for number, matrix in enumerate(matrices):
+        start, end = matrix.start, matrix.start + matrix.numel
+        while first < len(pieces) and pieces[first][2] <= start:
+            first += 1
+        stored = []
+        for rank, lo, hi in pieces[first:]:
+            if lo >= end:
+                break
+            stored.append((rank, max(lo, start) - start, min(hi, end) - start))
+        found.append(
+            replace(
+                matrix,
+                name=name if len(matrices) == 1 else f"{name}[{number}]",
+                parameter=parameter,
+                pieces=tuple(stored),
+                cost=sum(cost(rows, cols) for rows, cols in matrix.shapes),
+                pinned=pinned,
+                order=order,
+            )
+        )
+    return found

@@ -26,11 +26,11 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.memory import Ledger
 from shardwise.mesh import PretendedMesh
-from shardwise.optim.adamw import adamw
-from shardwise.optim.matrices import Fleet
-from shardwise.optim.muon import muon
+from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.muon import MuonSettings
+from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.routing import Routed
-from shardwise.optim.sharded import ShardedOptimizer, elementwise_group, matrix_group
+from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
 from shardwise.report.units import Buffer, Owner
@@ -121,8 +121,8 @@ class Engine:
         return [group for built in self.units for group in built.unit.groups]
 
     @property
-    def fleets(self) -> list[Fleet]:
-        return [] if self.optimizer is None else list(self.optimizer._fleets or ())
+    def matrix_groups(self) -> list[MatrixGroup]:
+        return [] if self.optimizer is None else list(self.optimizer._matrix_groups or ())
 
     def add_optimizer(self, routes: Sequence[Routed]) -> None:
         """The optimizer, as far as it sends anything or is waited for."""
@@ -132,9 +132,9 @@ class Engine:
         for one in trained:
             matrix = options.optimizer == "muon" and one.route.kind == "matrix"
             kinds[matrix].append(sharded[id(one.parameter)])
-        groups = [matrix_group(muon(), kinds[True])] if kinds[True] else []
+        groups = [group_of(MuonSettings(), kinds[True])] if kinds[True] else []
         if options.gather_in_step and kinds[False]:
-            groups.append(elementwise_group(adamw(), kinds[False]))
+            groups.append(group_of(AdamWSettings(), kinds[False]))
         if groups:
             names = {id(sharded[id(one.parameter)]): one.name for one in trained}
             self.optimizer = ShardedOptimizer(groups, names, measured=options.measured)

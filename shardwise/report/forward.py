@@ -148,7 +148,7 @@ class _Work:
 
     def _arrive(self, positions: list[int]) -> None:
         for position in positions:
-            self.built.unit.arrived(*self.built.where[position])
+            self.built.unit.arrived(self.built.where[position])
         positions.clear()
 
     def _by_kernel(self, position: int) -> bool:

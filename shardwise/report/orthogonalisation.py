@@ -15,11 +15,11 @@ from functools import cache
 from typing import Any
 
 from shardwise.comm import Call
-from shardwise.optim.matrices import Fleet
-from shardwise.optim.muon import muon
-from shardwise.optim.newton_schulz import cost
-from shardwise.optim.owners import Plan as Ownership
-from shardwise.optim.storage import Home
+from shardwise.optim.muon import MuonSettings
+from shardwise.optim.muon_step import MatrixGroup
+from shardwise.optim.ownership import Ownership
+from shardwise.optim.presets import cost
+from shardwise.optim.storage import Sharding
 
 Figures = Mapping[tuple[int, int], int]  # by (replica, rank on the shard axis)
 
@@ -42,16 +42,16 @@ class Orthogonalisation:
 
 
 def orthogonalisation(
-    fleets: Sequence[Fleet], calls: Counter[Call], num_ranks: int
+    groups: Sequence[MatrixGroup], calls: Counter[Call], num_ranks: int
 ) -> Orthogonalisation:
-    flops = summed([by_rank(fleet.home, _flops(fleet), num_ranks) for fleet in fleets])
-    loads = summed([by_rank(fleet.home, ownership(fleet).loads, num_ranks) for fleet in fleets])
+    flops = summed([by_rank(group.sharding, _flops(group), num_ranks) for group in groups])
+    loads = summed([by_rank(group.sharding, ownership(group).loads, num_ranks) for group in groups])
     busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
     return Orthogonalisation(
         num_matrices=sum(
-            num_ranks // num_holders(fleet.home) * len(cargo.key) // 2
-            for fleet in fleets
-            for cargo in ownership(fleet).cargo
+            num_ranks // num_holders(group.sharding) * len(matrix.shapes)
+            for group in groups
+            for matrix in ownership(group).matrices
         ),
         num_ranks=num_ranks,
         total=sum(flops),
@@ -62,23 +62,23 @@ def orthogonalisation(
     )
 
 
-def ownership(fleet: Fleet) -> Ownership:
-    return fleet.exchange.plan
+def ownership(group: MatrixGroup) -> Ownership:
+    return group.exchange.ownership
 
 
-def num_holders(home: Home) -> int:
+def num_holders(sharding: Sharding) -> int:
     """How many ranks the matrices are spread over: fewer than all where experts are spread too."""
-    return math.prod(home.sizes)
+    return math.prod(sharding.sizes)
 
 
-def by_rank(home: Home, figures: Figures, num_ranks: int) -> list[int]:
+def by_rank(sharding: Sharding, figures: Figures, num_ranks: int) -> list[int]:
     """The figure of every rank of the world; neighbours that hold different experts have the
     same."""
     own = []
-    for rank in range(num_holders(home)):
+    for rank in range(num_holders(sharding)):
         place = {True: 0, False: 0}  # on the joint axes of shards and of replicas
-        rest = num_holders(home)
-        for size, sharded in zip(home.sizes, home.sharded, strict=True):
+        rest = num_holders(sharding)
+        for size, sharded in zip(sharding.sizes, sharding.sharded, strict=True):
             rest //= size
             place[sharded] = place[sharded] * size + rank // rest % size
         own.append(figures.get((place[False], place[True]), 0))
@@ -90,34 +90,35 @@ def summed(lists: Iterable[Sequence[int]]) -> list[int]:
     return [sum(figures) for figures in zip(*lists, strict=True)]
 
 
-def _flops(fleet: Fleet) -> Counter[tuple[int, int]]:
+def _flops(group: MatrixGroup) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
-    for cargo, owner in zip(ownership(fleet).cargo, ownership(fleet).owners, strict=True):
-        found[owner] += _flops_of(cargo.key)
+    for matrix, owner in zip(ownership(group).matrices, ownership(group).owners, strict=True):
+        found[owner] += _flops_of(matrix.shapes)
     return found
 
 
 @cache
-def _flops_of(sides: tuple[int, ...]) -> int:
-    """The FLOPs of matrices of these (rows, columns, rows, columns, ...)."""
-    settings = muon()
-    pairs = zip(sides[::2], sides[1::2], strict=True)
-    return sum(cost(rows, cols, settings.polynomials, settings.form) for rows, cols in pairs)
+def _flops_of(shapes: tuple[tuple[int, int], ...]) -> int:
+    """The FLOPs of matrices of these (rows, columns)."""
+    settings = MuonSettings()
+    return sum(cost(rows, cols, settings.polynomial, settings.form) for rows, cols in shapes)
 
 
-def momenta(fleet: Fleet, tensors: int) -> Counter[tuple[int, int]]:
+def momenta(group: MatrixGroup, tensors: int) -> Counter[tuple[int, int]]:
     """Bytes of momenta on each (replica, rank), of which ``tensors`` belong to a matrix."""
-    widths = [tensors * matrix.parameter.itemsize for matrix in fleet.matrices]
+    widths = [tensors * one.parameter.itemsize for one in group.members]
     held: Counter[tuple[int, int]] = Counter()
-    for cargo, (replica, _) in zip(ownership(fleet).cargo, ownership(fleet).owners, strict=True):
-        for rank, lo, hi in cargo.pieces:
-            held[replica, rank] += (hi - lo) * widths[cargo.parameter]
+    for matrix, (replica, _) in zip(
+        ownership(group).matrices, ownership(group).owners, strict=True
+    ):
+        for rank, lo, hi in matrix.pieces:
+            held[replica, rank] += (hi - lo) * widths[matrix.parameter]
     return held
 
 
-def heaviest(fleets: Sequence[Fleet], num_ranks: int) -> int:
+def heaviest(groups: Sequence[MatrixGroup], num_ranks: int) -> int:
     """The rank that sends most between shards."""
-    sent = summed([by_rank(fleet.home, _sent(ownership(fleet)), num_ranks) for fleet in fleets])
+    sent = summed([by_rank(group.sharding, _sent(ownership(group)), num_ranks) for group in groups])
     return sent.index(max(sent))
 
 
@@ -126,7 +127,7 @@ def _sent(plan: Ownership) -> Counter[tuple[int, int]]:
     cuts: dict[int, Counter[int]] = {}  # what each rank stores of parcels that are cut alike
     sent: Counter[tuple[int, int]] = Counter()
     alike: Counter[tuple[int, int]] = Counter()
-    for parcel, (replica, owner) in zip(plan.cargo, plan.owners, strict=True):
+    for parcel, (replica, owner) in zip(plan.matrices, plan.owners, strict=True):
         cut = cuts.get(id(parcel.pieces))
         if cut is None:
             cut = cuts[id(parcel.pieces)] = Counter()

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from shardwise.memory import separate_ledger
 from shardwise.moe import mixtures_of
+from shardwise.optim.gradients import replica_ranges
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.optim.turns import turns_of
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.report.activations import Follower
@@ -353,14 +353,16 @@ class _Step:
         with separate_ledger() as ledger:
             engine = build(root, buffers, options, rank or 0, ledger, self.in_model)
             engine.add_optimizer(self.routes)
-            at = rank if rank is not None or not engine.fleets else heaviest(engine.fleets, ranks)
-            if at:
+            at = rank or 0
+            if rank is None and engine.matrix_groups:
+                at = heaviest(engine.matrix_groups, ranks)
+            if at != (rank or 0):
                 engine.close()
                 engine = build(root, buffers, options, at, ledger, self.in_model)
                 engine.add_optimizer(self.routes)
             with self.forward_of(self.model, engine) as forward:
                 found = engine.measure(forward)
-            fleets = engine.fleets
+            matrix_groups = engine.matrix_groups
             units = _units(engine, buffers, self.routes)
             made = Plan(
                 model=self.label,
@@ -382,12 +384,14 @@ class _Step:
                 timeline=found.timeline,
                 followed=found.followed,
                 activations=found.activations,
-                matrices=orthogonalisation(fleets, found.exchanged, ranks) if fleets else None,
+                matrices=orthogonalisation(matrix_groups, found.exchanged, ranks)
+                if matrix_groups
+                else None,
                 turns={
                     one.name: turns
                     for one in self.routes
                     if id(one.parameter) in engine.sharded
-                    and (turns := turns_of(engine.sharded[id(one.parameter)])) is not None
+                    and (turns := replica_ranges(engine.sharded[id(one.parameter)])) is not None
                 },
             )
             engine.close()
@@ -445,9 +449,9 @@ def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine)
     """Optimizer state on each rank. Where replicas take turns at matrices, the state of a matrix is
     on one of them."""
     states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
-    turned = [fleet for fleet in engine.fleets if ownership(fleet).num_replicas > 1]
-    found = [by_rank(fleet.home, momenta(fleet, states[0]), ranks) for fleet in turned]
-    apart = {ranks // num_holders(fleet.home) for fleet in turned}
+    turned = [group for group in engine.matrix_groups if ownership(group).num_replicas > 1]
+    found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in turned]
+    apart = {ranks // num_holders(group.sharding) for group in turned}
     for ep in sorted({unit.ep for unit in units if unit.groups}):
         own = mesh.without(ep)
         counted = (0 if ep in apart else states[0], states[1])

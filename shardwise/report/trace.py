@@ -120,7 +120,7 @@ def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
         with streams.watch(recording), comm.record() as calls:
             yield profile
             end = recording.mark()
-        recording.clock.settle()
+        recording.clock.synchronize()
     finally:
         ledger.watchers.remove(recording.bytes_changed)
         for hook in hooks:

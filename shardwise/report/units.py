@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.layout import Layout
 from shardwise.moe import mixtures_of
-from shardwise.optim.muon import muon
+from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.report.planned import Options
@@ -240,7 +240,7 @@ class Layouts:
                 homes,
                 formats,
                 {ep: self._num_shards(ep) for ep in set(homes)},
-                muon(),
+                MuonSettings(),
                 options.bucket_mb,
                 options.measured,
             )

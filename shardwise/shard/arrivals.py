@@ -28,7 +28,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class Listener(Protocol):
     """A unit, as far as this is concerned."""
 
-    def arrived(self, number: int, index: int) -> None: ...
+    def arrived(self, key: Key) -> None: ...
 
 
 class Arrivals:
@@ -54,11 +54,11 @@ class Arrivals:
         self._listeners: dict[Key, Any] = {}
 
     def listen(self, told: ref[Listener]) -> None:
-        """Have ``told`` hear when autograd has brought the gradient of a trainable parameter;
+        """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
         self._follow()
         for key in self._trainable - self._listeners.keys():
-            hook = partial(_tell, told, *key)
+            hook = partial(_tell, told, key)
             self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _follow(self) -> None:
@@ -115,7 +115,7 @@ class Arrivals:
         return [item.name for group in self._groups for item in group.items]
 
     def absent(self) -> comm.Facts:
-        """For each parameter, whether the reduction of this backward had no gradient of it. False
+        """Whether the reduction of this backward had no gradient, for each parameter. False
         where there was no reduction: frozen, not reached, or delayed ones are to come."""
         found = numpy.zeros(len(self._sizes), bool)
         first = 0
@@ -139,7 +139,7 @@ class Arrivals:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
 
 
-def _tell(told: ref[Listener], number: int, index: int, leaf: Tensor) -> None:
+def _tell(told: ref[Listener], key: Key, leaf: Tensor) -> None:
     owner = told()
     if owner is not None:
-        owner.arrived(number, index)
+        owner.arrived(key)

@@ -39,9 +39,9 @@ class BucketedWeights(Weights):
         for parameters, name, number, index in places:
             self._places[number].append((parameters, name, index))
 
-    def gather(self, runtime: Runtime, reads: Reads, ahead: bool = False) -> None:
+    def gather(self, runtime: Runtime, reads: Reads) -> None:
         for group in reversed(self.groups):  # in the order of forward
-            group.gather(runtime, ahead=ahead, phase=reads)
+            group.gather(runtime, reads)
 
     def expose(self, runtime: Runtime, reads: Reads, *, by_and_by: bool = False) -> None:
         self.gather(runtime, reads)
@@ -122,7 +122,7 @@ class BucketedUnit(Unit):
         group = self.groups[self._next]
         self._next += 1
         if group.trainable:
-            with annotate(f"{self.name}: reduce bucket {self._next - 1}"):
+            with annotate(self.name, f"reduce bucket {self._next - 1}"):
                 group.gradients.reduce(self.runtime)
 
     def reduce(self) -> None:

@@ -158,7 +158,7 @@ class _Kind:
 def _kinds(
     items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int, limit: int
 ) -> list[_Kind | None]:
-    """For every matrix the row it stands in; None where it fits in none."""
+    """The row of each matrix; None where a matrix fits in no row."""
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
     found: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
@@ -240,7 +240,7 @@ def _planned(items: Sequence[Item], members: Sequence[int], num_shards: int) -> 
 
 
 def _least_padding(items: Sequence[Item], members: Sequence[int], num_shards: int) -> int:
-    """What whole matrices pad at least: cheap to know, and it spares most attempts."""
+    """A lower bound of the padding of whole matrices: cheap, and it spares most attempts."""
     largest = max(items[index].grain_size for index in members)
     return num_shards * largest - sum(items[index].numel for index in members)
 
@@ -270,7 +270,7 @@ def _packed(
 
 
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
-    """By rows, or between the matrices of a stack; where that pads too much, by elements."""
+    """Cut by rows, or between the matrices of a stack; where that pads too much, by elements."""
     by_rows = [
         Item(item.name, item.shape, ROW if len(item.shape) < 3 else item.grain)
         for item in (items[index] for index in members)

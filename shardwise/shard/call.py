@@ -30,18 +30,28 @@ class Owner(Protocol):
     def inputs_done(self, call: Call) -> None: ...
 
 
+class State(enum.Enum):
+    """The state of one call of a unit."""
+
+    RUNNING = "running"  # its forward has begun
+    AWAITED = "awaited"  # its forward is over, and a backward may come
+    OPEN = "open"  # backward has entered it, and the gradients of its inputs are to come
+    DONE = "done"
+
+
 class Call:
     """One forward of a unit, as backward meets it again."""
 
-    __slots__ = ("__weakref__", "finished", "forward", "gated", "opened", "task", "unit", "weights")
+    __slots__ = ("__weakref__", "forward", "gated", "recorded", "state", "task", "unit", "weights")
 
-    def __init__(self, unit: Owner, weights: Any = None) -> None:
+    def __init__(self, unit: Owner, weights: Any = None, *, recorded: bool = True) -> None:
         self.unit = ref(unit)
-        self.weights = weights  # which versions of them it computes with
+        self.weights = weights  # the versions of the weights that it computes with
+        self.recorded = recorded  # whether autograd records it, so that a backward can come
+        self.state = State.RUNNING
         self.task = -1  # the backward that entered it last
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
-        self.forward = 0  # of the root, by number; 0: made inside a backward
-        self.opened = self.finished = False
+        self.forward = 0  # the number of the root's forward; 0: made inside a backward
 
     def enters(self) -> bool:
         """Whether the backward that runs now has not come to this call before."""
@@ -52,6 +62,11 @@ class Call:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Lead every input that needs a gradient through a gate."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual case
+            if not args[0].requires_grad:
+                return args, kwargs
+            self.gated = True
+            return tuple(_InputGate.apply(self, sentinel, args[0])), kwargs  # type: ignore[no-untyped-call]
         through: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
@@ -67,7 +82,7 @@ class Call:
         return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
-        """Have the unit told when the first gradient of an output comes; whether one can come.
+        """Tell the unit when the first gradient of an output comes; returns whether one can come.
 
         Raises TypeError where no tensor is found and an object may hide one: its backward would
         read weights that are no longer there.
@@ -94,57 +109,66 @@ class Call:
 
 
 class Calls:
-    """The forwards of one unit: those that run now, those whose backward is to come (by the number
-    of the root's forward), and those that backward has entered and not left."""
+    """The calls of one unit that are not done, by state.
+
+    begin        RUNNING
+    end          RUNNING to AWAITED where a backward can come, else DONE
+    enter        AWAITED to OPEN where gradients go on to its inputs, else DONE
+    leave        any to DONE: the gradients of its inputs are on their way
+    forget       no longer counted among the awaited; a kept graph may still lead into one
+    stop         RUNNING and OPEN to DONE
+    """
 
     def __init__(self, modules: Sequence[ref[nn.Module]]) -> None:
         self._modules = modules
-        self.running: list[Call | None] = []
-        self.awaited: list[int] = []
+        self._begun = 0  # since the unit was at rest; a list of modules has several calls
+        self.running: list[Call] = []
+        self.awaited: list[Call] = []  # counted, so the same on every rank
         self.open: list[Call] = []
-        self._to_run = 0  # modules of a list whose forward is still to come
 
-    def begin(self, call: Call | None) -> None:
-        """A forward begins; None where no backward can come."""
-        self._to_run = (self._to_run or len(self._modules)) - 1
+    def begin(self, call: Call) -> None:
+        """A forward begins."""
+        self._begun += 1
         self.running.append(call)
 
     def end(self) -> Call | None:
-        """A forward is over."""
-        return self.running.pop() if self.running else None
+        """Take off the innermost call that runs; None where an exception has dropped it."""
+        if not self.running:
+            return None
+        call = self.running.pop()
+        call.state = State.DONE
+        return call
 
     @property
     def finished(self) -> bool:
-        """Whether every module of a list has run."""
-        return not self.running and not self._to_run
+        """Whether none runs, and every module of a list has run."""
+        return not self.running and self._begun % len(self._modules) == 0
 
     def wait_for(self, call: Call, forward: int) -> None:
-        """A backward of ``call`` may come."""
-        call.forward = forward
-        self.awaited.append(forward)
+        """A backward of ``call`` may come; its forward belongs to one of the root's."""
+        call.forward, call.state = forward, State.AWAITED
+        self.awaited.append(call)
 
     def enter(self, call: Call) -> None:
         """Backward has come to a call."""
-        if not call.opened:
-            call.opened = True
-            if call.forward in self.awaited:  # no earlier backward of this graph went past it
-                self.awaited.remove(call.forward)
-            if call.gated and not call.finished:
+        if call.state is State.AWAITED:
+            _remove(self.awaited, call)
+            call.state = State.OPEN if call.gated else State.DONE
+            if call.gated:
                 self.open.append(call)
 
     def leave(self, call: Call) -> None:
-        """The gradients of its inputs are on their way."""
-        call.finished = True
-        if call in self.open:
-            self.open.remove(call)
+        """The gradients of a call's inputs are on their way."""
+        _remove(self.open if call.state is State.OPEN else self.awaited, call)
+        call.state = State.DONE
 
     def forget(self, forwards: Container[int]) -> None:
-        """No backward will come to the calls of these forwards of the root."""
-        self.awaited = [one for one in self.awaited if one not in forwards]
+        """No backward is expected to come to the calls of these forwards of the root."""
+        self.awaited = [call for call in self.awaited if call.forward not in forwards]
 
     def drop_dead(self, entering: bool) -> bool:
-        """Forget calls that an exception ended; whether none is left of some. ``entering``: one
-        more has begun just now."""
+        """Forget calls that an exception ended; whether any was running and none is left.
+        ``entering``: one more has begun just now."""
         if not self.running:
             return False
         modules = [module for reference in self._modules if (module := reference()) is not None]
@@ -152,10 +176,15 @@ class Calls:
         return not self.running
 
     def stop(self) -> None:
-        """None runs any more, and backward is in none."""
-        self.running.clear()
-        self.open.clear()
-        self._to_run = 0
+        """No call runs any more, and backward is in none."""
+        for call in (*self.running, *self.open):
+            call.state = State.DONE
+        self.running, self.open, self._begun = [], [], 0
+
+
+def _remove(calls: list[Call], call: Call) -> None:
+    if call in calls:
+        calls.remove(call)
 
 
 def _open(call: Call, grad: Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot work is said before anything changes: all problems at once, on every rank alike.
+"""Checks before anything changes: all problems at once, on every rank alike.
 
 A check returns sentences: the value, the reason, the fix. ``raise_together`` says them everywhere.
 """
@@ -36,7 +36,7 @@ def check_types(
     policy: Any,
     verb: str = "fully_shard",
 ) -> None:
-    """What would make even the exchange of problems impossible; raised at once."""
+    """Raise for arguments with which even the exchange of problems is impossible."""
     wrong = [
         f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
         for name, value, kind in (
@@ -210,7 +210,7 @@ def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[
 
 
 def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
-    """Of a whole model in buckets."""
+    """Problems of placements and bucket size for a whole model in buckets."""
     problems = []
     if SHARD in placements.compute:
         problems.append(

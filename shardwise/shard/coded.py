@@ -30,8 +30,8 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.layout import Layout
+from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
-from shardwise.memory import Caching
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
 from shardwise.precision.mxfp8_linear import Matmul
 from shardwise.precision.mxfp8_native import Native
@@ -84,7 +84,7 @@ class GroupPlane:
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
-    """From what ``source`` holds, into the same places of each; each value is read once."""
+    """Encode what ``source`` holds into the same places of each plane; each value is read once."""
     for index, (low, high, _) in enumerate(source.pieces):
         if high > low:
             into = [plane.view(index, low, high) for plane in planes]
@@ -100,11 +100,10 @@ class CodedGroup(Group):
 
     format: Format
     scratch = "staging"
-    saved_by_autograd = False  # planes are looked up when they are read
 
     def _build_compute(self) -> None:
         super()._build_compute()
-        self.whole.block.release(Caching())
+        self.whole.block.release(CACHING)
         self.direct = sends_codes(self.layout, self.format, self.persistent)
         layout, parts = plane_layout(self.layout, self.direct), self.layout.num_shards
         device = self._whole_device
@@ -140,7 +139,7 @@ class CodedGroup(Group):
         return not self._missing("forward") and not self._missing("backward")
 
     def _missing(self, phase: Phase) -> list[GroupPlane]:
-        """What ``phase`` reads and is not there, or no longer what main says."""
+        """The planes that ``phase`` reads and that are not there, or are older than main."""
         backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
         everything = self.persistent or (self.reads_again and backward)
         return self._stale(
@@ -155,16 +154,14 @@ class CodedGroup(Group):
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
-    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
+    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
         self._runtime = runtime
-        missing = self._missing(phase)
-        if not ahead or all(runtime.source.ready_for(plane.memory) for plane in missing):
-            self._bring(missing, runtime)
+        self._bring(self._missing(phase), runtime)
 
     def _bring(self, missing: Sequence[GroupPlane], runtime: Runtime) -> None:
         if not missing:
             return
-        self._prepare(runtime, *(plane.memory for plane in missing))
+        self._prepare(runtime)
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
@@ -240,7 +237,7 @@ class CodedGroup(Group):
 
     def _rest(self) -> None:
         for memory in () if self.persistent else self.blocks:
-            memory.release(Caching())
+            memory.release(CACHING)
 
     @property
     def _keeps(self) -> bool:
@@ -269,9 +266,9 @@ class CodedGroup(Group):
         self._kept_axis, self._kept_filled = axis, plane.filled
 
     def plane(self, index: int, phase: Phase) -> Plane:
-        """What ``phase`` reads of one weight. A recomputation that nobody saw coming (a reentrant
-        checkpoint inside a unit), or whoever else reads in backward what forward read, gathers
-        here: every rank does so, or none."""
+        """The plane of one weight that ``phase`` reads. A recomputation that nobody saw coming (a
+        reentrant checkpoint inside a unit), or whoever else reads in backward what forward read,
+        gathers here: every rank does so, or none."""
         plane = self._plane_of(phase)
         if plane is None:
             raise MXFP8Error(
@@ -307,7 +304,7 @@ class CodedGroup(Group):
         )
 
     def planes_here(self, index: int) -> dict[Block, Plane]:
-        """What is gathered now."""
+        """The planes that are gathered now."""
         return {
             block: plane.whole(index)
             for block, plane in self.planes.items()

@@ -66,7 +66,7 @@ class CodedWeight(MXFP8Tensor):
 
     @property
     def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
-        """Those that are here now."""
+        """The planes that are gathered now."""
         return self.group.planes_here(self._index)
 
     @property
@@ -101,7 +101,7 @@ class CodedWeight(MXFP8Tensor):
         return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
 
     def to(self, device: torch.device | str) -> MXFP8Tensor:
-        """As a plain one; see ``__reduce__``."""
+        """A plain tensor; see ``__reduce__``."""
         self._require_a_plane()
         return super().to(device)
 
@@ -113,7 +113,8 @@ class CodedWeight(MXFP8Tensor):
             )
 
     def members(self) -> list[MXFP8Tensor]:
-        """Of a stack [experts, rows, columns] each for itself: views of what is here."""
+        """The members of a stack [experts, rows, columns], each as a view of its gathered
+        planes."""
         count = self.shape[0]
         pairs = {
             block: zip(plane.codes.chunk(count), plane.scales.chunk(count), strict=True)
@@ -236,7 +237,8 @@ _WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "
 
 
 def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """What ``func`` writes to: ``out``, and by torch's rules for names its first argument."""
+    """The tensors that ``func`` writes to: ``out``, and by torch's rules for names its first
+    argument."""
     name = getattr(func, "__name__", "")
     inplace = name.endswith("_") and not name.endswith("__") and name not in _FACTS
     written = [kwargs.get("out")]

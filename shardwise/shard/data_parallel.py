@@ -27,11 +27,11 @@ from shardwise.agreement import raise_together
 from shardwise.buffer import Ranks
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
 from shardwise.mesh import data_mesh, default_mesh
-from shardwise.optim.matrices import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.newton_schulz import price
+from shardwise.optim.muon_step import kernels_everywhere
+from shardwise.optim.presets import price
 from shardwise.optim.routing import Route, route_problems, routes_of
-from shardwise.optim.split import parcels_of
+from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import stores_nothing
@@ -252,16 +252,16 @@ def _grain(seen: Sequence[int], whole: bool) -> Any:
 def matrix_cost(
     shape: Sequence[int], route: Route, settings: MuonSettings, *, measured: bool = False
 ) -> int:
-    """What Newton-Schulz spends on all matrices of one parameter."""
-    one = partial(price, preset=settings.polynomials, form=settings.form, measured=measured)
-    parcels = parcels_of(route.shape_of(shape), route.split)
-    return sum(one(rows, cols) for parcel in parcels for rows, cols in parcel.shapes)
+    """The cost of Newton-Schulz on all matrices of one parameter."""
+    one = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
+    matrices = matrices_of(route.shape_of(shape), route.split)
+    return sum(one(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
 
 
 def _stages(
     model: nn.Module, places: Sequence[tuple[dict[str, Any], str, int, int]]
 ) -> dict[nn.Module, list[int]]:
-    """For each module that waits: the buckets that it reads."""
+    """The buckets that each waiting module reads."""
     held: dict[int, set[int]] = {}
     for parameters, _, number, _ in places:
         held.setdefault(id(parameters), set()).add(number)

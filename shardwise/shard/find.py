@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``fully_shard`` call owns: parameters below its modules that no inner call owns."""
+"""The parameters that a ``fully_shard`` call owns: those below its modules that no inner call
+owns."""
 
 from __future__ import annotations
 

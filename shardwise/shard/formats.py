@@ -71,7 +71,8 @@ def in_blocks(grain: Grain) -> Grain:
 
 
 def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
-    """Where they lie; in MXFP8 at addresses that their scales have too, if grains allow that."""
+    """The layout of a group; in MXFP8 at addresses that its scales have too, if grains allow
+    that."""
     unit = SQUARE // ALIGNMENT if format else 1
     fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
     return plan(items, num_shards, unit=unit if fits else 1)
@@ -81,7 +82,7 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
 
 
 def planes_of(format: Format, phase: Phase, persistent: bool) -> tuple[Block, ...]:
-    """What one gather brings: the phase's plane, or all where weights stay from step to step."""
+    """The planes of one gather: the phase's, or all where weights stay from step to step."""
     if persistent:
         return FORMATS[format]
     return (READS[format][phase],) if phase in READS[format] else ()
@@ -109,7 +110,7 @@ def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
 
 
 def plane_layout(layout: Layout, direct: bool) -> Layout:
-    """Where the codes lie: as main does if they travel, else one matrix behind the other."""
+    """The layout of the codes: main's if they travel, else one matrix behind the other."""
     if direct:
         return layout
     starts, end = [], 0
@@ -120,7 +121,8 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
 
 
 def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
-    """Of one plane of all weights: codes, then scales, padded to ``parts`` equal parts."""
+    """The bytes of one plane of all weights: codes, then scales, padded to ``parts`` equal
+    parts."""
     nbytes = layout.numel + layout.numel // math.prod(block)
     return -(-nbytes // parts) * parts
 
@@ -195,7 +197,7 @@ class PrecisionReport:
 
 
 def precision_report(model: nn.Module) -> PrecisionReport:
-    """Of a model wrapped by ``fully_shard`` or ``data_parallel``; names as the model has them."""
+    """How each parameter of a wrapped model is stored; names as the model has them."""
     if all(getattr(module, "_shardwise_unit", None) is None for module in model.modules()):
         raise ValueError(
             f"nothing of this {type(model).__name__} is wrapped yet: call fully_shard or "

@@ -35,15 +35,15 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import Caching, Source, counted
-from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, turn_spans
+from shardwise.memory import CACHING, Source, counted, weakly
+from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, steps, turn_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 from shardwise.tensor import ShardedTensor
 
 
 class Gradients:
-    """What one group does with its gradients."""
+    """The gradients of one group, from autograd to the optimizer."""
 
     def __init__(
         self,
@@ -68,10 +68,11 @@ class Gradients:
         self.came: list[bool] = []
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
-        self.source: Source = Caching()
+        self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
         self.on_written: Callable[[int], None] = _ignore
-        self.on_owed: Callable[[int], None] = _ignore  # when one says that it will, after backward
+        # Called when one says that its gradient will come later, perhaps after this backward.
+        self.on_delayed: Callable[[int], None] = _ignore
         for index, parameter in enumerate(unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}
@@ -152,7 +153,7 @@ class Gradients:
     def _whole_buffer(self, dtype: torch.dtype, kind: str) -> Buffer:
         everywhere = (PARTIAL,) * len(self.ranks.sizes)
         buffer = Buffer(self.layout, self.ranks, everywhere, dtype, self.device, kind)
-        buffer.block.release(_CACHING)
+        buffer.block.release(CACHING)
         buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
 
@@ -172,7 +173,7 @@ class Gradients:
                 "grad",
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
-        self._main.block.acquire(_CACHING)
+        self._main.block.acquire(CACHING)
         if self._turns is not self.main_weight.version.turns:
             self._turns, self._spans = self.main_weight.version.turns, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
@@ -189,12 +190,13 @@ class Gradients:
             self._forget_main()
 
     def _forget_main(self) -> None:
-        """Have other memory the next time."""
+        """Leave the main grad's memory to its holders; the next gradients get another."""
         self._views.pop(id(self._main), None)
         self._main, self._turns, self._dtensors, self._locals = None, None, [], []
 
     def _count_references(self, main: Buffer) -> int:
-        """To the memory of the main grad and to the tensors that show it, but for own views."""
+        """The number of references to the main grad's memory and to the tensors that show it, own
+        views excepted."""
         storage = main.flat.untyped_storage()
         found: int = torch._C._storage_Use_Count(storage._cdata) - len(
             self._views.get(id(main), ())
@@ -212,7 +214,7 @@ class Gradients:
 
     def _source_of(self, buffer: Buffer) -> Source:
         """Only the packed gradients come and go within one backward; the others outlive it."""
-        return self.source if buffer is self._packed else _CACHING
+        return self.source if buffer is self._packed else CACHING
 
     def _views_of(self, buffer: Buffer) -> list[Tensor]:
         views = self._views.get(id(buffer))
@@ -232,13 +234,13 @@ class Gradients:
         self._pack(target)
         self._open, self._written = None, set()
         if self.keep:
-            self._stamp = self.main_weight.state
+            self._wait()
             return
         if target is self._partial and self.wire_dtype != target.dtype:
             self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
             self._packed.flat.copy_(target.flat)
-            target.block.release(_CACHING)
+            target.block.release(CACHING)
             target = self._packed
         fresh = last and self._main_is_fresh()
         if last and fresh:
@@ -277,11 +279,11 @@ class Gradients:
         """Issue the collectives one after another; the caller waits between them."""
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
-        steps = self._steps[last]
+        planned = self._steps[last]
         main = self._main if last else None
         inner_live = self._inner_waits
-        divisors = self._divisors(steps)
-        for position, (axis, scatter, outer) in enumerate(steps):
+        divisors = self._divisors(planned)
+        for position, (axis, scatter, outer) in enumerate(planned):
             if outer and lane == "reduce":
                 if inner_live:  # the earlier microbatches join before the outer reduction
                     with lanes.on("reduce"):
@@ -300,7 +302,7 @@ class Gradients:
                         current.div_(divisor)
                     continue
                 out = current.view(link.size, -1)[link.rank]  # in place, where it need not go on
-                if position == len(steps) - 1 and fresh and main is not None:
+                if position == len(planned) - 1 and fresh and main is not None:
                     like_main = main.dtype == out.dtype and main.flat.device == out.device
                     out = main.flat if like_main else out
                 yield comm.reduce_scatter(out, current, link, divisor=on_wire)
@@ -310,14 +312,15 @@ class Gradients:
         with lanes.on(lane):  # type: ignore[arg-type]
             if inner_live and last:
                 current = self._join_inner(current)
-            if last and not steps and self.divisor is not None:
+            if last and not planned and self.divisor is not None:
                 current.div_(self.divisor)
             self._store(current, last, fresh)
 
     def _reduce_replicas(
         self, current: Tensor, axis: int, link: comm.Axis, divisor: float | None
     ) -> Iterator[comm.Pending]:
-        """In place, over an axis of replicas: to all of them, or to the one whose turn it is."""
+        """Reduce in place over an axis of replicas: to all of them, or to the one that owns a
+        matrix."""
         if not self._turns:
             yield comm.all_reduce(current, link, divisor=divisor)
             return
@@ -335,21 +338,19 @@ class Gradients:
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
         grad, main, sizes = self.placements.grad, self.placements.main, self.ranks.sizes
-        inside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == SHARD]
-        outside = [axis for axis in reversed(range(len(sizes))) if grad[axis] == PARTIAL]
-        steps = [(axis, True, False) for axis in inside]
-        if last:
-            # With no sharded axis inside, nothing "waited": it is all one reduction.
-            waited = bool(inside)
-            steps += [(axis, main[axis] == SHARD, waited) for axis in outside]
-        return [step for step in steps if sizes[step[0]] > 1]
+        inside = steps((PARTIAL,) * len(grad), grad)
+        outside = steps(grad, main) if last else ()
+        # With no sharded axis inside, nothing "waited": it is all one reduction.
+        found = [(axis, there == SHARD, False) for axis, _, there in inside]
+        found += [(axis, there == SHARD, bool(inside)) for axis, _, there in outside]
+        return [step for step in found if sizes[step[0]] > 1]
 
-    def _divisors(self, steps: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
+    def _divisors(self, planned: Sequence[tuple[int, bool, bool]]) -> list[float | None]:
         """Each axis averages over itself; a custom divisor is applied whole by the first."""
         if self.divisor is None:
-            return [float(self.ranks.sizes[axis]) for axis, _, _ in steps]
+            return [float(self.ranks.sizes[axis]) for axis, _, _ in planned]
         # An outer step that comes alone (the inner axes have one rank) must divide itself.
-        return [self.divisor if position == 0 else None for position in range(len(steps))]
+        return [self.divisor if position == 0 else None for position in range(len(planned))]
 
     def _join_inner(self, current: Tensor) -> Tensor:
         assert self._inner is not None
@@ -372,18 +373,19 @@ class Gradients:
                     self.device,
                     "grad_accumulator",
                 )
-                self._inner.block.release(_CACHING)
+                self._inner.block.release(CACHING)
             fresh = not self._inner.block.live
-            self._inner.block.acquire(_CACHING)
+            self._inner.block.acquire(CACHING)
             into = self._inner.flat
-            self._stamp = self.main_weight.state
+            self._wait()
         if fresh:
             into.copy_(value, non_blocking=True)
         else:
             into.add_(value.to(into.device))
 
     def _finish(self, runtime: Runtime, target: Buffer, last: bool) -> Callable[[], None]:
-        """What runs once the reduction is done and the compute lane has waited for it."""
+        """The function that runs once the reduction is done and the compute lane has waited for
+        it."""
 
         def finish() -> None:
             self._in_flight = False
@@ -391,8 +393,8 @@ class Gradients:
                 target.block.release(self._source_of(target))
             if last:
                 if self._inner is not None:
-                    self._inner.block.release(_CACHING)
-                self._stamp = None
+                    self._inner.block.release(CACHING)
+                self._stamp = self.main_weight.version.waiting = None
                 self._publish(runtime)
 
         return finish
@@ -411,7 +413,7 @@ class Gradients:
                     if parameter._post_accumulate_grad_hooks:
                         hooked.append(parameter)
         if hooked:
-            runtime.settle()  # hooks may read the gradients on the host
+            runtime.wait_on_host()  # hooks may read the gradients on the host
         for parameter in hooked:
             for hook in list(parameter._post_accumulate_grad_hooks.values()):
                 hook(parameter)
@@ -443,11 +445,11 @@ class Gradients:
         return main
 
     def tidy(self) -> None:
-        """Before a forward: give back the memory of gradients that the user dropped."""
+        """Prepare for a forward: give back the memory of gradients that the user dropped."""
         if self._main is not None and self._main.block.live and self._main_is_fresh():
             self._leave_main_to_holders()
             if self._main is not None:
-                self._main.block.release(_CACHING)
+                self._main.block.release(CACHING)
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(
@@ -480,7 +482,20 @@ class Gradients:
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
-        self._open, self._written, self._stamp, self._in_flight = None, set(), None, False
+        self._open, self._written, self._in_flight = None, set(), False
+        self._stamp = self.main_weight.version.waiting = None
+
+    def _wait(self) -> None:
+        """Note that the gradients summed so far wait for a later microbatch."""
+        self._stamp = self.main_weight.state
+        self.main_weight.version.waiting = weakly(self._drop_waiting)
+
+    def _drop_waiting(self) -> None:
+        """Forget microbatches that wait to be reduced, between two backwards (``zero_grad``)."""
+        for buffer in (self._partial, self._inner):
+            if buffer is not None:
+                buffer.block.release(self._source_of(buffer))
+        self._stamp = self.main_weight.version.waiting = None
 
 
 def _reduce_shared(
@@ -494,7 +509,7 @@ def _reduce_shared(
 def _reduce_parts(
     flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
 ) -> Iterator[comm.Pending]:
-    """To each rank its part; what is left of the others' is of no use to anybody."""
+    """Reduce to each rank its own part; the memory of the other parts is undefined afterwards."""
     packed = _pack(flat, [span for part in parts for span in part])
     sizes = [sum(end - begin for begin, end in part) for part in parts]
     mine = counted(packed.new_empty(sizes[link.rank]), "receive")
@@ -513,7 +528,6 @@ def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
         torch._foreach_copy_(views, list(packed.split([len(view) for view in views])))
 
 
-_CACHING = Caching()
 _GRAD = attrgetter("grad")
 # Attributes of parameters at rest (.grad and the like) are read many times a step; not through
 # __torch_function__, which some torch versions give our DTensors.
@@ -526,4 +540,4 @@ def _forget(views: dict[int, list[Tensor]], key: int) -> None:
 
 
 def _ignore(index: int) -> None:
-    """Nobody counts the gradients of a group that no unit owns."""
+    """Do nothing: no unit counts these gradients."""

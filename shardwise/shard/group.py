@@ -17,8 +17,7 @@ checkpoint, an init), the next gather sees it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer, GatherPlan, Ranks
 from shardwise.layout import Item, Layout, plan
-from shardwise.memory import Block, Caching
+from shardwise.memory import CACHING, Block, weakly
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Phase
@@ -47,7 +46,6 @@ class Group:
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
-    saved_by_autograd = True  # whether graphs hold views of the whole weights' memory
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
 
@@ -73,7 +71,6 @@ class Group:
         assert self.layout.items == self.items
         assert self.layout.num_shards == ranks.num_shards(placements.main)
         meta = any(value.is_meta for value in values)
-        self._born_late = False
         self._build_main(
             precision.main_dtype(self.parameter_dtype, any(v.requires_grad for v in values)),
             torch.device("meta") if meta else self._home,
@@ -99,7 +96,7 @@ class Group:
 
     @property
     def _home(self) -> torch.device:
-        """Where main weights live: with offload the host, else the device."""
+        """The device of the main weights: the host with offload, else the model's."""
         return torch.device("cpu") if self.offload else self.device
 
     def _build_main(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -151,7 +148,7 @@ class Group:
             self.compute = Buffer(
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
             )
-        self.whole.block.moved = _weakly(self)
+        self.whole.block.moved = weakly(self._point_at_whole)
 
     @property
     def _whole_device(self) -> torch.device:
@@ -161,9 +158,9 @@ class Group:
         return WholeParameter.empty(requires_grad)
 
     def _rest(self) -> None:
-        """As between steps: whole weights only where they are kept."""
+        """Release whole weights that are not kept between steps."""
         if not (self.persistent or self.aliased):
-            self.whole.block.release(Caching())
+            self.whole.block.release(CACHING)
 
     @property
     def comes_and_goes(self) -> bool:
@@ -223,11 +220,11 @@ class Group:
             self.device = device
         if dtypes != {self.main.dtype}:
             self.parameter_dtype = next(iter(dtypes))
-        self._born_late = self._born_late or self.main.flat.is_meta
-        version = self.main.version
+        version, was_meta = self.main.version, self.main.flat.is_meta
         self._build_main(dtypes.pop(), device)
         self.main.version.turns = version.turns  # an optimizer that is there already takes them
         self.main.version.count = version.count + 1  # other weights than a graph may know
+        self.main.version.unsynced = was_meta or version.unsynced
         if device.type != "meta":
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)
@@ -244,11 +241,11 @@ class Group:
         self._point_at_whole()
         self._rest()
 
-    def settle_initial_values(self) -> None:
+    def sync_initial_values(self) -> None:
         """Values made after wrapping (meta device) may differ between replicas: take the
         first's."""
-        if self._born_late:
-            self._born_late = False
+        if self.main.version.unsynced:
+            self.main.version.unsynced = False
             for axis, placement in zip(self.ranks.axes, self.placements.main, strict=True):
                 if placement == REPLICATE:
                     comm.broadcast(self.main.flat, axis).wait()
@@ -265,19 +262,18 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return self._pending is not None
 
-    def gather(self, runtime: Runtime, ahead: bool = False, phase: Phase = "forward") -> None:
-        """Begin to bring the whole weights, unless they are there. Ends with :meth:`wait`.
+    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
+        """Begin to gather the whole weights, unless they are there. :meth:`wait` ends it.
 
-        ``ahead`` of their use they come only where there is room for them. ``phase``: what will
-        read them; here both read the same.
+        ``phase``: what will read the weights; here both read the same.
         """
-        if self.fresh or (ahead and not runtime.source.ready_for(self.whole.block)):
+        if self.fresh:
             return
-        self._prepare(runtime, self.whole.block)
+        self._prepare(runtime)
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
-            self.whole.block.acquire(runtime.source)
+            self.whole.block.acquire(CACHING)
             if self._kept is not None and self._kept.live and self._kept_filled == self.main.state:
                 assert self._kept_axis is not None
                 self._pending = comm.all_gather(self.whole.flat, self._kept.tensor, self._kept_axis)
@@ -290,14 +286,12 @@ class Group:
         self._filled = self.main.state
         self._issued(runtime)
 
-    def _prepare(self, runtime: Runtime, *blocks: Block) -> None:
-        """Before a gather: its lane waits for whoever wrote main last, and there is room."""
+    def _prepare(self, runtime: Runtime) -> None:
+        """Make the gather lane wait for whoever wrote main last."""
         state = self.main.state
         if self.awaited != state:
             runtime.lanes.join("gather", "compute")
             self.awaited = state
-        for block in blocks:
-            runtime.source.make_room(block)
 
     def _issued(self, runtime: Runtime) -> None:
         """A gather was issued: who computes with the whole weights, or writes main, waits for it.
@@ -305,7 +299,7 @@ class Group:
         lanes = runtime.lanes
         self._ready = event = lanes.mark("gather")
         if event is not None:
-            wait = lanes.settle if self.offload else partial(lanes.wait, "compute")
+            wait = lanes.synchronize if self.offload else partial(lanes.wait, "compute")
             self.main.version.reading = partial(wait, event)
 
     def _arrive(self) -> None:
@@ -320,7 +314,7 @@ class Group:
             raise
 
     def wait(self, runtime: Runtime) -> None:
-        """What the caller computes next sees the whole weights."""
+        """Make the whole weights usable by what the caller computes next."""
         if self.aliased or self._pending is None:
             return
         self._arrive()
@@ -343,11 +337,11 @@ class Group:
         self.wait(runtime)
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            self.whole.block.release(runtime.source)
+            self.whole.block.release(CACHING)
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Before a release: keep 1/k of the whole weights, so that only k ranks gather them
+        """Keep 1/k of the whole weights beyond a release, so that only k ranks gather them
         again."""
         if self.persistent or self.aliased:
             return
@@ -406,7 +400,7 @@ class Group:
 
 
 def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
-    """What to raise where somebody wrote to whole weights; asked before they are released."""
+    """The error for whole weights that somebody wrote to; asked before their release."""
     names = [name for group in groups for name in group.lost_writes()]
     return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
 
@@ -419,21 +413,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _weakly(group: Group) -> Callable[[], None]:
-    """``group._point_at_whole`` for a block that must not keep its group alive."""
-    reference = weakref.ref(group)
-
-    def moved() -> None:
-        owner = reference()
-        if owner is not None:
-            owner._point_at_whole()
-
-    return moved
-
-
 def carry_attributes(source: Tensor, target: Tensor) -> None:
-    """What users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks, ...)
-    reaches every tensor that stands for it."""
+    """Copy what users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks,
+    ...): reaches every tensor that stands for it."""
     for name, value in vars(source).items():
         if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
             setattr(target, name, value)

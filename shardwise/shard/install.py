@@ -63,7 +63,7 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
 
 
 def _checksum(value: Tensor) -> int:
-    """Of the bits and their order; 0 for a parameter that has no values yet."""
+    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
     if value.is_meta:
         return 0
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -104,7 +104,7 @@ def install(
         root.register_load_state_dict_pre_hook(_rest_before_load)
     unit.members = Members(unit)
     for f in found:
-        unit.forsaken.append((f.name, weakref.ref(f.parameter)))
+        unit.originals.append((f.name, weakref.ref(f.parameter)))
         f.parameter._shardwise_owner = f.name  # type: ignore[attr-defined]
 
 

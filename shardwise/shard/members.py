@@ -26,8 +26,8 @@ class Wrapped(Protocol):
 
 
 class Members:
-    """What a unit's modules held when they were wrapped. Whoever replaces a parameter later, adds
-    one or takes one away would train without it: each is refused by name.
+    """The parameters that a unit's modules held when they were wrapped. Whoever replaces one later,
+    adds one or takes one away would train without it: each is refused by name.
 
     Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
     """

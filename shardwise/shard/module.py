@@ -38,7 +38,7 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
 
 
 class UnshardHandle:
-    """Of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
+    """The handle of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -101,7 +101,7 @@ class ShardedModule(FSDPModule):
             raise lost
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: drop the iteration, gradients included."""
+        """Drop an iteration that raised in forward or backward, gradients included."""
         unit = self._ready_unit()
         if not unit.is_root:
             raise RuntimeError("reset_iter_state is for the root module: call it there")
@@ -146,6 +146,17 @@ class ShardedModule(FSDPModule):
     ) -> None:
         """Whether backward reduces gradients at all; without, they add up whole on every rank."""
         self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of microbatches that still wait to be reduced too.
+
+        ``sw.optimizer``'s does so too; that of torch's optimizers sees what was reduced alone.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_of(self):  # type: ignore[arg-type]
+            for group in unit.groups:
+                if group.main.version.waiting is not None:
+                    group.main.version.waiting()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the outer axis too."""
@@ -316,7 +327,7 @@ def mark_written(model: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have another method of a wrapped module treated like ``forward``."""
+    """Treat another method of a wrapped module like ``forward``."""
     torch.distributed.fsdp.register_fsdp_forward_method(module, method_name)
 
 

@@ -45,7 +45,7 @@ class Order(Generic[M]):
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
-        """What this forward records is expected of the next."""
+        """Begin to record a forward; the next one is expected to run in the same order."""
         if self._entries:
             self._expected = self._entries
         self._entries, self._exits = [], []

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.memory import Caching, Source, TracePool
+from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
@@ -70,12 +70,11 @@ class Member(InTurn, Protocol):
     name: str
     unused: str
     sync: bool
-    gated: bool
     options: dict[str, Any]
     shared: SharedLanes
     precision: Precision
     stored: dict[tuple[int, int], Stored]
-    forsaken: list[tuple[str, weakref.ref[Tensor]]]
+    originals: list[tuple[str, weakref.ref[Tensor]]]
 
     @property
     def groups(self) -> Sequence[Any]: ...
@@ -136,7 +135,7 @@ class Runtime:
         unify: bool = False,
     ) -> None:
         self.lanes = lanes or Lanes(device, unify=unify)
-        self.source: Source = TracePool() if memory == "trace" else Caching()
+        self.source: Source = TracePool() if memory == "trace" else CACHING
         self.max_reductions = 1  # a gradient buffer more in flight is a unit more of peak memory
         self.separate_reduce = False
         self._reductions: deque[_Reduction] = deque()
@@ -145,7 +144,8 @@ class Runtime:
         self._units = [weakref.ref(unit) for unit in units]
         self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
-        self.forward = 0  # the number of the root's last
+        self.forward = 0  # the number of the root's last forward
+        self.in_forward = False  # whether that forward runs now (or has raised)
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
@@ -189,6 +189,7 @@ class Runtime:
         """The root's forward starts."""
         self.order.begin_forward()
         self.forward += 1
+        self.in_forward = True
         for unit in self.units:
             unit.tidy()  # all before the first gather: their memory is free for it
         if not self._writers_awaited:
@@ -196,7 +197,7 @@ class Runtime:
         self._writers_awaited = False
 
     def await_writers(self, event: Any = None) -> None:
-        """Have gathers wait for what has written main weights so far: for all that compute was
+        """Make gathers wait for what has written main weights so far: for all that compute was
         given, or only for ``event``, by which the user marks the optimizer's end. Later writes are
         noticed by ``Group.gather``."""
         if event is None:
@@ -210,6 +211,7 @@ class Runtime:
 
     def end_forward(self) -> None:
         """The root's forward is over."""
+        self.in_forward = False
         for unit in self.order.ran():
             unit.end_forward()
 
@@ -264,8 +266,8 @@ class Runtime:
             reduction.finish()
 
     def finish_issued(self) -> None:
-        """Room for what comes, ahead of ``drain``: called where ranks may differ in the moment, so
-        only for reductions that issue nothing any more."""
+        """Finish reductions ahead of ``drain``, to free memory; called where ranks may differ in
+        the moment, so only for reductions that issue nothing any more."""
         if all(reduction.issued for reduction in self._reductions):
             self.drain(self.max_reductions - 1)
 
@@ -301,7 +303,7 @@ class Runtime:
 
     def _is_for_inputs(self) -> bool:
         """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
-        if reaches_all_leaves() or not any(unit.gated for unit in self.units):
+        if reaches_all_leaves():
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))
@@ -337,9 +339,9 @@ class Runtime:
         for unit in units:
             unit.release_unused(kept)
         self.walked = {0}
-        self.settle()
+        self.wait_on_host()
         if isinstance(self.source, TracePool):
-            self.source.step_done(graph_kept=kept)
+            self.source.step_done()
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
@@ -363,16 +365,16 @@ class Runtime:
                 f"requires_grad_(False)"
             )
 
-    def settle_late(self) -> None:
+    def finish_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
         if self._ending is None and not self.in_backward:
             self.drain()
-            self.settle()
+            self.wait_on_host()
 
-    def settle(self) -> None:
-        """Before somebody reads gradients: the host waits for those that are copied to it."""
+    def wait_on_host(self) -> None:
+        """Make the host wait for gradients that are copied to it, before somebody reads them."""
         if self.offloads:
-            self.lanes.settle()
+            self.lanes.synchronize()
 
     def _missing(self, units: Sequence[Member]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
@@ -424,7 +426,7 @@ class Runtime:
                 reduction.current.wait()  # messages under way cannot be called back
         self._reductions.clear()
         self._ending = None
-        self.walked = {0}
+        self.walked, self.in_forward = {0}, False
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
@@ -437,4 +439,4 @@ def _dropped(runtime: weakref.ref[Runtime], ending: Any) -> None:
 
 
 def _dead() -> None:
-    """What a reference to an ending answers that autograd has dropped."""
+    """Answer None, as a reference to an ending does that autograd has dropped."""

@@ -24,7 +24,7 @@ class Starting(Protocol):
 
     precision: Precision
     stored: dict[tuple[int, int], Stored]
-    forsaken: list[tuple[str, ref[Tensor]]]
+    originals: list[tuple[str, ref[Tensor]]]
 
     @property
     def groups(self) -> Sequence[Any]: ...
@@ -50,7 +50,7 @@ def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
     stored = [one for unit in coded for one in unit.stored.values()]
     for problem in stores_nothing(coded[0].precision.format, stored) if coded else ():
         raise ValueError(problem)
-    _refuse_old_optimizers(entry for unit in units for entry in unit.forsaken)
+    _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
     devices = {group.device for unit in units for group in unit.groups}
     if len(devices) > 1:
         raise RuntimeError(
@@ -74,11 +74,11 @@ def _check_patterns(precision: Precision, units: Sequence[Starting]) -> None:
     logger.warning("%s", text)
 
 
-def _refuse_old_optimizers(forsaken: Iterable[tuple[str, ref[Tensor]]]) -> None:
+def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
     """An optimizer built before wrapping holds tensors that no longer belong to the model."""
     alive = {
         id(parameter): name
-        for name, reference in forsaken
+        for name, reference in originals
         if (parameter := reference()) is not None
     }
     for thing in gc.get_objects() if alive else ():

@@ -48,7 +48,7 @@ def full_state_dict(
 
 
 def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axis]]:
-    """By name: linears of whose experts this rank has a share, and over whom they are spread."""
+    """The linears of whose experts this rank has a share, by name, and the axis of the spread."""
     axes = {
         linear: mixture.axis
         for mixture in mixtures_of(model)
@@ -104,8 +104,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
 
 def _prefix_of(state: Mapping[str, Any], names: set[str]) -> str:
-    """What every key has before a name of the model. With several answers, or none, nothing: which
-    one is meant cannot be told, and loading says what is missing."""
+    """The prefix of every key before a name of the model. With several answers, or none, nothing:
+    which one is meant cannot be told, and loading says what is missing."""
     found = set()
     for key in state:
         parts = key.split(".")

@@ -1,17 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unit: what is gathered and released together, and the phases it goes through.
+"""Unit: the parameters that are gathered and released together, as a machine of five facts.
 
-    RESTING   parameters are DTensors over the main weight
-    FORWARD   whole weights, between the hooks before and after forward
-    BACKWARD  whole weights, from the first gradient of an output to the last of a parameter
+phase           where the modules stand: RESTING, FORWARD, BACKWARD
+calls           the forwards of the unit, each running, awaited, open or done (``call.py``)
+missing         the gradients that this backward has not brought yet (``arrivals.py``)
+delayed         of the missing gradients: those that come later, perhaps after this backward
+progress        what this backward has done for the unit: UNTOUCHED, GATHERED, PASSED, DONE
 
-    RESTING --pre_forward--> FORWARD --post_forward--> RESTING
-    RESTING --pre_backward--> BACKWARD --all gradients here, inputs' gradients out--> RESTING
-    BACKWARD --pre_forward--> BACKWARD      a recomputation: not released after it, no prefetch
+Each event may do this (``=``: the fact stays as it is; ``tests/contract/test_machine.py`` drives
+random programs and finds no other step):
 
-A unit is complete in backward when every trainable parameter got its gradient *and* every call that
-backward entered has sent on the gradients of its inputs: the first alone comes too early for frozen
-weights, the second alone where inputs need no gradient.
+    event           phase                   progress
+    pre_forward     resting > forward       =
+    pre_forward     forward = forward       =                       a list of modules, or recursion
+    pre_forward     backward = backward     =                       a recomputation
+    post_forward    forward > resting       =                       no call runs: weights released
+    post_forward    forward = forward       =                       more calls of the unit run
+    post_forward    backward = backward     =
+    end_forward     any > resting           =                       a list that ran in part
+    prefetch        any = any               untouched > gathered
+    prefetch        any = any               =
+    pre_backward    any > backward          untouched > gathered
+    pre_backward    any > backward          =
+    arrived         any > backward          =                       more gradients are missing
+    arrived         backward > resting      any > done              the last: release, then reduce
+    inputs_done     any = any               =
+    inputs_done     backward > resting      any > done              the last: release, then reduce
+    pass_by         any = any               =                       nothing to do for it
+    pass_by         resting = resting       any > passed            gathers, as other ranks do
+    pass_by         resting = resting       any > done              and reduces zeros
+    end_backward    backward > resting      any > done
+    end_backward    backward = backward     =                       waits for delayed gradients
+    end_backward    any > resting           =
+    release_unused  any = any               any > untouched         the backward is over
+    rest            any > resting           =                       reshard(), or an exception
+
+A unit is complete in backward when no gradient is missing *and* no call is open: the first alone
+comes too early for frozen weights, the second alone where inputs need no gradient.
 """
 
 from __future__ import annotations
@@ -25,10 +50,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.memory import weakly
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Phase as Reads
-from shardwise.shard.arrivals import Arrivals
+from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
     Calls,
@@ -51,15 +77,13 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
 
 
-_ALLOWED = {
-    (Phase.RESTING, Phase.FORWARD),
-    (Phase.FORWARD, Phase.RESTING),
-    (Phase.RESTING, Phase.BACKWARD),
-    (Phase.BACKWARD, Phase.RESTING),
-    (Phase.FORWARD, Phase.FORWARD),  # a list of modules under one unit, or a unit that calls itself
-    (Phase.BACKWARD, Phase.BACKWARD),
-    (Phase.FORWARD, Phase.BACKWARD),  # one module of a list ran, and its gradient came already
-}
+class Progress(enum.Enum):
+    """The progress of the backward that runs now, for one unit."""
+
+    UNTOUCHED = "untouched"
+    GATHERED = "gathered"  # its weights, or it was prefetched
+    PASSED = "passed"  # this rank skips a call of the unit; another may have entered it
+    DONE = "done"  # released and, in turn, reduced
 
 
 class Unit:
@@ -96,9 +120,9 @@ class Unit:
         # By (group, index): how each parameter is stored, for reports.
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
-        self.forsaken: list[tuple[str, weakref.ref[Tensor]]] = []
+        self.originals: list[tuple[str, weakref.ref[Tensor]]] = []
         self.members: Members | None = None  # of the modules, once they are wrapped
-        self.phase = Phase.RESTING
+        self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
         self.is_root = False
         self.sync = True
         self.last = True
@@ -109,10 +133,6 @@ class Unit:
         self._runtime: Runtime | None = None
         self.calls = Calls(self.modules)
         self.arrivals = Arrivals(self.groups)
-        self._tidy = False  # whether the root's forward has looked after this unit already
-        self._reached = False  # whether this backward has gathered for this unit
-        self._passed = self._completed = False  # whether it went past it; whether it is through
-        self.gated = False  # whether any call's inputs passed through a gate
         self.rebind()
 
     def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> Weights:
@@ -121,34 +141,30 @@ class Unit:
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
-            group.gradients.on_written = _weakly(self.written, number)
-            group.gradients.on_owed = _weakly(self.delay, number)
+            group.gradients.on_written = weakly(self.written, number)
+            group.gradients.on_delayed = weakly(self.delay, number)
             if self._early:
-                group.main.version.settled = _weakly(self.settled, number)
-            for block in group.blocks:
-                if group.saved_by_autograd:
-                    block.viewed = _weakly(self.viewed)
-                block.evict = _weakly(self.evict)
+                group.main.version.on_stepped = weakly(self.gather_early, number)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
         self.arrivals.listen(weakref.ref(self))
 
     # ------------------------------------------------------------------ gradients arriving
 
-    def arrived(self, number: int, index: int) -> None:
+    def arrived(self, key: Key) -> None:
         """Autograd has brought the gradient of one parameter, whole for this backward."""
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
             self._enter_backward()
         arrivals = self.arrivals
-        if not arrivals.arrive((number, index)):
+        if not arrivals.arrive(key):
             return
         if 0 < arrivals.elements <= arrivals.one_more:
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
         if self.by_group:
-            self.group_arrived(number)
+            self.group_arrived(key[0])
         if not arrivals.missing and not self.calls.open:
             self._complete()
 
@@ -162,7 +178,7 @@ class Unit:
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
         if (number, index) in self.arrivals.delayed:
-            self.arrived(number, index)
+            self.arrived((number, index))
 
     def delay(self, number: int, index: int) -> None:
         """The gradient of one parameter comes later, perhaps after this backward."""
@@ -213,7 +229,7 @@ class Unit:
         for number, group in enumerate(self.groups):
             group.label = f"'{name}'" + (f" buffer {number}" if number else "")
             group.gradients.label = group.label
-            group.settle_initial_values()
+            group.sync_initial_values()
 
     def adopt_runtime(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -223,14 +239,6 @@ class Unit:
             if group.offload:
                 runtime.offloads = True
 
-    def _go(self, phase: Phase) -> None:
-        if (self.phase, phase) not in _ALLOWED:
-            raise RuntimeError(
-                f"unit '{self.name}' cannot go from {self.phase.value} to {phase.value}; after an "
-                f"exception in forward or backward call reset_iter_state() on the root"
-            )
-        self.phase = phase
-
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime
@@ -238,28 +246,25 @@ class Unit:
         recomputing = runtime.in_backward
         if not recomputing and (runtime.failed or self.calls.running):
             self._recover()
-        with annotate(f"{self.name}: gather for forward"):
+        with annotate(self.name, "gather for forward"):
             if not recomputing:
                 if self.is_root:
                     runtime.begin_forward()
-                    self._tidy = False
-                elif not self._tidy:
+                elif not runtime.in_forward:  # called by itself; else the root has tidied all units
                     self.tidy()
-                self._tidy = False
-            self._go(Phase.BACKWARD if self.phase is Phase.BACKWARD else Phase.FORWARD)
+            if self.phase is not Phase.BACKWARD:
+                self.phase = Phase.FORWARD
             self.expose("forward")
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
-        awaited = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self, self.weights.versions) if awaited else None
+        recorded = torch.is_grad_enabled() and not (recomputing and in_recomputation())
+        call = Call(self, self.weights.versions, recorded=recorded)
         self.calls.begin(call)
-        if awaited and not recomputing and in_checkpoint():
+        if recorded and not recomputing and in_checkpoint():
             for group in self.groups:
                 group.reads_again = True
         args, kwargs = cast_floats((args, kwargs), self.precision.input_dtype)
-        return (
-            call.pass_inputs(args, kwargs) if call is not None and self.groups else (args, kwargs)
-        )
+        return call.pass_inputs(args, kwargs) if recorded and self.groups else (args, kwargs)
 
     def _recover(self) -> None:
         """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
@@ -275,7 +280,8 @@ class Unit:
             self._rest()
 
     def tidy(self) -> None:
-        """Before a forward: follow ``requires_grad_``, give back gradients that were dropped."""
+        """Prepare for a forward: follow ``requires_grad_``, give back gradients that were
+        dropped."""
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
@@ -293,7 +299,6 @@ class Unit:
             for leaf in group.unsharded:
                 leaf.delayed = leaf.delayed and self.expects_backward
         self.arrivals.listen(weakref.ref(self))
-        self._tidy = True
 
     def refuse_changes(self) -> None:
         """Raise where the modules hold other parameters than they were wrapped with."""
@@ -307,16 +312,16 @@ class Unit:
         if not runtime.in_backward:
             runtime.order.left(self)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
-            self._end_forward(kept=call is not None)
+            self._end_forward(kept=call is not None and call.recorded)
             if self.is_root:
                 runtime.end_forward()
-        if call is not None and self._watch(call, output):
+        if call is not None and call.recorded and self._watch(call, output):
             self.calls.wait_for(call, 0 if runtime.in_backward else runtime.forward)
-            self.gated = self.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
-        """Be called when a gradient of an output comes, or of what a module keeps on itself."""
+        """Ask to be called when a gradient comes, of an output or of a tensor that a module
+        keeps."""
         kept = self.members.side_outputs(self) if self.members is not None else ()
         try:
             return call.watch_outputs(output, kept)
@@ -328,11 +333,11 @@ class Unit:
     def _end_forward(self, kept: bool) -> None:
         self.refuse_changes()
         lost = lost_writes(self.groups)
-        with annotate(f"{self.name}: release after forward"):
+        with annotate(self.name, "release after forward"):
             self.hide()
             if self._releases_after_forward:
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
-        self._go(Phase.RESTING)
+        self.phase = Phase.RESTING
         if lost is not None:
             raise lost
 
@@ -367,16 +372,17 @@ class Unit:
                 unit.pass_by()
         if torch.is_grad_enabled() and self.release_after_backward:
             refuse_create_graph(self)
-        self._go(Phase.BACKWARD)
+        self.phase = Phase.BACKWARD
         for group in self.groups:
             group.follow_trainability(freezing=True)
         self._expect_gradients(self._foresight())
         if self.gather_in_backward:
-            with annotate(f"{self.name}: gather for backward"):
+            with annotate(self.name, "gather for backward"):
                 self.expose("backward")
-                self._reached = True
-                if not self._passed:  # else it was done then, when other ranks did
+                if self.progress is not Progress.PASSED:  # else it was done when others did
                     self._prefetch_backward()
+                if self.progress is Progress.UNTOUCHED:
+                    self.progress = Progress.GATHERED
 
     def _foresight(self) -> Callable[[Tensor], bool] | None:
         """Which gradients to wait for. Where that cannot be told, all (None); the end of backward
@@ -401,9 +407,9 @@ class Unit:
         self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:
-        """Backward went past this unit here, or has ended. Other ranks may have entered it: gather
-        and reduce when they do, since collectives are matched by their order."""
-        if self.unused != "zeros" or self._completed or not self.expects_backward:
+        """This rank skips the unit, or its backward has ended; another rank may run the unit. Issue
+        the same collectives in the same order, with zeros for gradients."""
+        if self.unused != "zeros" or self.progress is Progress.DONE or not self.expects_backward:
             return
         if ended and self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
             self._rest()
@@ -411,17 +417,16 @@ class Unit:
             return
         leaves = self.arrivals.leaves()
         comes = not ended and any(map(will_come, leaves))  # from another call of it
-        if self.gather_in_backward and not self._passed:
-            if not self._reached:
+        if self.gather_in_backward and self.progress is not Progress.PASSED:
+            if self.progress is Progress.UNTOUCHED:
                 self.weights.gather(self.runtime, "backward")
-                self._reached = True
             self._prefetch_backward()
             if not comes and self.release_after_backward:  # else ranks that entered it hold it too
                 self.weights.release(self.runtime)
-        self._passed = True
+        self.progress = Progress.PASSED
         if leaves and not comes:
             self.calls.forget(self.runtime.walked)
-            self._go(Phase.BACKWARD)
+            self.phase = Phase.BACKWARD
             self._expect_gradients(_never)
             self._complete()
 
@@ -429,10 +434,6 @@ class Unit:
     def expects_backward(self) -> bool:
         """Whether a forward of this unit waits for its backward: counted, the same everywhere."""
         return bool(self.calls.awaited)
-
-    def viewed(self) -> bool:
-        """Whether autograd holds views of the weights: a forward still waits for its backward."""
-        return self.expects_backward or self.phase is Phase.BACKWARD
 
     @property
     def gathers_in_backward(self) -> bool:
@@ -450,15 +451,16 @@ class Unit:
             self.weights.release(self.runtime)
         # torch's checkpoint stops a recomputation once it has all: that forward never ends.
         self.calls.stop()
-        self._go(Phase.RESTING)
-        self._completed = self.runtime.in_backward  # what was owed may come after it
+        self.phase = Phase.RESTING
+        if self.runtime.in_backward:  # else a delayed gradient came after it
+            self.progress = Progress.DONE
         if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
-        self.runtime.settle_late()
+        self.runtime.finish_late()
 
     def reduce(self) -> None:
-        """It is this unit's turn."""
-        with annotate(f"{self.name}: reduce gradients"):
+        """Reduce the gradients: every unit before this one has."""
+        with annotate(self.name, "reduce gradients"):
             for group in self.groups:
                 if group.trainable:
                     group.gradients.reduce(self.runtime)
@@ -488,19 +490,21 @@ class Unit:
 
     def stray_gradients(self) -> list[str]:
         """Parameters whose original from before wrapping got a gradient, which nobody will use."""
-        if not self.forsaken:
+        if not self.originals:
             return []
-        self.forsaken = [(name, one) for name, one in self.forsaken if one() is not None]
-        found = [(name, one()) for name, one in self.forsaken]
+        self.originals = [(name, one) for name, one in self.originals if one() is not None]
+        found = [(name, one()) for name, one in self.originals]
         return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
 
     # ------------------------------------------------------------------ weights
 
     def prefetch(self, reads: Reads) -> None:
         """Begin to gather, ahead of use, what forward or backward will read."""
-        self.weights.gather(self.runtime, reads, ahead=True)
+        self.weights.gather(self.runtime, reads)
+        if reads == "backward" and self.progress is Progress.UNTOUCHED:
+            self.progress = Progress.GATHERED
 
-    def settled(self, number: int) -> None:
+    def gather_early(self, number: int) -> None:
         """The optimizer is done with this group: bring its weights while it computes the others.
 
         Whoever writes to them once more makes them stale, and the next forward gathers again.
@@ -509,27 +513,22 @@ class Unit:
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
             self.groups[number].gather(runtime)
 
-    def evict(self) -> None:
-        """Give up what was gathered ahead, if it is not in use yet."""
-        if not self.weights.shown and self._runtime is not None:
-            self.weights.release(self._runtime)
-
     def _prefetch(
         self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
     ) -> None:
-        """What the user listed, or else the one unit that the recorded order expects."""
+        """Prefetch the units that the user listed, or else the one that the recorded order
+        expects."""
         units = [reference() for reference in wanted] if wanted is not None else [guess]
         for unit in units:
             if unit is not None and unit is not self:
                 unit.prefetch(reads)
-                unit._reached = reads == "backward"
 
     def expose(self, reads: Reads) -> None:
         """Gather, wait, and put the whole weights in the modules' hands."""
         self.weights.expose(self.runtime, reads, by_and_by=self.phase is Phase.FORWARD)
 
     def show_again(self) -> None:
-        """After a look at the parameters at rest: the modules hold what their phase needs."""
+        """Give the modules what their phase needs, after a look at the parameters at rest."""
         if self.phase is not Phase.RESTING and not self.weights.shown:
             self.weights.show(self.runtime)
 
@@ -538,23 +537,24 @@ class Unit:
         self.weights.hide(force)
 
     def release_unused(self, graph_kept: bool) -> None:
-        """After backward: what was gathered ahead and never came."""
+        """Release, after backward, weights that were prefetched and not used."""
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
             self.calls.forget(self.runtime.walked)
-        self._reached = self._passed = self._completed = False
+        self.progress = Progress.UNTOUCHED
         for group in self.groups:
             group.gradients.came = []
         if self.phase is Phase.RESTING and not self.weights.shown and self.release_after_backward:
             self.weights.release(self.runtime)
 
     def rest(self) -> None:
-        """Back to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
+        """Go to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
         self._rest()
         self.calls.awaited.clear()
 
     def reset(self) -> None:
-        """Back to rest, without gradients."""
+        """Go to rest and drop all gradients."""
         self.rest()
+        self.progress = Progress.UNTOUCHED
         for group in self.groups:
             group.gradients.discard()
 
@@ -570,14 +570,3 @@ class Unit:
 
 def _never(leaf: Tensor) -> bool:
     return False
-
-
-def _weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """A method of a unit that does not keep the unit alive; None comes back once it is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*rest: Any) -> Any:
-        bound = reference()
-        return None if bound is None else bound(*first, *rest)
-
-    return call

@@ -32,13 +32,13 @@ class Weights:
         """The versions of the main weights."""
         return [group.main.state for group in self.groups]
 
-    def gather(self, runtime: Runtime, reads: Reads, ahead: bool = False) -> None:
+    def gather(self, runtime: Runtime, reads: Reads) -> None:
         """Begin to bring what forward or backward reads."""
         for group in self.groups:
-            group.gather(runtime, ahead=ahead, phase=reads)
+            group.gather(runtime, reads)
 
     def wait(self, runtime: Runtime) -> None:
-        """Until what was begun is there."""
+        """Wait for the gathers that were begun."""
         for group in self.groups:
             group.wait(runtime)
 

@@ -19,7 +19,7 @@ class Home(Protocol):
 
     layout: Layout
     on_written: Callable[[int], None]
-    on_owed: Callable[[int], None]
+    on_delayed: Callable[[int], None]
 
     def destination(self, index: int) -> tuple[Tensor, bool]: ...
 
@@ -44,7 +44,7 @@ class WholeParameter(nn.Parameter):
     """
 
     # Set by a forward that gives autograd something else to bring it to its backward, where it will
-    # say ``owe()``: no graph tells that a gradient comes.
+    # say ``delay()``: no graph tells that a gradient comes.
     delayed: bool = False
     _gradients: ref[Home] | None
     _index: int
@@ -86,12 +86,12 @@ class WholeParameter(nn.Parameter):
 
     @property
     def name_here(self) -> str:
-        """As its group knows it, for errors."""
+        """The parameter's name in its group, for errors."""
         return f"'{self._home.layout.items[self._index].name}'"
 
     @property
     def main_grad(self) -> Tensor:
-        """Where this microbatch's gradient is summed, ready to be added to."""
+        """The memory in which this microbatch's gradient is summed, ready to be added to."""
         view, fresh = self.fresh_main_grad()
         if fresh:
             view.zero_()
@@ -102,9 +102,9 @@ class WholeParameter(nn.Parameter):
         """The same memory, and whether its contents are undefined and to be overwritten."""
         return self._home.destination(self._index)
 
-    def owe(self) -> None:
+    def delay(self) -> None:
         """Say inside a backward that the gradient comes later than this backward ends."""
-        self._home.on_owed(self._index)
+        self._home.on_delayed(self._index)
 
     @property
     def _home(self) -> Home:

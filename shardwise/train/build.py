@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build: from a configuration to the parts of a run, on every rank at once.
+"""Build: from a configuration to the parts of a run, on all ranks together.
 
-A few lines of :func:`build_model` are all that sharding takes; the model knows nothing of it.
+Sharding takes a few lines of :func:`build_model`; the model knows nothing of it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
-from shardwise.optim.sharded import ShardedOptimizer, optimizer
+from shardwise.optim.optimizers import optimizer
+from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
 from shardwise.shard.find import wrap_units
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import Corpus
-from shardwise.train.data import load_corpus
+from shardwise.train.corpus import Corpus, load_corpus
 from shardwise.train.sampler import HeldOut, Sampler
 from shardwise.train.world import World
 
 
 @dataclass(kw_only=True)
 class Parts:
-    """What a run is made of. ``config`` has the data's vocabulary in it."""
+    """The parts of a run. ``config`` has the vocabulary size of the data."""
 
     config: TrainConfig
     corpus: Corpus
@@ -46,7 +46,7 @@ class Parts:
 
 
 def build(config: TrainConfig, world: World, cache: Any) -> Parts:
-    """All parts; what is wrong on any rank is raised on all of them."""
+    """All parts; an error on any rank is raised on all ranks."""
 
     def check() -> None:
         config.expert_mesh_shape(world.size, world.num_nodes)
@@ -93,8 +93,8 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
-    """The same on every rank. One rank of each node goes first: it may leave tokens in the
-    cache."""
+    """The corpus, the same on every rank. One rank of each node reads first: it may leave tokens in
+    the cache for the others."""
 
     def read() -> Corpus:
         return load_corpus(
@@ -115,7 +115,7 @@ def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
 
 
 def build_model(config: TrainConfig, world: World) -> nn.Module:
-    """Wrapped on the meta device, so that no rank ever holds the whole model."""
+    """The model, wrapped on the meta device: no rank ever holds the whole model."""
     shape = config.mesh_shape(world.size, world.num_nodes)
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
@@ -141,8 +141,7 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
 def spread_experts(
     model: nn.Module, config: TrainConfig, world: World, options: dict[str, Any]
 ) -> None:
-    """Experts over ``ep``: each rank's are cut and reduced over the ranks that hold the same
-    ones."""
+    """Spread experts over ``ep``; each is sharded and reduced over the ranks that hold it."""
     axis = None
     if config.ep > 1:
         shape = config.expert_mesh_shape(world.size, world.num_nodes)
@@ -164,11 +163,11 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
 
 
 def named_precision(weights: str, *, experts: bool) -> Precision:
-    """What a run by this name computes with; gradients travel and main weights rest in fp32."""
+    """The precision of this name; gradients are reduced and main weights are stored in fp32."""
     precision = Precision(weights=weights, reduce="fp32")
     if precision.format is None or not experts:
         return precision
-    # A router compares experts: what MXFP8 rounds away there sends tokens elsewhere.
+    # A router compares experts: rounded to MXFP8, it would send tokens to other experts.
     return dataclasses.replace(precision, exclude=("*router*",))
 
 
@@ -180,5 +179,5 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
 
 
 def build_scheduler(config: TrainConfig, optimizer: ShardedOptimizer, step: int = 0) -> LambdaLR:
-    """The learning rates of a run that has done ``step`` steps, set in the optimizer's groups."""
+    """The scheduler of a run that has done ``step`` steps; sets the groups' learning rates."""
     return LambdaLR(optimizer, config.factor, last_epoch=step - 1)

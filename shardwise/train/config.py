@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainConfig: all that decides a run, as one frozen value that goes to JSON and back."""
+"""TrainConfig: everything that decides a run, one frozen value that goes to JSON and back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 
-# What a resumed run cannot change, and why. All other fields take effect; other text and another
-# shape of the model are refused where they are read.
+# The fields that a resumed run cannot change, and why. All other fields take effect; other data and
+# another shape of the model are refused when they are read.
 FIXED = {
     "seed": "the order of the samples and the random states go on as they were saved",
     "tokenizer": "the rows of the embedding stand for the tokens of the saved run",
@@ -28,35 +28,41 @@ FIXED = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run. A recipe is a function that returns one; flags replace single values of it.
+    """The configuration of a run. A recipe is a function that returns one; flags replace values.
 
     Args:
-        model: its ``vocab_size`` gives way to that of the data.
-        data: what to train on; see :mod:`shardwise.train.data`.
+        model: the model; its ``vocab_size`` gives way to that of the data.
+        data: stdlib, stdlib+torch, a text file, directory or "glob", a token .bin file, hf:NAME;
+            see :mod:`shardwise.train.corpus`.
         tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
-        held_out: fraction of the data that is only ever evaluated.
-        steps: optimizer steps of the whole run, not of what is left of it.
+        held_out: fraction of the data that is evaluated and never trained on.
+        steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
-        microbatches: pieces in which a rank takes its share, one after another.
-        strategy: how parameters, gradients and optimizer states are spread.
+        microbatches: pieces in which a rank computes its share of a batch, one after another.
+        strategy: how parameters, gradients and optimizer states are spread over the ranks.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
-        ep: over how many neighbouring ranks experts are spread; every rank has tokens of its own.
+        ep: number of neighbouring ranks over which experts are spread.
         optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
-        matrix_lr: Muon's learning rate.
-        lr: AdamW's.
+        matrix_lr: learning rate of Muon.
+        lr: learning rate of AdamW.
+        weight_decay: weight decay of both optimizers.
         warmup: steps in which learning rates rise from 0.
-        decay: fraction of the steps, at the end, in which they fall to a tenth along a line.
-        clip: the largest norm of the gradient.
-        precision: of compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
+        decay: fraction of the steps, at the end, in which learning rates fall linearly to a tenth.
+        clip: the largest norm of the gradient; larger ones are scaled down.
+        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
             ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
             why. Main weights are fp32.
-        eval_every, eval_windows: how often held-out loss is taken, over how many windows.
-        save_every, keep: how often a checkpoint is written, and how many remain.
+        seed: seed of the weights, of the order of the samples and of the random generators.
+        eval_every: steps between evaluations of the held-out loss; 0: none.
+        eval_windows: windows of held-out tokens in one evaluation.
+        save_every: steps between checkpoints.
+        keep: number of checkpoints that remain.
         max_skipped: steps in a row whose gradient may be broken (and is dropped) before giving up.
         timeout: seconds after which a collective that another rank does not join is an error.
-        sample: characters or tokens of text to write at the end.
+        sample: tokens of text to generate at the end.
         profile_step: the step that is recorded for the report, counted from where the run starts.
+        deterministic: use torch's deterministic algorithms.
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
@@ -134,7 +140,7 @@ class TrainConfig:
         return problems
 
     def check_resume(self, saved: TrainConfig) -> None:
-        """Raise if this configuration cannot go on from a checkpoint of the ``saved`` one."""
+        """Raise if this configuration cannot resume a run of the ``saved`` one."""
         different = [
             f"{name}={getattr(self, name)!r} cannot replace {getattr(saved, name)!r} ({reason})"
             for name, reason in FIXED.items()
@@ -151,14 +157,14 @@ class TrainConfig:
         return STRATEGIES[self.strategy]
 
     def factor(self, step: int) -> float:
-        """What both learning rates are multiplied with in ``step`` (counted from 0)."""
+        """The factor of both learning rates in ``step`` (counted from 0)."""
         rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         falls_for = self.decay * self.steps
         left = (self.steps - step) / falls_for if falls_for else 1.0
         return rising * max(0.1, min(1.0, left))
 
     def mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """Axes and sizes, outer to inner."""
+        """The axes of the mesh and their sizes, outer to inner."""
         if self.placements.num_axes == 1:
             if self.replicas is not None:
                 raise ValueError(
@@ -176,10 +182,10 @@ class TrainConfig:
         return {"dp_outer": replicas, "dp": world_size // replicas}
 
     def expert_mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """Where experts live: the same axes, with ``ep`` neighbours of the inner one taken apart.
+        """The mesh of the experts: the same axes, the inner one split into ``dp`` and ``ep``.
 
-        Ranks that differ on ``ep`` hold other experts; on the other axes, the same ones or other
-        pieces of them.
+        Ranks that differ on ``ep`` hold other experts; on the other axes, replicas or shards of
+        the same experts.
         """
         shape = self.mesh_shape(world_size, num_nodes)
         if shape["dp"] % self.ep:
@@ -190,7 +196,7 @@ class TrainConfig:
         return {**shape, "dp": shape["dp"] // self.ep, "ep": self.ep}
 
     def share(self, world_size: int) -> int:
-        """Sequences of one microbatch on one rank."""
+        """The number of sequences of one microbatch on one rank."""
         pieces = world_size * self.microbatches
         if self.batch % pieces:
             lower = self.batch // pieces * pieces
@@ -206,7 +212,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """From what :meth:`to_json` gave, perhaps in another version: by name, or not at all."""
+        """The configuration of :meth:`to_json`; raises for fields of another version."""
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:

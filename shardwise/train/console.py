@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Console: a run as a person sees it: a live bar on a terminal, plain lines everywhere else."""
+"""Console: the progress of a run, a live bar on a terminal and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from shardwise.train.events import Event
 
-LINES = 30  # about so many plain lines for a whole run
+LINES = 30  # plain lines for a whole run, about
 
 
 class _Out(RichConsole):
-    """rich ends the process when whoever reads its output stops; here that is an ``OSError``."""
+    """A console that raises ``OSError`` where rich ends the process: on a broken pipe."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Console:
-    """A sink for people. Only the first rank has one."""
+    """The sink that prints. Only the first rank has one."""
 
     def __init__(self, steps: int, *, stream: TextIO | None = None) -> None:
         self.steps = steps
@@ -37,7 +37,7 @@ class Console:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
-    # ------------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------------ events
 
     def log(self, event: Event) -> None:
         show = getattr(self, f"_{event['kind']}", None)
@@ -46,7 +46,7 @@ class Console:
         try:
             show(event)
         except OSError:
-            # The terminal or who reads the pipe is gone. What rich still wants to write goes too.
+            # The terminal or the reader of the pipe is gone; drop what rich still holds.
             self.out, self._progress = self._open(), None
             raise
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what happened, one JSON object a line in ``events.jsonl``, and who else hears of it.
+"""Events of a run: one JSON object a line in ``events.jsonl``, and other sinks.
 
 {"kind": "run",    "config": {...}, "corpus": {...}, "world_size": 2, "versions": {...}, ...}
 {"kind": "step",   "step": 12, "loss": 2.9, "bits_per_byte": 4.2, "grad_norm": 0.7, ...}
 {"kind": "eval",   "step": 50, "loss": 2.3, "bits_per_byte": 3.3}
-{"kind": "save",   "step": 100, "path": "checkpoints/step-000100"}       reported, hence safe
+{"kind": "save",   "step": 100, "path": "checkpoints/step-000100"}       on the disk by now
 {"kind": "skip",   "step": 117, "grad_norm": "nan", "where": [...]}
 {"kind": "resume", "step": 100, "path": ...}         null: begun anew, nothing had been saved
 {"kind": "warning", "step": 200, "text": "step 200 was not saved: ..."}      {"kind": "error", ...}
@@ -30,7 +30,7 @@ Event = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Hears every event of a run, on the first rank."""
+    """A receiver of all events of a run, on the first rank."""
 
     def log(self, event: Event) -> None: ...
 
@@ -40,8 +40,8 @@ class Sink(Protocol):
 class EventFile:
     """Appends events to a file; each line is on its way to the disk when ``log`` returns.
 
-    A line that cannot be written is lost, the file is not: the next one begins on a line of its
-    own, as does the first of a run that follows one which was killed.
+    An event that cannot be written is lost, but the file stays valid: the next event begins on a
+    new line, also after a run that was killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class EventFile:
 class Events:
     """Sends events to every sink, with the time.
 
-    Logging never ends a run: of a sink that fails the first reason is told, and the run goes on.
+    Logging never ends a run: the first error of a sink is a warning, and the run goes on.
     """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
@@ -97,7 +97,7 @@ class Events:
     def _try(self, sink: Sink, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # of any library that a sink hands events to
+        except Exception as error:  # a sink may call any library
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
                 logger.warning(
@@ -130,7 +130,7 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become words."""
+    """A value for JSON, which has no NaN and no infinity: they become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

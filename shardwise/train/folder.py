@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders: where a run lies, and which one is meant.
+"""Run folders: where a run lies, which run a command means, and the lock on a folder.
 
 runs/default/
   .lock  config.json  events.jsonl  loss.svg  report.html  trace.json
@@ -10,9 +10,13 @@ runs/default-2/                    the next run of the same recipe: nothing is o
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +24,21 @@ from shardwise.checkpoint import CheckpointError, Manifest, valid_checkpoints
 from shardwise.checkpoint.store import NAME
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
-from shardwise.train.lock import LOCK, RunLock, last_owner
+from shardwise.train.world import launch_name
+
+logger = logging.getLogger(__name__)
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
+LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
+# The errors of file systems that have no locks (Lustre without -o flock, NFS without lockd).
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 LATEST = "latest"
 
 
 def new_folder(recipe: str, out: str | None, root: str = "runs") -> Path:
     """A folder in which no run lies yet: the one that was named, or the next free name.
 
-    A run that ended before its first checkpoint gives way: nobody could go on with it.
+    A run that ended before its first checkpoint gives way: it can't be resumed.
     """
     if out is not None:
         path = Path(out)
@@ -55,7 +64,7 @@ def is_run(path: Path) -> bool:
 
 def ended_unsaved(path: Path) -> bool:
     """Whether a run began here and was killed before its first checkpoint, so that it can only be
-    begun anew. Its owner may still be alive: the lock tells.
+    begun anew. Its process may still be alive: the lock tells.
 
     A checkpoint counts even if it is damaged; the temporary folder of a save does not.
     """
@@ -70,8 +79,8 @@ def ended_unsaved(path: Path) -> bool:
 def newest_folder(
     recipe: str, out: str | None, root: str = "runs", launch: str | None = None
 ) -> Path | None:
-    """The run to go on with: the one that was named, or the newest of the recipe; with ``launch``,
-    of those that this launch has begun."""
+    """The run to resume: the named one, or the newest of the recipe; with ``launch``, the newest
+    that this launch has begun."""
     if out is not None:
         return Path(out)
     pattern = re.compile(re.escape(_name(recipe)) + r"(-\d+)?")
@@ -80,7 +89,7 @@ def newest_folder(
         path
         for path in (Path(root).iterdir() if Path(root).is_dir() else ())
         if pattern.fullmatch(path.name) and (path / written).exists()
-        if launch is None or last_owner(path).get("launch") == launch
+        if launch is None or last_holder(path).get("launch") == launch
     ]
     return max(found, key=lambda path: (path / written).stat().st_mtime, default=None)
 
@@ -89,10 +98,10 @@ def find_resume(
     recipe: str, out: str | None, resume: str, *, again: bool = False
 ) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path); no
-    checkpoint where the run was killed before its first one.
+    checkpoint if the run was killed before its first one.
 
-    ``again``: these ranks were started anew, so that the folder may hold what they did before;
-    they go on from the newest that they have saved themselves, if any.
+    ``again``: these ranks were restarted, so the folder may hold their own checkpoints; they resume
+    from the newest of those, if any.
     """
     if resume == LATEST:
         folder = newest_folder(recipe, out)
@@ -127,14 +136,14 @@ def find_resume(
 
 
 def _has_saved(folder: Path) -> bool:
-    """Whether the launch that is going on has saved anything there."""
+    """Whether the current launch has saved a checkpoint there."""
     events = read_events(folder / EVENTS) if (folder / EVENTS).exists() else []
     begun = max((n for n, event in enumerate(events) if event.get("restarts") == 0), default=None)
     return begun is not None and any(event["kind"] == "save" for event in events[begun:])
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Of a run's folder; a path that is no run's folder stands for itself."""
+    """The newest checkpoint of a run's folder; any other path stands for itself."""
     if not is_run(path):
         return path
     found = valid_checkpoints(path / CHECKPOINTS)
@@ -168,8 +177,8 @@ def begun_config(folder: Path) -> TrainConfig | None:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """For people, and for a run that is begun anew; what counts is in each checkpoint's
-    manifest."""
+    """Write ``config.json``, for people and for a run that is begun anew. A resumed run reads the
+    configuration in its checkpoint's manifest."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{CONFIG}.partial"  # the folder has one writer
@@ -199,12 +208,12 @@ class Claim:
     def undo(self) -> None:
         """Remove what was made for a run that has not begun."""
         for path in () if (self.folder / EVENTS).exists() else self._made:
-            with contextlib.suppress(OSError):  # it is used by somebody, or holds cached tokens
+            with contextlib.suppress(OSError):  # it is in use, or holds cached tokens
                 path.rmdir() if path.is_dir() else path.unlink()
         self.release()
 
     def release(self) -> None:
-        """Let another run have the folder; the end of this process does so too."""
+        """Release the lock; the end of this process does so too."""
         self._lock.release()
 
 
@@ -216,3 +225,76 @@ def _not_writable(folder: Path, error: OSError) -> ValueError:
 
 def _name(recipe: str) -> str:
     return re.sub(r"[^\w.-]+", "-", recipe.rpartition(":")[2] or recipe)
+
+
+# ------------------------------------------------------------------------------ the lock
+
+
+class RunLock:
+    """A lock (``flock``) on a run's folder: one run writes there at a time.
+
+    The first rank holds the lock from before it writes anything until its process ends; then the
+    kernel releases it, however the process ended. The file stays: only the lock counts. If another
+    process holds the lock, the ``ValueError`` names that process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK
+        while True:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if self._take() and not self._is_current():
+                os.close(self._file)  # removed between open and flock: lock its successor
+                continue
+            break
+        holder = {"host": socket.gethostname(), "pid": os.getpid(), "launch": launch_name()}
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, without a name
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+            os.fsync(self._file)
+
+    def _take(self) -> bool:
+        """Take the lock; return False if the file system has no locks."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                logger.warning(
+                    "%s: this file system cannot lock files (%s), so nothing keeps a second run "
+                    "out of the folder: start only one there",
+                    self.path.parent,
+                    error.strerror,
+                )
+                return False
+            os.close(self._file)
+            if not isinstance(error, BlockingIOError | PermissionError):
+                raise
+            raise ValueError(
+                f"{self.path.parent} belongs to a run that is still going on "
+                f"({describe(self.path.parent)}): wait for it, end it, or name another folder "
+                f"with --out"
+            ) from None
+        return True
+
+    def _is_current(self) -> bool:
+        try:
+            named = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._file))
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+def last_holder(folder: Path) -> dict[str, Any]:
+    """The process that locked a run's folder last; empty if none did or the file is unreadable."""
+    try:
+        found = json.loads((folder / LOCK).read_bytes()[:4096])
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def describe(folder: Path) -> str:
+    holder = last_holder(folder)
+    return f"pid {holder.get('pid', 'unknown')} on host {holder.get('host', 'unknown')}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guard: what may happen to a run from outside, and to its numbers.
+"""Guard: requests to stop a run, and gradients that are not finite.
 
     SIGTERM, SIGHUP, SIGINT, SIGUSR1 \\
     the file $SHARDWISE_STOP      > the step is finished, a checkpoint written, exit code 0
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """A request from people, a closed terminal, a warning from a batch system: whichever this
-    process does not ignore already (``nohup`` ignores the second)."""
+    """The signals of a user, a closed terminal or a batch system that mean stop, without those that
+    this process ignores (``nohup`` ignores SIGHUP)."""
     found = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
     return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Guard:
-    """Hears requests to stop while it is open, in the main thread."""
+    """Notes requests to stop while it is open, in the main thread."""
 
     def __init__(self) -> None:
         self.heard: str | None = None
@@ -56,12 +56,12 @@ class Guard:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.heard == "SIGINT":
-            raise KeyboardInterrupt  # asked twice: at once, without a checkpoint
+            raise KeyboardInterrupt  # the second request: end at once, without a checkpoint
         self.heard = signal.Signals(number).name
 
     @property
     def asked(self) -> str | None:
-        """Who asked this rank to stop, if anybody did."""
+        """The request to stop that this rank got, if any."""
         if self.heard is None and self._file is not None and os.path.exists(self._file):
             self.heard = "a stop request"
         return self.heard
@@ -81,7 +81,7 @@ class Skips:
         self.in_a_row = 0
 
     def broken(self, step: int, norm: float, model: nn.Module) -> list[str]:
-        """Note one more, and say where this rank sees it; too many are an error."""
+        """Count one more; return where this rank finds it, or raise if there are too many."""
         self.in_a_row += 1
         self.total += 1
         where = [str(found) for found in find_nonfinite(model)]
@@ -90,7 +90,7 @@ class Skips:
         if self.in_a_row > self.limit:
             raise BrokenGradientError(
                 f"step {step}: the gradient's norm is {norm}, in {self.in_a_row} steps in a row; "
-                f"{'; '.join(where[:4]) or 'other ranks see where'}. Lower the learning rates, "
+                f"{'; '.join(where[:4]) or 'seen by other ranks'}. Lower the learning rates, "
                 f"look at the data, or raise max_skipped"
             )
         return where

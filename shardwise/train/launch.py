@@ -4,7 +4,7 @@
 shardwise train ----------> agent (this process) --> rank 0: shardwise train ...
   no RANK in the environment                     --> rank 1: shardwise train ...
 
-torchrun ... -m shardwise.cli train     joins the ranks that are there; nothing is launched
+torchrun ... -m shardwise.cli train     joins the existing ranks; nothing is launched
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODULE = "shardwise.cli"
 
 
 def default_ranks() -> int:
-    """One per GPU, or two on a machine without."""
+    """One rank per GPU, or two on a machine without GPUs."""
     return torch.cuda.device_count() or 2
 
 
@@ -51,7 +51,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
             f"--nproc {count}, but there are {torch.cuda.device_count()} GPUs: use at most one "
             f"rank per GPU, or hide them (CUDA_VISIBLE_DEVICES=) to train on CPU"
         )
-    # One thread per rank unless told otherwise: ranks that each use all cores fight over them.
+    # Share the cores out: ranks that each use all cores slow each other down.
     threads = max(1, (os.cpu_count() or 1) // count)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch:
@@ -68,20 +68,20 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int, scratch:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    # Ranks explain their failures themselves; torch would repeat them as a table and a traceback.
+    # Ranks report their failures themselves; torch would repeat them as a table and a traceback.
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options = ["--nproc-per-node", str(count), "--max-restarts", str(max_restarts)]
-    # What --standalone stands for: a rendezvous of this machine alone, on any free port.
+    # The same as --standalone: a rendezvous of this machine alone, on any free port.
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     options += ["--rdzv-id", uuid.uuid4().hex]
-    # The other signals are ours: torch would end the ranks without letting them save.
+    # We handle the other signals: torch would end the ranks without letting them save.
     options += ["--signals-to-handle", "SIGQUIT"]
     options += ["--log-dir", scratch]  # else torch leaves an empty folder behind in /tmp
-    # A rank that is stopped or stuck is not waited for long once another has failed.
+    # Do not wait long for a stopped or stuck rank once another has failed.
     if "--shutdown-timeout" in run.get_args_parser().format_help():  # not in torch 2.11
         options += ["--shutdown-timeout", "5"]
-    # Our own words stay out of its parser, which takes --nproc for an abbreviation of its own.
+    # Our words stay out of torch's parser, which takes --nproc for an abbreviation of its own.
     config, command, rest = run.config_from_args(run.parse_args([*options, "-m", MODULE]))
     signalled = _signalled_processes()
     try:
@@ -94,8 +94,8 @@ def _run_agent(arguments: Sequence[str], count: int, max_restarts: int, scratch:
 
 
 def _signalled_processes() -> set[int]:
-    """The processes to which this one sends a signal from now on, by number: torch's agent ends
-    ranks that outlive another, and what ends them so is not what has gone wrong."""
+    """The pids to which this process sends a signal from now on: torch's agent ends the ranks that
+    outlive a failed one, and that signal is not the cause of the failure."""
     found: set[int] = set()
 
     def note(event: str, values: tuple[Any, ...]) -> None:
@@ -107,9 +107,9 @@ def _signalled_processes() -> set[int]:
 
 
 def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -> int:
-    """One line for a rank that could not speak for itself; the exit code of the first to fail.
+    """Print one line for a rank that was killed; return the exit code of the first to fail.
 
-    A killed rank comes first: when the others notice, the clock may still show the same second.
+    A killed rank counts as the first: the failures that follow may have the same timestamp.
     """
     own = {rank: failure for rank, failure in failures.items() if failure.pid not in signalled}
     for rank, failure in failures.items():
@@ -136,7 +136,7 @@ def explain(failures: Mapping[int, ProcessFailure], signalled: Container[int]) -
 
 @contextlib.contextmanager
 def asking_to_stop(stop: Path) -> Iterator[None]:
-    """While open, a signal leaves a request that every rank sees after its step."""
+    """While open, a signal creates a file that every rank looks for after its step."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and stop.exists():

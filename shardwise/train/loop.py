@@ -3,8 +3,8 @@
 
     batch -> forward, backward (microbatches) -> clip -> step -> agree -> log, evaluate, save
 
-Ranks agree once a step, on the loss of all, on who saw a request to stop, and on how much each
-expert had to do. All that a rank decides is decided from those: no rank ever goes on alone.
+The ranks agree once a step, on the mean loss, on requests to stop and on the load of each expert.
+Every decision follows from these, so no rank ever goes on alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.checkpoint import CheckpointError, DamagedError, SaveError, Store, load
+from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import GPT, generate
@@ -32,12 +32,11 @@ from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
 from shardwise.train.build import Parts, build, build_scheduler, precision_of
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus_entropy import references_of
+from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
-from shardwise.train.expert_load import ExpertLoad
 from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
 from shardwise.train.guard import Guard, Skips
-from shardwise.train.speed import Speed
+from shardwise.train.metrics import ExpertLoad, Speed
 from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Trainer:
         if resume is not None:
             resume = self._restore(resume, or_older)
         self._saving: int | None = None  # the step whose save is under way
-        self._unsaved: str | None = None  # why the last save failed
+        self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
         written = self.config.to_json()
         world.together(lambda: write_config(folder, written) if world.first else None)
@@ -95,17 +94,17 @@ class Trainer:
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
             self.events("plan", **self._plan())
-            if again:  # path null: begun anew behind the events of a run that was never saved
+            if again:  # path null: the run before it was never saved
                 self.events("resume", step=self.step, path=resume and str(resume))
 
     # ------------------------------------------------------------------------ the whole run
 
     def run(self) -> Outcome:
-        """Until the last step, or until somebody asks to stop; saved either way."""
+        """Train until the last step or a request to stop; save either way."""
         config = self.config
         reason = None
         bits: float | None = None
-        # A run too short to come there is recorded in its last step.
+        # A run that is too short to reach its profile step records the last one.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
         with Guard() as guard:
             while self.step < config.steps and reason is None:
@@ -120,7 +119,7 @@ class Trainer:
                     bits = self.evaluate()
                 if self.step % config.save_every == 0 or done or reason:
                     self.save()
-                self._settle_save(wait=False)
+                self._report_save(wait=False)
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
             self._finish_saving()
@@ -131,20 +130,20 @@ class Trainer:
         return Outcome(step=self.step, finished=reason is None, held_out=bits)
 
     def close(self) -> None:
-        """Give the terminal and the files back, whatever happened."""
+        """Release the terminal and the files."""
         self.events.close()
 
     # ------------------------------------------------------------------------ one step
 
     def _train_step(self, guard: Guard) -> str | None:
-        """One optimizer step; returns why to stop after it, if anybody asked."""
+        """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
         began = time.perf_counter()
         loss, auxiliary = self._forward_backward()
         norm = float(parts.optimizer.clip_grad_norm(config.clip))
         broken = not math.isfinite(norm)
         where: list[str] = []
-        if broken:  # the norm is of all ranks: all of them come here
+        if broken:  # the norm is the same on all ranks, so all of them get here
             where = self.skips.broken(self.step + 1, norm, parts.model)
         else:
             self.skips.good()
@@ -178,8 +177,8 @@ class Trainer:
         return (asked or "another rank was asked to") if stops else None
 
     def _forward_backward(self) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's share; its mean loss, and apart from that what routers add
-        to it: only the first is about bytes."""
+        """Compute the gradients of this rank's share. Return the mean loss of the tokens, and the
+        routers' auxiliary loss, which is no loss per byte."""
         parts, config = self.parts, self.config
         tokens, targets = (part.to(self.world.device) for part in parts.sampler.next_batch())
         count = config.microbatches
@@ -195,11 +194,11 @@ class Trainer:
                 auxiliary += added / count  # type: ignore[operator]
         return total - auxiliary, auxiliary
 
-    # ------------------------------------------------------------------------ now and then
+    # ------------------------------------------------------------------------ evaluation and saving
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Bits per byte of the held-out text; every token is scored once, on one rank."""
+        """The bits per byte of the held-out text; every token is scored once, on one rank."""
         model, corpus = self.parts.model, self.parts.corpus
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss, scored tokens
@@ -217,9 +216,9 @@ class Trainer:
         return bits
 
     def save(self) -> None:
-        """Begin to save; the run goes on once the tensors are copied. A failure is reported, and
-        is an error only if nothing was saved after it."""
-        self._settle_save()
+        """Start a save; training goes on once the tensors are copied. A failed save is a warning,
+        and an error only if no later save succeeds."""
+        self._report_save()
         extra = {
             "step": self.step,
             "data": self.parts.sampler.state_dict(),
@@ -229,12 +228,12 @@ class Trainer:
             self.store.save(self.step, self.parts.model, self.parts.optimizer, extra)
             self._saving = self.step
         except CheckpointError:
-            raise  # this model cannot be saved at all: the same on every rank
+            raise  # this model can't be saved at all: the same on every rank
         except Exception as error:  # a full disk, or no memory for the copy on this rank alone
             self._save_failed(self.step, error)
 
-    def _settle_save(self, *, wait: bool = True) -> None:
-        """Say what is saved once it is on the disk, not before."""
+    def _report_save(self, *, wait: bool = True) -> None:
+        """Report a save once it is on the disk; with ``wait``, wait for it."""
         if self._saving is None or not (wait or self.store.idle):
             return
         step, self._saving = self._saving, None
@@ -249,15 +248,15 @@ class Trainer:
 
     def _save_failed(self, step: int, error: Exception) -> None:
         self._unsaved = f"step {step} was not saved: {error}"
-        if step < self.config.steps:  # else it is raised, and told then
+        if step < self.config.steps:  # the failure of the last save is raised instead
             self.events("warning", step=step, text=self._unsaved)
 
     def _finish_saving(self) -> None:
-        """Wait for the last save. Where it has failed, raise the same on every rank: one that left
+        """Wait for the last save. If it has failed, raise the same on every rank: a rank that left
         alone would end the others with an error of the transport."""
-        self._settle_save()
+        self._report_save()
         unsaved: list[str | None] = comm.agree(self._unsaved, self.world.axis)
-        if unsaved[0] is None:  # rank 0 has published it, whatever another rank saw of that
+        if unsaved[0] is None:  # rank 0 has published it, whatever another rank saw
             return
         if self.world.first:
             self.store.remove_leftovers()
@@ -265,39 +264,30 @@ class Trainer:
         raise SaveError(next((text for text in texts if GIVEN_UP not in text), texts[0]))
 
     def _restore(self, path: Path, or_older: bool) -> Path:
-        """Go on from a checkpoint; with ``or_older``, where it is damaged, from the one before."""
-        mine = [known for known in self.store.checkpoints() if known != path.absolute()]
-        older: list[Path] = comm.agree(mine, self.world.axis)[0] if or_older else []
-        candidates = [path, *reversed(older)]
-        groups = self.parts.optimizer.param_groups
-        # The configuration decides what the groups are set to, whatever was saved with them: it
-        # is the saved one but for what was given on resume.
+        """Load a checkpoint; with ``or_older`` an older one if it is damaged. Return its path."""
+        parts = self.parts
+        # The configuration decides the options of the groups, whatever was saved with them: it is
+        # the saved configuration but for the flags of the resumed run.
+        groups = parts.optimizer.param_groups
         configured = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        for candidate in candidates:
-            try:
-                extra = load(candidate, self.parts.model, self.parts.optimizer)
-            except DamagedError as error:
-                if candidate == candidates[-1]:
-                    raise
-                logger.error("%s is damaged and passed over: %s", candidate, error)
-                continue
-            missing = [key for key in ("step", "data", "skipped") if key not in extra]
-            if missing:
-                raise CheckpointError(
-                    f"{candidate}: its extra holds no {missing}: it was not written by "
-                    f"'shardwise train'. Load it with sw.load, or resume from a run"
-                )
-            self.step = extra["step"]
-            for group, options in zip(groups, configured, strict=True):
-                group.update(options)
-            self.parts.scheduler = build_scheduler(self.config, self.parts.optimizer, self.step)
-            self.parts.sampler.load_state_dict(extra["data"])
-            self.skips.total = extra["skipped"]
-            return candidate
-        raise AssertionError("the last candidate was loaded, or raised")
+        found = self.store.resume(parts.model, parts.optimizer, path=path, or_older=or_older)
+        assert found is not None
+        loaded, extra = found
+        missing = [key for key in ("step", "data", "skipped") if key not in extra]
+        if missing:
+            raise CheckpointError(
+                f"{loaded}: its extra holds no {missing}: it was not written by 'shardwise train'. "
+                f"Load it with sw.load, or resume from a run"
+            )
+        for group, options in zip(groups, configured, strict=True):
+            group.update(options)
+        self.step, self.skips.total = extra["step"], extra["skipped"]
+        parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
+        parts.sampler.load_state_dict(extra["data"])
+        return loaded
 
     def sample(self) -> None:
-        """Text that the model writes; all ranks take part."""
+        """Log a text that the model generates (collective)."""
         corpus = self.parts.corpus
         if corpus.codec is None:
             return
@@ -309,7 +299,7 @@ class Trainer:
         self.events("sample", text=corpus.decode(drawn[0].tolist()))
 
     def _plan(self) -> dict[str, Any]:
-        """What this run and its alternatives hold and send; see ``shardwise plan``."""
+        """The plan of this run and of its alternatives; see ``shardwise plan``."""
         config, world = self.config, self.world
         with torch.device("meta"):
             bare = GPT(config.model)

@@ -13,8 +13,9 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.train.config import TrainConfig
 
 Recipe = Callable[[], TrainConfig]
@@ -26,7 +27,7 @@ def default() -> TrainConfig:
 
 
 def smoke() -> TrainConfig:
-    """Seconds, to see that everything works."""
+    """A run of seconds, to see that everything works."""
     return TrainConfig(
         model=GPTConfig(dim=32, num_layers=2, num_heads=2, context=32),
         steps=20,
@@ -53,6 +54,25 @@ def moe_tiny() -> TrainConfig:
     return TrainConfig(model=model, steps=200)
 
 
+def _large(model: GPTConfig, **values: Any) -> TrainConfig:
+    """A run over days, on more text, with the rates of large models."""
+    usual: dict[str, Any] = {
+        "data": "stdlib+torch",
+        "tokenizer": "bpe:8192",
+        "batch": 512,
+        "steps": 10_000,
+        "warmup": 200,
+        "lr": 3e-4,
+        "matrix_lr": 0.02,
+        "weight_decay": 0.01,
+        "precision": "bf16",
+        "eval_every": 500,
+        "eval_windows": 512,
+        "save_every": 500,
+    }
+    return TrainConfig(model=model, **(usual | values))
+
+
 def moe_1b() -> TrainConfig:
     """1B parameters, 0.2B of them for each token: 64 experts, 6 and a shared one for each token."""
     model = GPTConfig(
@@ -73,69 +93,22 @@ def moe_1b() -> TrainConfig:
         expert_score="sigmoid",
         recompute="block",
     )
-    return TrainConfig(
-        model=model,
-        data="stdlib+torch",
-        tokenizer="bpe:8192",
-        batch=256,
-        microbatches=8,
-        steps=10_000,
-        warmup=200,
-        lr=3e-4,
-        matrix_lr=0.02,
-        weight_decay=0.01,
-        precision="bf16",
-        eval_every=500,
-        eval_windows=512,
-        save_every=500,
-    )
+    return _large(model, batch=256, microbatches=8)
 
 
 def gpt_124m() -> TrainConfig:
     """The size of GPT-2 small: half a million tokens a step."""
     model = GPTConfig(dim=768, num_layers=12, num_heads=12, context=1024, tied=True)
-    return TrainConfig(
-        model=model,
-        data="stdlib+torch",
-        tokenizer="bpe:8192",
-        batch=512,
-        microbatches=1,
-        steps=5000,
-        warmup=100,
-        lr=6e-4,
-        matrix_lr=0.02,
-        weight_decay=0.01,
-        eval_every=250,
-        eval_windows=1024,
-        save_every=500,
-    )
+    often = {"eval_every": 250, "eval_windows": 1024}
+    return _large(model, steps=5000, warmup=100, lr=6e-4, precision="auto", **often)
 
 
 def gpt_1b() -> TrainConfig:
     """16 x 2048, bf16 on GPUs, blocks recomputed in backward."""
     model = GPTConfig(
-        dim=2048,
-        num_layers=16,
-        num_heads=16,
-        hidden_dim=5632,
-        context=2048,
-        recompute="block",
+        dim=2048, num_layers=16, num_heads=16, hidden_dim=5632, context=2048, recompute="block"
     )
-    return TrainConfig(
-        model=model,
-        data="stdlib+torch",
-        tokenizer="bpe:8192",
-        batch=512,
-        steps=10_000,
-        warmup=200,
-        lr=3e-4,
-        matrix_lr=0.02,
-        weight_decay=0.01,
-        precision="bf16",
-        eval_every=500,
-        eval_windows=512,
-        save_every=500,
-    )
+    return _large(model)
 
 
 def gpt_1b_nodes() -> TrainConfig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which windows of the tokens a rank sees, in an order that no number of ranks can change.
+"""Samplers: the windows of tokens that a rank sees, in one order for any number of ranks.
 
 The tokens are cut into windows of ``context``, one after another. An epoch is a permutation of
 them, computed index by index, so that a file of any size needs no memory for it. Samples are
@@ -10,8 +10,8 @@ counted across all ranks; a step takes the next ``global_batch`` of them and cut
     2 ranks   |--rank 0-|--rank 1-|                         step of 8
     4 ranks   |- 0-|- 1-|- 2-|- 3-|                         the same 8 windows
 
-A run that goes on with another number of ranks, or another batch, takes the samples where the old
-one stopped: none twice, none left out.
+A run that is resumed with another number of ranks, or another batch, goes on at the same sample:
+none is drawn twice, none is left out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.train.corpus_errors import DataError, DataPositionError, ShortDataError
-from shardwise.train.tokens import Tokens, check_range
+from shardwise.train.tokens import DataError, DataPositionError, ShortDataError, Tokens, check_range
 
 IGNORED = -100  # a target that is not scored, as in models.gpt
 _STATE_VERSION = 1
@@ -35,11 +34,11 @@ class Sampler:
     """This rank's share of an endless, shuffled stream of windows.
 
     Args:
-        tokens: what to train on, 1-D.
+        tokens: the training tokens, 1-D.
         context: tokens in a window; the target of each is the next one.
         global_batch: windows of one step, over all ranks.
-        vocab_size: what every token must be below; checked as tokens are drawn.
-        fingerprint: of the data (``Corpus.sha256``), saved with the position.
+        vocab_size: the bound of every token; checked as tokens are drawn.
+        fingerprint: digest of the data (``Corpus.sha256``), saved with the position.
     """
 
     def __init__(
@@ -87,22 +86,22 @@ class Sampler:
 
     @property
     def epoch(self) -> int:
-        """Of the next sample."""
+        """The epoch of the next sample."""
         return self.position // self.num_windows
 
     @property
     def batch_size(self) -> int:
-        """Windows of one step on this rank."""
+        """The number of windows of one step on this rank."""
         return self.global_batch // self.world_size
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """The next step's tokens and targets, both [batch_size, context], and move on."""
+        """The next step's tokens and targets, both [batch_size, context]; advances the position."""
         batch = self.batch(self.position)
         self.position += self.global_batch
         return batch
 
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of the step that begins at sample ``position``; nothing moves."""
+        """This rank's share of the step that begins at sample ``position``."""
         windows = self.windows(position)
         at = windows[:, None] * self.context + np.arange(self.context + 1)  # [batch, context + 1]
         rows = self.tokens[at]
@@ -137,7 +136,7 @@ class Sampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken. The order (its seed) comes with it."""
+        """Continue at the position of ``state``, in its order (its seed)."""
         problems = []
         if state.get("version") != _STATE_VERSION:
             problems.append(f"version {state.get('version')!r}, this one reads {_STATE_VERSION}")
@@ -159,9 +158,9 @@ class Sampler:
 class HeldOut:
     """The held-out tokens in order, each scored once, spread over the ranks.
 
-    Every rank iterates over the same number of batches, so that a forward that communicates finds
-    all ranks there; where windows run out, rows have no scored target. Weigh each batch's mean loss
-    by its number of scored targets.
+    Every rank iterates over the same number of batches, because a forward pass communicates; rows
+    without a window have no scored target. Weigh each batch's mean loss by its number of scored
+    targets.
 
     Args:
         batch_size: windows of one batch on one rank.
@@ -195,7 +194,7 @@ class HeldOut:
         self.windows = np.arange(most, dtype=np.int64) * count // most
 
     def __len__(self) -> int:
-        """Batches of each rank."""
+        """The number of batches of each rank."""
         return -(-len(self.windows) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -206,7 +205,7 @@ class HeldOut:
 
     @property
     def scored(self) -> Tokens:
-        """The tokens that are guessed, on all ranks together."""
+        """The target tokens of all ranks together."""
         begins = self.windows * self.context + 1
         return np.concatenate([self.tokens[at : at + self.context] for at in begins.tolist()])
 
@@ -229,7 +228,7 @@ class HeldOut:
 
 
 def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where each index goes in a permutation of ``range(size)`` that seed and epoch choose.
+    """The images of indices under a permutation of ``range(size)`` chosen by seed and epoch.
 
     A Feistel network: a number of 2n bits is cut in halves, and in each round one half is changed
     by a hash of the other, which the other can undo, so no two numbers meet. It permutes a power of
@@ -237,7 +236,7 @@ def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArr
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = [_mix(np.uint64(seed), np.uint64(epoch), np.uint64(turn)) for turn in range(6)]
+    keys = [_mix(np.uint64(seed), np.uint64(epoch), np.uint64(n)) for n in range(6)]
     result = index.astype(np.uint64)
     outside = np.ones(len(result), bool)
     while outside.any():

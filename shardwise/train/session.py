@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session: one rank's way from what the user asked for to an exit code.
+"""Session: one rank's way from a request to an exit code.
 
-settle    recipe + flags, or the saved configuration + flags; which folder, which checkpoint
+resolve   recipe + flags, or the saved configuration + flags; which folder, which checkpoint
 join      the other ranks
-claim     the folder, for this run alone (the first rank)
+claim     lock the folder for this run alone (the first rank)
 train     the loop
-explain   what went wrong, in one line; the traceback lies in the run's folder
+explain   an error in one line; the traceback goes to a file in the run's folder
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 from shardwise import comm
 from shardwise.checkpoint import SaveError
 from shardwise.checkpoint.store import background
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import Sink
+from shardwise.train.flags import changed
 from shardwise.train.folder import (
     LATEST,
     Claim,
@@ -60,7 +61,7 @@ MakeSinks = Callable[[Path, TrainConfig], Sequence[Sink]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for."""
+    """The user's request."""
 
     recipe: str = "default"
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -69,21 +70,21 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
-    """What that means on this machine."""
+class Resolved:
+    """What a request means on this machine."""
 
     config: TrainConfig
     folder: Path
     checkpoint: Path | None
-    or_older: bool = False  # whether an older one will do if it is damaged
-    free_name: bool = False  # the folder is the next free one, which nobody else may have taken
+    or_older: bool = False  # whether to load an older checkpoint if this one is damaged
+    free_name: bool = False  # whether the folder is the next free name, and must be new
 
 
-def settle(request: Request) -> Settled:
-    """Read the recipe or the checkpoint; raise what is wrong before anything is started."""
+def resolve(request: Request) -> Resolved:
+    """Read the recipe or the checkpoint; raise all errors before any rank is started."""
     again = num_restarts() > 0
     resume = request.resume
-    if resume is None and again:  # go on by itself, from what this launch has begun
+    if resume is None and again:  # restarted ranks resume what this launch has begun
         folder = newest_folder(request.recipe, request.out, launch=launch_name())
         if folder is not None and is_run(folder) and not ended_unsaved(folder):
             request, resume = dataclasses.replace(request, out=str(folder)), LATEST
@@ -96,22 +97,24 @@ def settle(request: Request) -> Settled:
     saved = begun_config(folder) if checkpoint is None else saved_config(checkpoint)
     if saved is None:
         return _anew(request, folder)
-    if request.recipe != Request.recipe:  # that one stands there when nobody named any
+    if request.recipe != Request.recipe:  # a recipe was named
         _check_model(request.recipe, saved.model, checkpoint or folder)
-    config = dataclasses.replace(saved, **request.changes)
+    config = changed(saved, request.changes)
     if checkpoint is not None:
         config.check_resume(saved)
-    newest = resume == LATEST
-    return Settled(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
+    # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
+    newest = checkpoint is not None and checkpoint.resolve() != Path(resume).resolve()
+    return Resolved(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
 
 
-def _anew(request: Request, folder: Path) -> Settled:
-    config = dataclasses.replace(load_recipe(request.recipe), **request.changes)
-    return Settled(config=config, folder=folder, checkpoint=None)
+def _anew(request: Request, folder: Path) -> Resolved:
+    config = changed(load_recipe(request.recipe), request.changes)
+    return Resolved(config=config, folder=folder, checkpoint=None)
 
 
 def _check_model(recipe: str, saved: GPTConfig, checkpoint: Path) -> None:
-    """That a recipe which was named is of the model that goes on; its other values give way."""
+    """Raise if the named recipe has another model than the resumed run; its other values are
+    ignored."""
     wanted = load_recipe(recipe).model
     different = [
         f"{name} {getattr(saved, name)} there, {getattr(wanted, name)} here"
@@ -121,45 +124,45 @@ def _check_model(recipe: str, saved: GPTConfig, checkpoint: Path) -> None:
     if different:
         raise ValueError(
             f"{checkpoint} holds another model than recipe {recipe!r} ({', '.join(different)}): "
-            f"leave the recipe out to go on with that one, or begin anew without --resume"
+            f"leave the recipe out to resume that model, or begin anew without --resume"
         )
 
 
-def claim(request: Request) -> tuple[Settled, Claim]:
-    """Make and lock the folder (the first rank), then settle once more, now that nobody else
-    writes there."""
+def claim(request: Request) -> tuple[Resolved, Claim]:
+    """Make and lock the folder (the first rank), then resolve again: no other process
+    writes there any more."""
     while True:
-        settled = settle(request)
+        resolved = resolve(request)
         try:
-            claimed = Claim(settled.folder, new=settled.free_name)
+            claimed = Claim(resolved.folder, new=resolved.free_name)
             break
         except FileExistsError:
-            continue  # another run has taken the name meanwhile
+            continue  # another run has taken the name
     try:
-        settled = settle(dataclasses.replace(request, out=str(settled.folder)))
-        if settled.checkpoint is None:
-            write_config(settled.folder, settled.config.to_json())
+        resolved = resolve(dataclasses.replace(request, out=str(resolved.folder)))
+        if resolved.checkpoint is None:
+            write_config(resolved.folder, resolved.config.to_json())
     except BaseException:
         claimed.undo()
         raise
-    return settled, claimed
+    return resolved, claimed
 
 
-def check(settled: Settled, world_size: int) -> None:
-    """What can be said against it before any rank is started."""
-    settled.config.expert_mesh_shape(world_size)
-    settled.config.share(world_size)
+def check(resolved: Resolved, world_size: int) -> None:
+    """Raise what can be known before any rank is started."""
+    resolved.config.expert_mesh_shape(world_size)
+    resolved.config.share(world_size)
 
 
 def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -> int:
     """Train as one of the ranks; returns the exit code."""
     end_with_launcher()
-    background.setLevel(logging.CRITICAL)  # the trainer tells of failed saves, once
+    background.setLevel(logging.CRITICAL)  # the trainer reports failed saves, once
     world = join(_timeout(request))
-    # Rank 0 decides: files may have come or gone while the others looked.
+    # Rank 0 decides: files may appear or vanish while the other ranks look.
     mine = world.together(lambda: claim(request) if world.first else None)
-    settled: Settled = comm.agree(mine and mine[0], world.axis)[0]
-    config, folder = settled.config, settled.folder
+    resolved: Resolved = comm.agree(mine and mine[0], world.axis)[0]
+    config, folder = resolved.config, resolved.folder
 
     def make() -> Sequence[Sink]:
         return [Console(config.steps), *make_sinks(folder, config)] if world.first else ()
@@ -170,8 +173,8 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             config,
             world,
             folder,
-            resume=settled.checkpoint,
-            or_older=settled.or_older,
+            resume=resolved.checkpoint,
+            or_older=resolved.or_older,
             sinks=sinks,
         )
     except BaseException:
@@ -191,17 +194,17 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
 
 
 def _timeout(request: Request) -> float:
-    """How long to wait for the other ranks; what is wrong with a request is said by rank 0, once
-    all are there."""
+    """How long to wait for the other ranks. Rank 0 reports an invalid request once all have
+    joined."""
     try:
-        return settle(request).config.timeout
+        return resolve(request).config.timeout
     except (ValueError, OSError):
         return TrainConfig.timeout
 
 
 def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
-    """The last words, and the pictures. The run has ended well, whether they can be written or
-    not."""
+    """Print the result and write the report. A run whose report can't be written has still
+    succeeded."""
     lines = []
     if outcome.held_out is not None:
         lines.append(f"held out {outcome.held_out:.3f} {trainer.parts.corpus.unit}")
@@ -216,9 +219,9 @@ def _conclude(outcome: Outcome, trainer: Trainer, folder: Path) -> None:
 
 
 def _explain(error: BaseException, trainer: Trainer, world: World) -> int:
-    """One line for people, the traceback for engineers."""
+    """Print one line, write the traceback to a file; return the exit code."""
     interrupted = isinstance(error, KeyboardInterrupt)
-    unsaved = isinstance(error, SaveError)  # the same on every rank: told once
+    unsaved = isinstance(error, SaveError)  # the same on every rank: reported once
     step = trainer.step if unsaved else trainer.step + 1
     text = " ".join(str(error).split()) or type(error).__name__
     if not interrupted:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files: integers on disk that are mapped into memory, however many there are.
+"""Token files: integers on disk that are mapped into memory, however many; errors of data.
 
     0       8         12       16                    4064     4096
     | magic | version | length | JSON header, spaces | sha256 | little-endian uint16 or uint32 ... |
@@ -9,10 +9,10 @@ byte; null where unknown), tokenizer ("bytes" or null) and the sha256 of the tok
 behind it is that of the 4064 bytes before; files of version 1 have spaces there. A file is written
 beside its name and renamed when complete, so a reader never meets half of one.
 
-What is checked: every byte of the header and the size always; the checksum and every token when a
-file of up to :data:`CHECKED_BYTES` is opened, because a run that first reads 100 GB never starts.
-Larger files have their first and last tokens checked then, every token as it is drawn
-(:mod:`shardwise.train.sampler`), and all of them by :func:`verify_tokens`.
+Opening a file checks every byte of the header, the size and, up to :data:`CHECKED_BYTES`, the
+checksum and every token: a run that first reads 100 GB never starts. Of a larger file the first and
+last tokens are checked, every token as it is drawn (:mod:`shardwise.train.sampler`), and all tokens
+by :func:`verify_tokens`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.train.corpus_errors import DataNotFoundError, TokenFileError
-
 logger = logging.getLogger(__name__)
 
 Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
@@ -45,9 +43,43 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dty
 _CHUNK = 1 << 22  # tokens read at a time while checking
 
 
+# ------------------------------------------------------------------------------ errors
+
+
+class DataError(ValueError):
+    """Data that can't be trained on. Every message names the value, the reason and the fix."""
+
+
+class DataNotFoundError(DataError):
+    """There are no data of the given name."""
+
+
+class EmptyDataError(DataError):
+    """There are data of that name, but no text in them."""
+
+
+class ShortDataError(DataError):
+    """There is text, but less than one window of it."""
+
+
+class TokenFileError(DataError):
+    """A token file that can't be read as one."""
+
+
+class MissingExtraError(DataError, ImportError):
+    """A package that only this kind of data needs is not installed."""
+
+
+class DataPositionError(DataError):
+    """A saved position in other data."""
+
+
+# ------------------------------------------------------------------------------ files
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenHeader:
-    """What a token file says of itself."""
+    """The header of a token file."""
 
     dtype: str
     vocab_size: int
@@ -58,7 +90,7 @@ class TokenHeader:
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """The smaller of the two that holds every token."""
+    """The smaller of the two dtypes that holds every token."""
     return _DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
@@ -110,7 +142,7 @@ def write_tokens(
 
 
 def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
-    """Map a token file into memory, after the checks that the module names."""
+    """Map a token file into memory, after the checks that the module's docstring names."""
     path = Path(path)
     header = read_header(path)
     tokens = _map(path, _DTYPES[header.dtype], HEADER_BYTES)
@@ -123,7 +155,7 @@ def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
 
 
 def verify_tokens(path: str | Path) -> TokenHeader:
-    """Read all of a file, whatever its size; raise where it isn't what its header says."""
+    """Read all of a file, whatever its size; raise if its contents are not as in the header."""
     path = Path(path)
     header = read_header(path)
     _verify(path, _map(path, _DTYPES[header.dtype], HEADER_BYTES), header)
@@ -131,7 +163,7 @@ def verify_tokens(path: str | Path) -> TokenHeader:
 
 
 def open_raw_tokens(path: str | Path, bits: int, vocab_size: int) -> Tokens:
-    """Map a file that is nothing but tokens; it says nothing of itself, so the caller must."""
+    """Map a file of bare tokens; the caller knows their width and vocabulary."""
     path = Path(path)
     _require_file(path)
     dtype = _DTYPES[f"uint{bits}"]
@@ -176,7 +208,7 @@ def read_header(path: Path) -> TokenHeader:
     try:
         header = TokenHeader(**json.loads(head[16 : 16 + length]))
         _check_values(header)
-        # Whatever the header says, in other bytes than these: its digest, its spaces, its version.
+        # Catches changed bytes that the header does not describe: digest, spaces, version.
         if _encode_header(header, version) != head:
             raise ValueError("some of its bits have changed")
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""World: the ranks of a run, as one of them sees it."""
+"""World: the ranks of a run as one rank sees them, how it joins them and how it leaves."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise import comm
+from shardwise.agreement import all_ranks, together
 
 logger = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 
-STOP_FILE = "SHARDWISE_STOP"  # names a file: ranks that find it save and end
-LAUNCHER = "SHARDWISE_LAUNCHER"  # the process that has started this rank, by number
+STOP_FILE = "SHARDWISE_STOP"  # the path of a file: ranks that find it save and end
+LAUNCHER = "SHARDWISE_LAUNCHER"  # the pid of the launcher of this rank
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Made by :func:`join`; the same values on every rank but for ``rank`` and ``device``."""
+    """The result of :func:`join`; only ``rank``, ``local_rank`` and ``device`` differ by rank."""
 
     rank: int
     size: int
@@ -42,33 +43,26 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that talks to people."""
+        """Whether this is rank 0, which prints and logs for all."""
         return self.rank == 0
 
     @property
     def axis(self) -> comm.Axis:
-        return comm.as_axis(dist.group.WORLD, "world")  # type: ignore[arg-type]
+        return all_ranks()
 
     def together(self, make: Callable[[], Made]) -> Made:
-        """What ``make`` gives; what it finds wrong on any rank is raised on all of them.
+        """The value of ``make``; an error on any rank is raised on all ranks, as ``ValueError``."""
 
-        A rank that left alone would make the others wait for it until the timeout.
-        """
-        problem: str | None = None
-        try:
-            made = make()
-        except Exception as error:
-            problem = str(error) or type(error).__name__
-            if not isinstance(error, ValueError | OSError | NotImplementedError | ImportError):
-                logger.exception("rank %d", self.rank)  # not a user's mistake
-                problem = f"{type(error).__name__}: {error}"
-        found = comm.agree(problem, self.axis)
-        problems = {text: rank for rank, text in reversed(list(enumerate(found))) if text}
-        if not problems:
-            return made
-        if len(problems) == 1 and all(found):
-            raise ValueError(next(iter(problems)))  # the same everywhere: no need to say where
-        raise ValueError("; ".join(f"rank {rank}: {text}" for text, rank in problems.items()))
+        def work() -> Made:
+            try:
+                return make()
+            except (ValueError, OSError, NotImplementedError, ImportError):
+                raise
+            except Exception as error:  # no mistake of the user
+                logger.exception("rank %d", self.rank)
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+        return together(work, self.axis)[0]
 
 
 def is_rank() -> bool:
@@ -82,14 +76,8 @@ def num_restarts() -> int:
 
 
 def launch_name() -> str | None:
-    """What all ranks of this launch, started again or not, have in common; None for a rank that
-    no agent has started."""
+    """The name of this launch, kept over restarts of its ranks; None without torch's agent."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def speaks() -> bool:
-    """Whether this process may talk to the terminal for all ranks."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def join(timeout: float) -> World:
@@ -122,12 +110,12 @@ def join(timeout: float) -> World:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel ask this rank to stop (SIGTERM: save and end) when its launcher dies, however
-    that happened; nobody would tell this rank otherwise. Linux only."""
+    """Have the kernel send SIGTERM (save and end) to this rank when its launcher dies, however that
+    happens. Linux only."""
     if launch_name() is None or sys.platform != "linux":
-        return  # started by hand, perhaps by a shell that may end
+        return  # started by hand, perhaps from a shell that may end
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_orphaned():  # it died before that call
+    if is_orphaned():  # the launcher died before that call
         raise RuntimeError("the launcher of this rank has died")
 
 
@@ -142,10 +130,10 @@ def leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a closed pipe, a full disk: nothing that was to be said can be
+        except OSError:  # a closed pipe, a full disk: the rest of the output is lost
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
-    if is_orphaned():  # the launcher would have removed this
+    if is_orphaned():  # the launcher can't remove its folder any more
         shutil.rmtree(Path(os.environ[STOP_FILE]).parent, ignore_errors=True)
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()

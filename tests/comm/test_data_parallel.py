@@ -20,7 +20,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import comm
-from shardwise.optim import matrices
+from shardwise.optim import muon_step
 from shardwise.shard.unit import Unit
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import run_ranks
@@ -208,7 +208,7 @@ def groups_of(model: Model) -> list[Any]:
 def check_step_overlap(rank: int, world_size: int, stage: int, units: bool) -> list[str]:
     """The order of one step: gathers of buckets or units, and matrices being orthogonalised."""
     events: list[str] = []
-    original = matrices.newton_schulz
+    original = muon_step.newton_schulz
 
     def noting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         events.extend(f"{call.operation} {call.nbytes}" for call in calls)
@@ -232,14 +232,14 @@ def check_step_overlap(rank: int, world_size: int, stage: int, units: bool) -> l
                 expected = len(gathers) if overlap is True else 1
             assert [call.operation for call in calls] == ["all_gather"] * expected
             loss.backward()
-            matrices.newton_schulz = noting  # type: ignore[assignment]
+            muon_step.newton_schulz = noting  # type: ignore[assignment]
             events.clear()
             try:
                 with comm.record() as calls:
                     optimizer.step()
                     events += [f"{call.operation} {call.nbytes}" for call in calls]
             finally:
-                matrices.newton_schulz = original
+                muon_step.newton_schulz = original
             optimizer.zero_grad()
             if step == 2:
                 with torch.no_grad():

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise import comm
 from tests.models import mesh_of
 from tests.ranks import run_ranks
+from tests.reference import exchange as reference
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
@@ -20,32 +21,20 @@ PATIENCE = 240.0  # seconds, on a machine that others use too
 SIDE = 16
 
 
-class Stack(nn.Module):
-    """Square matrices and nothing else, so that every rank holds as many rows of each."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(depth))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 def build(
     placements: sw.Placements, sizes: tuple[int, ...], depth: int, **options: Any
-) -> tuple[Stack, Any]:
-    model = Stack(depth)
+) -> tuple[nn.Module, Any]:
+    """Square matrices and nothing else, so that every rank stores as many rows of each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(depth)))
     grain = options.pop("grain", None)
-    for layer in model.layers:
+    for layer in model:
         sw.fully_shard(layer, mesh=mesh_of(*sizes), placements=placements, grain=grain)
     sw.fully_shard(model, mesh=mesh_of(*sizes), placements=placements)
     return model, sw.optimizer(model, matrix=sw.muon(**options), elementwise=sw.adamw())
 
 
-def step(model: Stack, optimizer: Any) -> list[comm.Call]:
+def step(model: nn.Module, optimizer: Any) -> list[comm.Call]:
     model(torch.randn(4, SIDE)).square().sum().backward()
     with comm.record() as calls:
         optimizer.step()
@@ -60,8 +49,8 @@ def count_sharded(rank: int, world_size: int, stage: int, wire: str) -> tuple[in
     calls = step(model, optimizer)
     assert [call.operation for call in calls] == ["all_to_all"] * 2, "there and back, once"
     total = depth * SIDE * SIDE
-    (fleet,) = optimizer._fleets
-    there, back = fleet.exchange.plan.sent(0, rank)
+    (group,) = optimizer._matrix_groups
+    there, back = reference.sent(group.exchange.ownership, 0, rank)
     messages = 2 * (world_size - 1)  # one exponent before each piece, of two matrices a peer
     width, extra = (4, 0) if wire == "fp32" else (2, messages)
     assert [call.nbytes for call in calls] == [(there + extra) * width, (back + extra) * width]
@@ -84,8 +73,8 @@ def test_a_sharded_step_sends_the_formula(world_size: int, stage: int, wire: str
 def count_uneven(rank: int, world_size: int) -> tuple[int, int, int]:
     model, optimizer = build(sw.zero(3), (world_size,), 5)
     calls = step(model, optimizer)
-    (fleet,) = optimizer._fleets
-    there, back = fleet.exchange.plan.sent(0, rank)
+    (group,) = optimizer._matrix_groups
+    there, back = reference.sent(group.exchange.ownership, 0, rank)
     assert [call.nbytes for call in calls] == [4 * there, 4 * back]
     return there, back, sum(p.to_local().numel() for p in model.parameters())
 

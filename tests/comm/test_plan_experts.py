@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import comm
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.report.plan import Plan, plan
 from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
-from shardwise.train.expert_load import ExpertLoad
+from shardwise.train.metrics import ExpertLoad
 from tests.memory.helpers import Books
 from tests.models import mesh_of
 from tests.ranks import run_ranks

@@ -170,21 +170,71 @@ def test_a_parameter_first_used_on_the_last_microbatch(strategy: str, mixed: boo
     run_ranks(first_used_last, ranks_for(strategy), strategy, mixed)
 
 
-def stepped_too_early(rank: int, world_size: int, strategy: str) -> str:
+def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    return sw.optimizer(net, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=0.01))
+
+
+def stepped_too_early(rank: int, world_size: int, strategy: str, kind: str, first: bool) -> str:
     net = wrap(Net(), world_size, strategy)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
-    word_loss(net, rank).backward()
-    optimizer.step()
+    optimizer = optimizer_of(net, kind)
+    if not first:  # with grads of before: those of the last microbatch are still unreduced
+        word_loss(net, rank).backward()
+        optimizer.step()
+    if first:
+        optimizer.zero_grad()
     net.set_requires_gradient_sync(False)
     word_loss(net, rank).backward()
-    optimizer.step()  # the grads of before: those of the last microbatch are still unreduced
-    return raised(lambda: word_loss(net, rank), RuntimeError)
+    message = raised(optimizer.step, RuntimeError)
+    net.set_requires_gradient_sync(True)
+    word_loss(net, rank).backward()  # the last one after all
+    optimizer.step()
+    return message
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_stepping_while_gradients_wait_unreduced_is_reported(strategy: str) -> None:
-    for message in run_ranks(stepped_too_early, 2, strategy):
-        assert "last microbatch" in message
+def test_stepping_while_gradients_wait_unreduced_is_refused(
+    strategy: str, kind: str, first: bool
+) -> None:
+    for message in run_ranks(stepped_too_early, 2, strategy, kind, first):
+        assert "before the last microbatch" in message and "'embedding.weight'" in message
+
+
+def dropped_microbatches(rank: int, world_size: int, strategy: str, how: str, by: str) -> None:
+    """A batch is given up between its microbatches: nothing of it comes back."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    optimizer = optimizer_of(net, "muon" if by == "optimizer" else "sgd")
+    other = optimizer_of(plain, "muon" if by == "optimizer" else "sgd")
+    for step in range(2):
+        for microbatch in range(2):
+            announce(net, how, False)
+            word_loss(net, rank, 10 * step + microbatch).backward()
+        (optimizer if by == "optimizer" else net).zero_grad(set_to_none=step == 0)
+        announce(net, how, True)
+        word_loss(net, rank, 100 + step).backward()
+        average_gradients(plain, lambda m, r, s=step: word_loss(m, r, 100 + s), world_size)
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        assert_parameters_equal(net, plain, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("zero0", "last backward"),
+        ("zero1", "no sync"),
+        ("zero3", "no sync"),
+        ("hfsdp", "all reduce"),
+    ],
+)
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_zero_grad_drops_microbatches_that_wait(strategy: str, how: str, by: str) -> None:
+    run_ranks(dropped_microbatches, ranks_for(strategy), strategy, how, by)
 
 
 def divide(rank: int, world_size: int, strategy: str, microbatches: int, how: str) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import tempfile
 from typing import Any
 
@@ -11,15 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from tests.contract.helpers import raised
 from tests.models import mesh_of
-from tests.moe_models import EXPERTS, HIDDEN, WIDTH, Net, Way, batch
+from tests.moe_models import EXPERTS, HIDDEN, WIDTH, Net, Way, batch, whole
 from tests.ranks import run_ranks
 
 
@@ -191,6 +195,50 @@ def test_a_plain_distributed_checkpoint_of_spread_experts_is_refused(how: str) -
     with tempfile.TemporaryDirectory() as folder:
         for message in run_ranks(plain_checkpoint, 2, folder, how):
             assert "other ranks hold other experts" in message
+
+
+def unwrapped_checkpoint(rank: int, world_size: int, folder: str, layout: str, torchs: bool) -> Any:
+    """Experts that nobody wrapped, or torch's own FSDP2: plain tensors, or its DTensors."""
+    mesh = grid(1, 2)
+    net = spread_net(mesh, weights=layout)
+    if torchs:
+        torch_fully_shard(net.moe.experts, mesh=mesh["dp"])
+    before = {name: whole(value) for name, value in net.named_parameters()}
+    messages = []
+    states = {"state_dict": net.state_dict(), "copied": copy.deepcopy(net.state_dict())}
+    states["options"] = get_model_state_dict(net, options=StateDictOptions(cpu_offload=True))
+    for how, state in states.items():
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.save({"model": state}, checkpoint_id=f"{folder}/{how}")
+        messages.append(str(caught.value))
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.async_save({"model": net.state_dict()}, checkpoint_id=f"{folder}/async").result()
+    messages.append(str(caught.value))
+    experts = {name: value for name, value in net.state_dict().items() if ".fc2." in name}
+    dcp.save({name: torch.zeros(v.shape) for name, v in experts.items()}, checkpoint_id=folder)
+    with pytest.raises(dcp.api.CheckpointException, match=r"sw\.load"):
+        dcp.load(experts, checkpoint_id=folder)
+    # All else takes them for the tensors that they are.
+    kept = io.BytesIO()
+    torch.save(net.moe.experts.fc2.state_dict(), kept)
+    kept.seek(0)
+    loaded = torch.load(kept, weights_only=not torchs)
+    assert {type(value) for value in loaded.values()} <= {Tensor, DTensor}
+    net.load_state_dict(net.state_dict(), assign=True)
+    for name, value in net.named_parameters():
+        assert type(value) in (nn.Parameter, DTensor), name
+        torch.testing.assert_close(whole(value), before[name], rtol=0, atol=0)
+    return messages
+
+
+@pytest.mark.parametrize(("layout", "torchs"), [("grouped", False), ("indexed", True)])
+def test_a_plain_distributed_checkpoint_of_unwrapped_experts_is_refused(
+    layout: str, torchs: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for messages in run_ranks(unwrapped_checkpoint, 2, folder, layout, torchs):
+            for message in messages:
+                assert "other ranks hold other experts" in message and "sw.save" in message
 
 
 # ------------------------------------------------------------------------------------- router

@@ -7,8 +7,10 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
-from tests.contract.helpers import STRATEGIES, Net, full, ranks_for, word_loss, words, wrap
+from shardwise import lockstep
+from tests.contract.helpers import STRATEGIES, Net, full, raised, ranks_for, word_loss, words, wrap
 from tests.ranks import run_ranks
 
 
@@ -86,3 +88,42 @@ def test_values_that_differ_only_in_their_order_are_noticed() -> None:
     for values in run_ranks(permuted, 2):
         for name in ("head.weight", "head.bias"):
             assert torch.equal(values[name], truth[name].detach()), name
+
+
+def random_writes(rank: int, world_size: int, strategy: str) -> list[list[float]]:
+    net = wrap(Net(), world_size, strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    word_loss(net, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.manual_seed(50 + rank)
+    nn.init.normal_(net.head.weight)
+    with torch.no_grad():
+        net.blocks[0].up.weight.add_(torch.randn_like(net.blocks[0].up.weight))
+    torch.manual_seed(7)  # the same on all ranks: as one process draws
+    nn.init.uniform_(net.head.bias)
+    torch.manual_seed(7)
+    assert torch.equal(net.head.bias.full_tensor(), torch.empty(len(net.head.bias)).uniform_())
+    word_loss(net, rank, 1).backward()
+    optimizer.step()
+    return [parameter.full_tensor().flatten().tolist() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_random_writes_leave_replicas_the_same_whatever_their_seeds(strategy: str) -> None:
+    first, *others = run_ranks(random_writes, ranks_for(strategy), strategy)
+    assert len(first) > 10 and others and all(other == first for other in others)
+
+
+def random_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
+    lockstep.patience = 0.4
+    net = wrap(Net(), world_size, strategy)
+    word_loss(net, rank).backward()
+    if rank == 0:
+        return raised(lambda: nn.init.normal_(net.head.weight), RuntimeError)
+    return raised(lambda: word_loss(net, rank).backward(), RuntimeError)
+
+
+def test_a_random_write_on_one_rank_alone_is_named() -> None:
+    for message in run_ranks(random_on_one_rank, 2, "zero0", timeout=30, fresh=True):
+        assert "out of step" in message and "random" in message, message

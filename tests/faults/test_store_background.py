@@ -20,20 +20,16 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import SaveError, Store, files, owner, verify
+from shardwise.checkpoint import SaveError, Store, attempt, files, verify
 from shardwise.checkpoint import store as store_module
-from tests.models import mesh_of
+from tests.models import filled, mesh_of
 from tests.ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def net(value: float = 0.0) -> nn.Module:
-    made = nn.Sequential(nn.Linear(7, 900), nn.Linear(900, 5))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(value)
-    return made
+    return filled(value, width=900)
 
 
 def names(root: Path) -> list[str]:
@@ -85,19 +81,19 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training goes on while the writer waits; what is written is what was."""
-    release, original = threading.Event(), store_module.saving.run
+    release, original = threading.Event(), store_module.saving.write_and_publish
 
     def held(*args: Any, **kwargs: Any) -> Path:
         assert threading.current_thread() is not threading.main_thread()
         assert release.wait(30)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(store_module.saving, "run", held)
+    monkeypatch.setattr(store_module.saving, "write_and_publish", held)
     model = net(1.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     store = Store(tmp_path)
     store.save(1, model, optimizer, {"note": [1]})
-    assert store.latest() is None, "not there before it is whole"
+    assert store.checkpoints() == [], "not there before it is whole"
     assert not store.idle
     with torch.no_grad():
         for parameter in model.parameters():
@@ -105,7 +101,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
         for state in optimizer.state.values():
             state["exp_avg"].fill_(9.0)
     release.set()
-    assert store.wait() == tmp_path / "step-000001" == store.latest()
+    assert store.wait() == tmp_path / "step-000001" == store.checkpoints()[-1]
     assert store.idle
     sw.load(tmp_path / "step-000001", model, optimizer)
     assert all((parameter == 1.0).all() for parameter in model.parameters())
@@ -114,7 +110,7 @@ def test_a_save_is_of_the_moment_it_was_asked_for(
 
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = 0, 0
-    original = store_module.saving.run
+    original = store_module.saving.write_and_publish
 
     def watched(*args: Any, **kwargs: Any) -> Path:
         nonlocal running, most
@@ -125,7 +121,7 @@ def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             running -= 1
 
-    monkeypatch.setattr(store_module.saving, "run", watched)
+    monkeypatch.setattr(store_module.saving, "write_and_publish", watched)
     with Store(tmp_path, keep=None) as store:
         for step in range(6):
             store.save(step, net(step))
@@ -163,7 +159,7 @@ def test_a_full_disk_is_reported_and_survived(
         with pytest.raises(SaveError, match="No space left on device"):
             store.wait()
     assert "the checkpoint of step 2 has failed" in caplog.text
-    assert store.latest() == tmp_path / "step-000001", "the one before is untouched"
+    assert store.checkpoints()[-1] == tmp_path / "step-000001", "the one before is untouched"
     store.wait()  # said once
     with full_disk(after):
         store.save(3, net(3.0))
@@ -199,9 +195,9 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         with pytest.raises(SaveError, match="No space left on device"):
             fill()
         assert saved, "some fitted"
-        assert store.latest() == disk / "store" / f"step-{saved[-1]:06d}"
+        assert store.checkpoints()[-1] == disk / "store" / f"step-{saved[-1]:06d}"
         model = net()
-        sw.load(store.latest(), model)  # type: ignore[arg-type]
+        sw.load(store.checkpoints()[-1], model)
         assert all((parameter == saved[-1]).all() for parameter in model.parameters())
         shutil.rmtree(disk / "store" / f"step-{saved[0]:06d}")  # somebody makes room
         store.save(30, net(30.0))
@@ -221,7 +217,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: str, broken: int) -> list
             message = str(error)
         else:
             raise AssertionError("nobody said anything")
-    assert store.latest() is None
+    assert store.checkpoints() == []
     store.save(2, model)
     path = store.wait()
     assert path is not None and verify(path).ok
@@ -291,7 +287,7 @@ def test_the_last_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None
     with Store(tmp_path, keep=2) as store:
         store.save(11, net(11))
         store.wait()
-        assert store.latest() == tmp_path / "step-000011"
+        assert store.checkpoints()[-1] == tmp_path / "step-000011"
     assert names(tmp_path) == ["step-000011", "step-000030"]
 
 
@@ -320,7 +316,7 @@ def test_a_removal_that_fails_is_survived_and_done_later(
         store.save(2, net(2.0))
         assert store.wait() == tmp_path / "step-000002", "the save is fine"
     assert "stays for now" in caplog.text
-    assert store.latest() == tmp_path / "step-000002"
+    assert store.checkpoints()[-1] == tmp_path / "step-000002"
     left = [name for name in names(tmp_path) if ".trash-" in name]
     assert len(left) == 1, "out of sight, not half a checkpoint"
     store.save(3, net(3.0))
@@ -363,8 +359,8 @@ def test_a_rename_that_fails_keeps_the_old_one_whole(
 
 def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from shardwise.checkpoint import owner\n"
-        f"path = owner.temporary(pathlib.Path({str(tmp_path)!r}) / 'step-000001')\n"
+        "import sys, pathlib; from shardwise.checkpoint import attempt\n"
+        f"path = attempt.temporary(pathlib.Path({str(tmp_path)!r}) / 'step-000001')\n"
         "path.mkdir(); (path / 'x').touch(); print(path.name, flush=True); sys.stdin.read()"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -399,7 +395,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_are_not(tmp_path: P
 
 
 def test_a_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
-    mine = owner.temporary(tmp_path / "step-000001")
+    mine = attempt.temporary(tmp_path / "step-000001")
     mine.mkdir()
     prefix, machine, process, start, nonce = mine.name.rsplit("-", 4)
     older = mine.with_name(f"{prefix}-{machine}-{process}-{int(start) - 1}-{nonce}")
@@ -423,5 +419,5 @@ def test_bad_arguments(arguments: dict[str, Any], reason: str, tmp_path: Path) -
     with pytest.raises(ValueError, match="is a file"):
         Store(tmp_path / "file")
     for step in (-1, 1.0, True):
-        with pytest.raises(ValueError, match="a step is a number"):
+        with pytest.raises(ValueError, match="a step is an integer"):
             Store(tmp_path).save(step, net())  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import shardwise as sw
@@ -25,28 +24,17 @@ from shardwise.checkpoint import (
     valid_checkpoints,
     verify,
 )
-from tests.models import mesh_of
+from tests.models import fill, filled, mesh_of
 from tests.ranks import run_ranks
 
 FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "state.json", "rank-00001.json")
 
 
-def net(value: float | None = None) -> nn.Module:
-    made = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
-    if value is not None:
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.fill_(value)
-    return made
-
-
 def save_two(rank: int, world_size: int, root: str) -> None:
-    model = sw.fully_shard(net(0.0), mesh=mesh_of(world_size))
+    model = sw.fully_shard(filled(0.0), mesh=mesh_of(world_size))
     with Store(root, keep=3) as store:
         for step in (1, 2):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(step)
+            fill(model, step)
             store.save(step, model, extra={"step": step})
 
 
@@ -88,7 +76,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 def load_damaged(rank: int, world_size: int, path: str) -> str:
-    model = sw.fully_shard(net(-1.0), mesh=mesh_of(world_size))
+    model = sw.fully_shard(filled(-1.0), mesh=mesh_of(world_size))
     try:
         sw.load(path, model)
     except CheckpointError as error:
@@ -106,7 +94,7 @@ def test_a_damaged_file_is_named_and_not_loaded(damage: str, name: str, root: Pa
     DAMAGES[damage](path / name)
     report = verify(path)
     assert not report.ok and name in str(report)
-    model = net(-1.0)
+    model = filled(-1.0)
     with pytest.raises(CheckpointError, match=name):
         sw.load(path, model)
     assert all((parameter == -1.0).all() for parameter in model.parameters())
@@ -118,7 +106,6 @@ def test_a_damaged_file_is_named_and_not_loaded(damage: str, name: str, root: Pa
     newest = valid_checkpoints(root)[-1][0].name
     assert newest == ("step-000001" if cheap else "step-000002")
     store = Store(root)
-    assert store.latest(full=True) == root / "step-000001"
     found = store.resume(model)
     assert found is not None and found[0] == root / "step-000001" and found[1] == {"step": 1}
     assert all((parameter == 1.0).all() for parameter in model.parameters())
@@ -142,7 +129,7 @@ def test_no_flipped_bit_anywhere_passes(root: Path) -> None:
         for _ in range(40):
             flip(path / name, rng.randrange(len(whole)), rng.randrange(8))
             with pytest.raises(CheckpointError):
-                sw.load(path, net())
+                sw.load(path, filled(0.5))
             assert not verify(path).ok
             (path / name).write_bytes(whole)
     assert verify(path).ok
@@ -157,15 +144,15 @@ def test_without_a_valid_manifest_there_is_no_checkpoint(
 ) -> None:
     (root / "step-000002" / "manifest.json").write_text(text)
     with caplog.at_level(logging.WARNING):
-        assert Store(root).latest() == root / "step-000001"
+        assert Store(root).checkpoints()[-1] == root / "step-000001"
     assert "step-000002 is no valid checkpoint" in caplog.text
     assert not verify(root / "step-000002").ok
     with pytest.raises(DamagedError, match=r"manifest\.json"):
-        sw.load(root / "step-000002", net())
+        sw.load(root / "step-000002", filled(0.5))
     (root / "step-000002" / "manifest.json").unlink()
-    assert Store(root).latest() == root / "step-000001"
+    assert Store(root).checkpoints()[-1] == root / "step-000001"
     with pytest.raises(CheckpointError, match="never finished"):
-        sw.load(root / "step-000002", net())
+        sw.load(root / "step-000002", filled(0.5))
 
 
 def test_a_manifest_that_was_edited_is_refused(root: Path) -> None:
@@ -174,30 +161,29 @@ def test_a_manifest_that_was_edited_is_refused(root: Path) -> None:
     content["body"]["step"] = 7
     path.write_text(json.dumps(content))
     with pytest.raises(DamagedError, match="sha256"):
-        sw.load(root / "step-000002", net())
+        sw.load(root / "step-000002", filled(0.5))
 
 
 def test_a_damaged_checkpoint_does_not_block_its_step(root: Path) -> None:
     """The run that went back to step 1 comes to step 2 again."""
     flip(root / "step-000002" / "__0_0.distcp")
     with Store(root, keep=2) as store:
-        found = store.resume(net())
+        found = store.resume(filled(0.5))
         assert found is not None and found[0].name == "step-000001"
-        store.save(2, net(2.5), extra={"step": 2})
-    assert store.latest() == root / "step-000002-r2"
-    model = net()
+        store.save(2, filled(2.5), extra={"step": 2})
+    assert store.checkpoints()[-1] == root / "step-000002-r2"
+    model = filled(0.5)
     assert sw.load(root / "step-000002-r2", model) == {"step": 2}
     assert all((parameter == 2.5).all() for parameter in model.parameters())
 
 
 def test_nothing_sound_is_an_error_and_nothing_at_all_is_none(root: Path, tmp_path: Path) -> None:
-    assert Store(tmp_path / "empty").resume(net()) is None
-    assert Store(tmp_path / "empty").latest() is None
+    assert Store(tmp_path / "empty").resume(filled(0.5)) is None
+    assert Store(tmp_path / "empty").checkpoints() == []
     for step in (1, 2):
         flip(root / f"step-00000{step}" / "__0_0.distcp")
     with pytest.raises(DamagedError, match=r"no checkpoint in .* is sound"):
-        Store(root).resume(net())
-    assert Store(root).latest(full=True) is None
+        Store(root).resume(filled(0.5))
 
 
 def test_resume_does_not_pass_over_a_checkpoint_of_another_model(root: Path) -> None:
@@ -207,6 +193,28 @@ def test_resume_does_not_pass_over_a_checkpoint_of_another_model(root: Path) -> 
 
 def test_a_folder_and_a_missing_path_are_told_apart(root: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not one: pass .*step-000002"):
-        sw.load(root, net())
+        sw.load(root, filled(0.5))
     with pytest.raises(CheckpointError, match="no such directory"):
-        sw.load(root / "step-000009", net())
+        sw.load(root / "step-000009", filled(0.5))
+
+
+def go_on_from_the_older(rank: int, world_size: int, root: str) -> list[list[str]]:
+    model = sw.fully_shard(filled(0.0), mesh=mesh_of(world_size))
+    seen = []
+    with Store(root, keep=2) as store:
+        resumed = store.resume(model)
+        assert resumed is not None and resumed[1] == {"step": 1}
+        for step in (3, 4):
+            store.save(step, model, extra={"step": step})
+            store.wait()
+            seen.append([path.name for path in store.checkpoints()])
+    return seen
+
+
+def test_a_damaged_checkpoint_is_not_counted_among_those_that_are_kept(root: Path) -> None:
+    [first, second] = [path.name for path in Store(root).checkpoints()]
+    flip(root / second / "__0_0.distcp")
+    # Rank 0 removes what is old.
+    after_three, after_four = run_ranks(go_on_from_the_older, 2, str(root))[0]
+    assert after_three[:2] == [first, second] and len(after_three) == 3
+    assert len(after_four) == 2 and after_four[0] == after_three[2], "two sound ones are there now"

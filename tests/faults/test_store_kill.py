@@ -31,6 +31,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import Manifest, Store, files, valid_checkpoints, verify
 
+pytestmark = pytest.mark.timeout(300)
 RANDOM_KILLS = 24
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +100,9 @@ def kill_at_random(root: Path, seed: int) -> list[int]:
             for rank in (0, 1)
         ]
         wait_for(lambda: all((root / f"ready-{rank}").exists() for rank in (0, 1)), ranks)
+        if trial % 2:  # else the kill comes during the first save or before, on a slow machine
+            known = (root / "reported").stat().st_size
+            wait_for(lambda known=known: (root / "reported").stat().st_size > known, ranks)
         time.sleep(rng.uniform(0.0, 0.25))
         first = rng.randrange(2)
         os.kill(ranks[first], signal.SIGKILL)
@@ -229,7 +233,7 @@ def run_server(what: str, root: Path) -> Any:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((root / "result.json").read_text())

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,26 @@ import pytest
 
 from shardwise.cli import run
 from shardwise.train.tokens import write_tokens
-from tests.train_runs import environment, events_of, inside, shardwise, write_text
+from tests.train_runs import (
+    environment,
+    events_of,
+    forked,
+    inside,
+    shardwise,
+    stop_all,
+    write_text,
+)
 
 # Machines are sometimes busy, and each run is three processes that import torch.
 pytestmark = pytest.mark.timeout(400)
 
 SMALL = ("smoke", "--steps", "4", "--nproc", "2")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    stop_all()
 
 
 def refused(*words: str, cwd: Path, run: Callable[..., Any] = inside) -> str:
@@ -58,7 +72,7 @@ def test_ranks_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None:
-    said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path, run=shardwise)
+    said = refused("train", *SMALL, "--data", "nowhere/*.txt", cwd=tmp_path, run=forked)
     assert said.count("error:") == 1 and "nowhere" in said, said
 
 
@@ -68,9 +82,7 @@ def test_a_damaged_token_file(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 255
     path.write_bytes(content)
-    said = refused(
-        "train", "smoke", "--nproc", "1", "--data", str(path), cwd=tmp_path, run=shardwise
-    )
+    said = refused("train", "smoke", "--data", str(path), cwd=tmp_path, run=forked)
     assert said.count("error:") == 1 and "tokens.bin" in said, said
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.shard.find import wrap_units
 from tests.ranks import run_ranks
 

@@ -26,6 +26,29 @@ TWO_AXES = {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}
 STRATEGIES = ONE_AXIS | TWO_AXES
 
 
+def full(value: Tensor) -> Tensor:
+    """The whole tensor in new memory (collective)."""
+    value = value.detach()
+    return getattr(value, "full_tensor", value.clone)()  # type: ignore[no-any-return]
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Whole parameters and states of ``make_model(depth=2)`` under ``sw.optimizer``: momenta of
+    matrices, and three states of the rest (collective)."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in ({"": parameter} | optimizer.state[parameter]).items():
+            found[f"{name} {key}".strip()] = full(value)
+    assert len(found) == 15 + 4 + 11 * 3
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: Any = "") -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not wrong, (what, wrong)
+
+
 def every_two_axis_placements() -> list[sw.Placements]:
     """All lists for two axes that the library takes, hand-written ones included."""
     found = []

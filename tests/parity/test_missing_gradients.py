@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from tests.parity.helpers import everything
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,17 +67,6 @@ def give(model: nn.Module, step: int, without: set[str]) -> None:
         elif hasattr(parameter, "cut"):
             value = torch.zeros_like(parameter).copy_(value)
         parameter.grad = None if name in without else value
-
-
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[name] = parameter.detach()
-        for key, value in optimizer.state[parameter].items():
-            found[f"{name} {key}"] = value
-    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
-    assert len(whole) == 15 + 4 + 3 * 11
-    return {key: value.clone() for key, value in whole.items()}
 
 
 def lacking(rank: int, world_size: int, way: str, replicas: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from tests.ranks import run_ranks

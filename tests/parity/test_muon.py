@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,10 +14,10 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.optim import matrices, owners
+from shardwise.optim import muon_step, ownership
 from shardwise.optim.split import Split
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
-from tests.parity.helpers import ONE_AXIS, STRATEGIES
+from tests.parity.helpers import ONE_AXIS, STRATEGIES, assert_same, everything
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -67,24 +67,7 @@ def wrap(placements: sw.Placements, world_size: int, model: Model, **options: An
     return model
 
 
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Full parameters and full states."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        tensors = {"": parameter} | optimizer.state[parameter]
-        for key, value in tensors.items():
-            value = value.detach()
-            found[f"{name} {key}"] = getattr(value, "full_tensor", value.clone)()
-    assert len(found) == 15 + 4 + 11 * 3, "parameters, momenta, and three states of the rest"
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
-    assert not wrong, (what, wrong)
-
-
+@cache  # ranks live as long as the test run
 def unsharded(rank: int, **options: Any) -> dict[str, Tensor]:
     model, optimizer = build(None, **options)
     before = everything(model, optimizer)
@@ -94,97 +77,74 @@ def unsharded(rank: int, **options: Any) -> dict[str, Tensor]:
     return after
 
 
-def check_strategies(rank: int, world_size: int, names: list[str]) -> int:
-    expected = unsharded(rank)
-    for name in names:
-        model, optimizer = build(partial(wrap, STRATEGIES[name], world_size))
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, name)
-    return len(names)
+def check_strategy(rank: int, world_size: int, name: str, options: dict[str, Any]) -> int:
+    model, optimizer = build(partial(wrap, STRATEGIES[name], world_size), **options)
+    train(model, optimizer, rank, sharded=True)
+    found = everything(model, optimizer)
+    assert_same(found, unsharded(rank, **options), f"{name} {options}")
+    return len(found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ten_steps_of_every_stage_equal_the_unsharded_optimizer(world_size: int) -> None:
-    assert (
-        run_ranks(check_strategies, world_size, list(ONE_AXIS), timeout=PATIENCE)
-        == [4] * world_size
-    )
+# On two axes: 2 x 1, 1 x 3 and 2 x 2.
+WORLDS = [(name, world_size) for name in ONE_AXIS for world_size in (1, 2, 3, 4)]
+WORLDS += [(name, world_size) for name in ("hsdp", "hfsdp") for world_size in (2, 3, 4)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ten_steps_on_two_axes_equal_the_unsharded_optimizer(world_size: int) -> None:
-    """2 x 1, 1 x 3 and 2 x 2."""
-    assert (
-        run_ranks(check_strategies, world_size, ["hsdp", "hfsdp"], timeout=PATIENCE)
-        == [2] * world_size
-    )
+@pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
+def test_ten_steps_equal_the_unsharded_optimizer(strategy: str, world_size: int) -> None:
+    assert all(run_ranks(check_strategy, world_size, strategy, {}, timeout=PATIENCE))
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"momentum_form": "sum", "nesterov": False},
-    {"decay": "cautious", "scale": "match_rms_adamw"},
-    {"preset": "s4", "form": "gram"},
-    {"replicas": "repeat"},
-]
+@pytest.mark.parametrize(("strategy", "world_size"), [("zero3", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum_form": "sum", "nesterov": False},
+        {"decay": "cautious", "scale": "match_rms_adamw"},
+        {"preset": "s4", "form": "gram"},
+        {"replicas": "repeat"},
+    ],
+    ids=str,
+)
+def test_settings_keep_their_bits(strategy: str, world_size: int, options: dict[str, Any]) -> None:
+    assert all(run_ranks(check_strategy, world_size, strategy, options, timeout=PATIENCE))
 
 
-def check_settings(rank: int, world_size: int, strategy: str) -> int:
-    for options in OPTIONS:
-        expected = unsharded(rank, **options)
-        model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), **options)
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, str(options))
-    return len(OPTIONS)
+def check_grain(rank: int, world_size: int, grain: Any) -> int:
+    model, optimizer = build(partial(wrap, sw.zero(3), world_size, grain=lambda name, p: grain))
+    (group,) = optimizer._matrix_groups
+    legs = [one.to_owners for one in group.exchange.rounds]
+    train(model, optimizer, rank, sharded=True)
+    assert_same(everything(model, optimizer), unsharded(rank), str(grain))
+    return sum(len(leg.sends) for leg in legs if leg is not None)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
-def test_settings_keep_their_bits(strategy: str) -> None:
-    world_size = 2 if strategy == "zero3" else 4
-    assert (
-        run_ranks(check_settings, world_size, strategy, timeout=PATIENCE)
-        == [len(OPTIONS)] * world_size
-    )
-
-
-def check_grains(rank: int, world_size: int) -> list[int]:
-    """Cut inside rows, in blocks of rows, and not at all; then in many small rounds."""
-    expected = unsharded(rank)
-    moved = []
-    for grain in (sw.ELEMENT, sw.rows(3), sw.TENSOR):
-        chosen = partial(wrap, sw.zero(3), world_size, grain=lambda name, p, g=grain: g)
-        model, optimizer = build(chosen)
-        (fleet,) = optimizer._fleets
-        moved.append(sum(len(slot.there) for slot in fleet.exchange.slots))
-        train(model, optimizer, rank, sharded=True)
-        assert_same(everything(model, optimizer), expected, str(grain))
-    return moved
-
-
-def test_any_grain_gives_the_same_bits_and_whole_tensors_stay_where_they_are() -> None:
-    moved = run_ranks(check_grains, 3, timeout=PATIENCE)
-    assert all(sum(ranks[grain] for ranks in moved) > 0 for grain in (0, 1))
-    assert [ranks[2] for ranks in moved] == [0, 0, 0], "the owner of a whole tensor holds it"
+@pytest.mark.parametrize("grain", [sw.ELEMENT, sw.rows(3), sw.TENSOR], ids=str)
+def test_any_grain_gives_the_same_bits_and_whole_tensors_are_not_sent(grain: Any) -> None:
+    """Cut inside rows, in blocks of rows, and not at all."""
+    sent = run_ranks(check_grain, 3, grain, timeout=PATIENCE)
+    assert sent == [0, 0, 0] if grain == sw.TENSOR else sum(sent) > 0
 
 
 def check_rounds(rank: int, world_size: int, strategy: str) -> int:
     expected = unsharded(rank)
-    before = owners.SLOT_BYTES
-    owners.SLOT_BYTES = 1  # every matrix a round of its owner
+    before = ownership.ROUND_BYTES
+    ownership.ROUND_BYTES = 1  # every matrix a round of its owner
     try:
         model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size))
     finally:
-        owners.SLOT_BYTES = before
-    (fleet,) = optimizer._fleets
+        ownership.ROUND_BYTES = before
+    (group,) = optimizer._matrix_groups
     train(model, optimizer, rank, sharded=True)
     assert_same(everything(model, optimizer), expected, "rounds")
-    return len(fleet.exchange.slots)
+    return len(group.exchange.rounds)
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
 def test_many_rounds_in_flight_give_the_same_bits(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
     rounds = run_ranks(check_rounds, world_size, strategy, timeout=PATIENCE)
-    # Six parcels: four owners of hsdp have two at most, and two of zero0 three or more.
+    # Six matrices: four owners of hsdp have two at most, and two of zero0 three or more.
     assert len(set(rounds)) == 1 and rounds[0] >= (2 if strategy == "hsdp" else 3)
 
 
@@ -192,17 +152,17 @@ def count_products(rank: int, world_size: int, strategy: str, replicas: str) -> 
     """How many matrices this rank orthogonalises in one step."""
     model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), replicas=replicas)
     counted = []
-    original = matrices.newton_schulz
+    original = muon_step.newton_schulz
 
     def counting(batch: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         counted.append(len(batch))
         return original(batch, *args, **kwargs)
 
-    matrices.newton_schulz = counting  # type: ignore[assignment]
+    muon_step.newton_schulz = counting  # type: ignore[assignment]
     try:
         train(model, optimizer, rank, sharded=True, steps=1)
     finally:
-        matrices.newton_schulz = original
+        muon_step.newton_schulz = original
     return sum(counted)
 
 
@@ -250,7 +210,7 @@ def check_expert_mesh(rank: int, world_size: int) -> float:
     optimizers = [
         sw.optimizer(model, matrix=settings(), elementwise=sw.adamw()) for model in models
     ]
-    assert len(optimizers[0]._fleets) == 2 and len(optimizers[1]._fleets) == 1
+    assert [len(one._matrix_groups) for one in optimizers] == [2, 1]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             for name, parameter in model.named_parameters():

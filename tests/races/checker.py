@@ -11,7 +11,8 @@ the same bytes, one of them a write, on two lanes, neither known to come before 
 
 Memory follows CUDA's caching allocator. What is freed goes back to the lane that allocated it, and
 whatever is allocated there next may overwrite it: so that lane must have waited for all who used
-it. ``host`` is a lane too: offloaded weights are written there, and only ``settle`` makes it wait.
+it. ``host`` is a lane too: offloaded weights are written there, and only
+``synchronize`` makes it wait.
 
 Everything runs on the CPU in program order; only the order that the lanes *promise* is checked.
 """
@@ -115,7 +116,7 @@ class Checker(TorchDispatchMode):
         for name, count in other.items():
             mine[name] = max(mine.get(name, 0), count)
 
-    def settle(self, event: Clock | None) -> None:
+    def synchronize(self, event: Clock | None) -> None:
         """The host waits, for an event or for every lane; so does all that it issues after."""
         clocks = list(self._clocks.values()) if event is None else [event]
         for clock in [dict(one) for one in clocks]:
@@ -312,8 +313,8 @@ class RecordedLanes(streams.Lanes):
     def join(self, lane: Any, other: Any) -> None:
         self._checker.learn(self._stream(lane), self.mark(other))
 
-    def settle(self, event: Clock | None = None) -> None:
-        self._checker.settle(event)
+    def synchronize(self, event: Clock | None = None) -> None:
+        self._checker.synchronize(event)
 
 
 @contextmanager

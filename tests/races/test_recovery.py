@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong around a gather: no room for it, messages that fail, a stream being captured."""
+"""What goes wrong around a gather: messages that fail, a stream being captured."""
 
 from __future__ import annotations
 
@@ -12,76 +12,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise import comm
-from shardwise.memory import Block, TracePool
-from shardwise.shard.unit import Unit
-from tests.models import Model, loss_of, make_model, mesh_of, shard_model, tokens
-from tests.races.checker import Checker
-from tests.races.helpers import NUM_RANKS, backward, make, name_memory, posing
+from tests.models import make_model, mesh_of, shard_model, tokens
+from tests.races.helpers import backward, make, posing
 from tests.ranks import run_ranks
-
-# --------------------------------------------------------------------------------- memory is taken
-
-
-def first_of_two(model: Model) -> Any:
-    """A layer whose whole weights share their home with those of a later one."""
-    pool = model.layers[0]._shardwise_unit.runtime.source
-    assert isinstance(pool, TracePool) and pool.planned
-    homes: dict[int, Any] = {}
-    for layer in model.layers:
-        [group] = layer._shardwise_unit.groups
-        home = pool._homes[group.whole.block]
-        if id(home) in homes:
-            return homes[id(home)]
-        homes[id(home)] = layer
-    raise AssertionError("no two layers share a home")
-
-
-def test_weights_gathered_ahead_make_room_outside_of_the_gather_lane() -> None:
-    """Whoever gives its memory up waits for the compute lane, which has no name on another."""
-    evicted: list[str] = []
-    evict = Unit.evict
-
-    def noting(unit: Unit) -> None:
-        evicted.append(unit.name)
-        evict(unit)
-
-    with posing() as meshes, Checker() as checker, patch.object(Unit, "evict", noting):
-        model = make(meshes, "zero3", memory="trace")
-        name_memory(checker, model)
-        for _ in range(2):
-            backward(model)
-            model.zero_grad()
-        first = first_of_two(model)
-        loss = loss_of(model, tokens(0, 0, 0, NUM_RANKS))
-        first.unshard(async_op=True)
-        assert first._shardwise_unit.groups[0].fresh and not evicted
-        loss.backward()
-    assert first._shardwise_unit.name in evicted
-    assert checker.races == []
-
-
-def test_who_is_evicted_is_told_before_the_memory_is_taken() -> None:
-    """In the pool itself: ``acquire`` never asks anybody, ``make_room`` does."""
-    pool = TracePool()
-    one, other = (Block(64, torch.float32, torch.device("cpu"), "compute") for _ in range(2))
-    for block in (one, other):
-        block.release(pool)
-    for block in (one, other):
-        block.acquire(pool)
-        block.release(pool)
-    pool.step_done()
-    assert pool._homes[one] is pool._homes[other]
-    one.acquire(pool)
-    one.evict = lambda: one.release(pool)
-    other.viewed = lambda: True
-    with pytest.raises(RuntimeError, match="the same home"):
-        other.acquire(pool)
-    assert one.live
-    pool.make_room(other)
-    assert not one.live
-    other.acquire(pool)
-    assert other.live
-
 
 # ------------------------------------------------------------------------------ messages that fail
 

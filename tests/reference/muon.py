@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.optim.newton_schulz import Preset
+from shardwise.kernels.forms import Polynomial
 
 
 def polar_factor(matrix: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def polar_factor(matrix: Tensor) -> Tensor:
     return u @ v
 
 
-def polynomial_of(matrix: Tensor, preset: Preset) -> Tensor:
+def exact_newton_schulz(matrix: Tensor, preset: Polynomial) -> Tensor:
     """What exact Newton-Schulz gives: the polynomials applied to the singular values."""
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     order = {"frobenius": 2, "schatten4": 4}[preset.norm]
@@ -35,7 +35,7 @@ class SlowMuon:
         self,
         weights: dict[str, Tensor],
         rows_of: dict[str, list[tuple[list[int], list[int]]]],
-        preset: Preset,
+        preset: Polynomial,
         *,
         lr: float,
         momentum: float = 0.95,
@@ -63,7 +63,7 @@ class SlowMuon:
             whole = torch.zeros_like(update)
             for rows, columns in self.rows_of[name]:
                 matrix = update[rows][:, columns]
-                result = polynomial_of(matrix, self.preset)
+                result = exact_newton_schulz(matrix, self.preset)
                 factor = self.factor(len(rows), len(columns))
                 for i, row in enumerate(rows):
                     for j, column in enumerate(columns):

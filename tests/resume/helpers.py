@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
-from tests.models import mesh_of
+from shardwise.placements import STRATEGIES
+from tests.models import mesh_for
 
 WORDS, WIDTH, BATCH = 17, 10, 12
-STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
 class Block(nn.Module):
@@ -56,19 +56,12 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def placements_of(strategy: str) -> sw.Placements:
-    stage = strategy.removeprefix("zero")
-    return sw.zero(int(stage)) if strategy.startswith("zero") else getattr(sw, strategy)()
-
-
 def wrap(net: Net, strategy: str, world_size: int, **options: Any) -> Net:
     """Each block, then the model; "plain" leaves it alone."""
     if strategy == "plain":
         return net
-    mesh = mesh_of(world_size)
-    if strategy in ("hsdp", "hfsdp"):
-        mesh = mesh_of(2, world_size // 2) if world_size % 2 == 0 else mesh_of(1, world_size)
-    options = {"mesh": mesh, "placements": placements_of(strategy)} | options
+    placements = STRATEGIES[strategy]
+    options = {"mesh": mesh_for(placements, world_size), "placements": placements} | options
     for block in net.blocks:
         sw.fully_shard(block, **options)
     return sw.fully_shard(net, **options)

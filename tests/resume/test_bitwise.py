@@ -86,7 +86,7 @@ def resumed(
         uninterrupted = final(run, run.steps(AFTER, rank, world_size))
     again = Run(strategy, optimizer, world_size, seed=7)
     again.steps(1, rank, world_size)
-    path = store.latest()
+    path = store.wait()
     assert path is not None and path.name == f"step-{BEFORE:06d}"
     again.take(sw.load(path, again.net, again.optimizer))
     return uninterrupted, final(again, again.steps(AFTER, rank, world_size))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError, export
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.resume.helpers import Net

@@ -21,7 +21,7 @@ from shardwise.report.html import write_report
 from shardwise.shard.module import units_of
 from shardwise.train.config import FIXED, TrainConfig
 from shardwise.train.loop import Trainer
-from shardwise.train.session import Request, settle
+from shardwise.train.session import Request, resolve
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
 
@@ -309,9 +309,9 @@ def test_what_cannot_change_on_resume_is_refused_by_name(name: str, tmp_path: Pa
     if name in FIXED:
         request = Request(out=str(run), resume="latest", changes={name: value})
         with pytest.raises(ValueError, match=said):
-            settle(request)
+            resolve(request)
         same = dataclasses.replace(request, changes={name: getattr(config, name)})
-        assert settle(same).config.data == data, "the same value again is no change"
+        assert resolve(same).config.data == data, "the same value again is no change"
         return
     if name == "data":
         value = str(tmp_path / "other.txt")

@@ -7,7 +7,6 @@ order. Padding is NaN in every test: whoever reads it shows.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -74,118 +73,6 @@ def assert_holds(buffer: Buffer, values: Sequence[Tensor]) -> int:
         assert torch.equal(buffer.view(index).reshape(-1), expected), (index, low, high)
         compared += high - low
     return compared
-
-
-# ------------------------------------------------------------------------------ one-axis steps
-
-
-def suffix_placements(num_axes: int) -> list[tuple[Placement, ...]]:
-    """Every list whose sharded axes are the inner ones."""
-    return [
-        placements
-        for placements in itertools.product((R, P, S), repeat=num_axes)
-        if [value == S for value in placements] == sorted(value == S for value in placements)
-    ]
-
-
-def terms(
-    here: Sequence[Placement], there: Sequence[Placement], ranks: Ranks, average: bool
-) -> list[Tensor]:
-    """What this rank must hold (cut to its pieces) after going from ``here`` to ``there``.
-
-    On a partial axis rank r holds its own term; the seed of a term is its place on those axes.
-    """
-    spans, weight = [], 1.0
-    for axis, (before, after) in enumerate(zip(here, there, strict=True)):
-        size, position = ranks.sizes[axis], ranks.coordinate[axis]
-        if before == P and after != P:
-            spans.append(range(size))
-            weight /= size if average else 1
-        else:
-            spans.append(range(position, position + 1) if before == P else range(1))
-            if after == P and before == R and not average and position != 0:
-                weight = 0.0  # a sum: one rank keeps the value, the others hold zero
-    places = list(itertools.product(*spans))
-    summed = [sum(column) for column in zip(*(whole_values(_seed(p)) for p in places), strict=True)]
-    return [value * weight for value in summed]
-
-
-def _seed(place: Sequence[int]) -> int:
-    return sum(10**axis * position for axis, position in enumerate(place))
-
-
-def own_terms(here: Sequence[Placement], ranks: Ranks) -> list[Tensor]:
-    return terms(here, here, ranks, average=False)
-
-
-def check_transitions(rank: int, world_size: int, sizes: tuple[int, ...], grain: Grain) -> int:
-    ranks = Ranks(mesh_of(*sizes))
-    layout = plan(items_of(grain), world_size)
-    routes = 0
-    for here, there in itertools.product(suffix_placements(len(sizes)), repeat=2):
-        impossible = any(b == S and a == P for b, a in zip(here, there, strict=True))
-        for average in (False, True):
-            source = fill(make(layout, ranks, here), own_terms(here, ranks))
-            before = source.flat.clone()
-            if impossible:
-                with pytest.raises(ValueError, match="go through Replicate"):
-                    source.redistribute(there, average=average)
-                continue
-            result = source.redistribute(there, average=average)
-            assert result.placements == there
-            assert_holds(result, terms(here, there, ranks, average))
-            assert torch.equal(source.flat.nan_to_num(1.5), before.nan_to_num(1.5))
-            given = make(layout, ranks, there)
-            assert source.redistribute(there, average=average, out=given) is given
-            assert_holds(given, terms(here, there, ranks, average))
-            routes += 1
-    return routes
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("grain", [ROW, ELEMENT], ids=str)
-def test_every_transition_on_one_axis(world_size: int, grain: Grain) -> None:
-    # All 9 pairs of R, Partial and S but S -> Partial, summed and averaged.
-    assert run_ranks(check_transitions, world_size, (world_size,), grain) == [16] * world_size
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3, 1)])
-def test_every_transition_on_two_axes(sizes: tuple[int, int]) -> None:
-    world_size = math.prod(sizes)
-    routes = run_ranks(check_transitions, world_size, sizes, ROW)
-    # 7 lists; of the 49 pairs those with S -> Partial on an axis are refused.
-    pairs = itertools.product(suffix_placements(2), repeat=2)
-    legal = sum((S, P) not in tuple(zip(a, b, strict=True)) for a, b in pairs)
-    assert legal == 41 and routes == [2 * legal] * world_size
-
-
-def check_operations(rank: int, world_size: int) -> dict[str, list[str]]:
-    ranks = Ranks(mesh_of(world_size))
-    layout = plan(items_of(ROW), world_size)
-    found = {}
-    for here, there in itertools.product((R, P, S), repeat=2):
-        if (here, there) == (S, P):
-            continue
-        source = fill(make(layout, ranks, [here]), whole_values())
-        with comm.record() as calls:
-            source.redistribute([there], average=True)
-        assert all(call.nbytes == layout.numel * 4 for call in calls)
-        found[f"{here}->{there}"] = [call.operation for call in calls]
-    return found
-
-
-def test_each_step_costs_the_collective_it_names_and_no_other() -> None:
-    for found in run_ranks(check_operations, 2):
-        assert found == {
-            "R->R": [],
-            "R->Partial": [],
-            "R->S": [],
-            "Partial->R": ["all_reduce"],
-            "Partial->Partial": [],
-            "Partial->S": ["reduce_scatter"],
-            "S->R": ["all_gather"],
-            "S->S": [],
-        }
 
 
 def check_the_check(rank: int, world_size: int) -> None:
@@ -256,71 +143,6 @@ def check_part_of(rank: int, world_size: int) -> None:
 
 def test_the_inner_axis_cuts_first_and_the_outer_one_inside_it() -> None:
     run_ranks(check_part_of, 4)
-
-
-# ------------------------------------------------------------------------------ rows, whole tensors
-
-
-def check_relayout(
-    rank: int, world_size: int, sizes: tuple[int, ...], sharded: int, few: bool
-) -> tuple[int, int]:
-    """(elements held as whole tensors, bytes sent)."""
-    ranks = Ranks(mesh_of(*sizes))
-    placements = [R] * (len(sizes) - sharded) + [S] * sharded
-    shards = math.prod(sizes[len(sizes) - sharded :])
-    count = 1 if few else len(SHAPES)
-    values = whole_values()[:count]
-    cut = plan(items_of(ROW)[:count], shards)
-    owned = plan(items_of(TENSOR)[:count], shards)
-    source = fill(make(cut, ranks, placements), values)
-    with comm.record() as calls:
-        whole = source.relayout(owned)
-    assert whole.layout is owned and whole.placements == tuple(placements)
-    held = assert_holds(whole, values)
-    for index in range(count):  # all or nothing
-        low, high, _ = whole.pieces[index]
-        assert (low, high) in ((0, values[index].numel()), (low, low)), (low, high)
-    fill(source, [torch.full_like(value, math.nan) for value in values])
-    back = whole.relayout(cut, out=source)
-    assert back is source
-    assert_holds(back, values)
-    return held, sum(call.nbytes for call in calls)
-
-
-RELAYOUTS = [((1,), 1), ((2,), 1), ((3,), 1), ((4,), 1), ((2, 2), 2), ((2, 2), 1)]
-
-
-@pytest.mark.parametrize("few", [False, True], ids=["many tensors", "one tensor"])
-@pytest.mark.parametrize(("sizes", "sharded"), RELAYOUTS)
-def test_rows_become_whole_tensors_and_rows_again(
-    sizes: tuple[int, ...], sharded: int, few: bool
-) -> None:
-    world_size = math.prod(sizes)
-    results = run_ranks(check_relayout, world_size, sizes, sharded, few)
-    replicas = math.prod(sizes[: len(sizes) - sharded])
-    total = sum(math.prod(shape) for shape in list(SHAPES.values())[: 1 if few else None])
-    assert sum(held for held, _ in results) == total * replicas
-    owners = sum(held > 0 for held, _ in results)
-    if few:
-        assert owners == replicas  # everybody else owns nothing
-    assert (sum(sent for _, sent in results) > 0) == (world_size > 1)
-
-
-def check_relayout_refusals(rank: int, world_size: int) -> None:
-    ranks = Ranks(mesh_of(world_size))
-    source = fill(make(plan(items_of(ROW), 2), ranks, [S]), whole_values())
-    with pytest.raises(ValueError, match="plan the target for as many shards as ranks"):
-        source.relayout(plan(items_of(TENSOR), 4))
-    with pytest.raises(ValueError, match="hold one shard each"):
-        fill(make(plan(items_of(ROW), 2), ranks, [R]), whole_values()).relayout(
-            plan(items_of(TENSOR), 2)
-        )
-    with pytest.raises(ValueError, match="plan both layouts from the same parameters"):
-        source.relayout(plan([Item("other", (7, 13)), *items_of(ROW)[1:]], 2))
-
-
-def test_a_relayout_that_cannot_be_is_refused_everywhere() -> None:
-    run_ranks(check_relayout_refusals, 2)
 
 
 # ------------------------------------------------------------------------------ DTensors over it

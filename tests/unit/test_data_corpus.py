@@ -18,20 +18,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train import corpus_sources, data
-from shardwise.train.corpus import Corpus, digest_of, hold_out
-from shardwise.train.corpus_entropy import count_pairs, references_of
-from shardwise.train.corpus_errors import (
+from shardwise.train import text
+from shardwise.train.corpus import (
+    Corpus,
+    count_pairs,
+    digest_of,
+    hold_out,
+    load_corpus,
+    references_of,
+)
+from shardwise.train.text import Document, stdlib_documents
+from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
     EmptyDataError,
     MissingExtraError,
     ShortDataError,
     TokenFileError,
+    open_tokens,
+    write_tokens,
 )
-from shardwise.train.corpus_sources import Document, stdlib_documents
-from shardwise.train.data import load_corpus
-from shardwise.train.tokens import open_tokens, write_tokens
 
 SENTENCE = b"the quick brown fox jumps over the lazy dog\n"
 
@@ -124,7 +130,7 @@ def test_the_standard_library_is_a_corpus(stdlib: Corpus) -> None:
 def test_references_order_as_they_must(stdlib: Corpus) -> None:
     found = references_of(stdlib)
     assert found is not None
-    assert 8 > found.unigram > found.bigram > found.bigram_entropy > found.zlib > 1
+    assert 8 > found.unigram > found.bigram > found.zlib > 1
     assert found.unigram - found.bigram > 0.5
 
 
@@ -266,7 +272,7 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
 
     made = [one.name for one in cache.iterdir()]
     assert len(made) == 1 and made[0].startswith("bpe-290-")
-    monkeypatch.setattr(data.BytePairs, "train", None)  # nobody trains again
+    monkeypatch.setattr(corpus.BytePairs, "train", None)  # nobody trains again
     again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
     assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
     assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes
@@ -335,7 +341,7 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
     assert datasets == [("owner/name", "config", "validation")]
     assert np.count_nonzero(corpus.train == 256) + np.count_nonzero(corpus.held_out == 256) == 40
     assert "row row" in corpus.decode(corpus.train[:20])
-    stories = list(corpus_sources.dataset_documents("hf:stories"))
+    stories = list(text.dataset_documents("hf:stories"))
     assert [one.name for one in stories] == ["stories/0", "stories/2"]
     assert datasets[-1] == ("stories", None, "train")
     with pytest.raises(DataNotFoundError, match=r"no such dataset\): check the name"):
@@ -350,8 +356,8 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
 # -------------------------------------------------------------------------------------- entropies
 
 
-def slow_bits(train: bytes, held: bytes) -> tuple[float, float, float]:
-    """Unigram and bigram scores and the bigram entropy, one symbol at a time, by definition."""
+def slow_bits(train: bytes, held: bytes) -> tuple[float, float]:
+    """Unigram and bigram scores, one symbol at a time, by definition."""
     symbols = [*train, 256]
     tested = [*held, 256]
     after: dict[int, dict[int, int]] = {}
@@ -366,16 +372,13 @@ def slow_bits(train: bytes, held: bytes) -> tuple[float, float, float]:
         row = after.get(a, {})
         unigram -= math.log2(single[b])
         bigram -= math.log2((row.get(b, 0) + single[b]) / (sum(row.values()) + 1))
-    own = 0.0
-    for a, b in pairwise(symbols):
-        own -= math.log2(after[a][b] / sum(after[a].values()))
-    return unigram / len(held), bigram / len(held), own / len(train)
+    return unigram / len(held), bigram / len(held)
 
 
 def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.train.corpus_entropy._CHUNK", 50)  # pairs across chunks count
+    monkeypatch.setattr("shardwise.train.corpus._CHUNK", 50)  # pairs across chunks count
     train, held = SENTENCE * 3 + b"some more", b"the dog jumps over a fox" * 5
-    codec = data.Bytes()
+    codec = text.Bytes()
     corpus = Corpus(
         name="tiny",
         train=codec.encode([train]),
@@ -389,7 +392,7 @@ def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> No
     found = references_of(corpus)
     assert found is not None
     expected = slow_bits(train, held)
-    assert (found.unigram, found.bigram, found.bigram_entropy) == pytest.approx(expected)
+    assert (found.unigram, found.bigram) == pytest.approx(expected)
     assert found.zlib == 8 * len(zlib.compress(held, 9)) / len(held)
     assert count_pairs(corpus.train).sum() == len(train)
 

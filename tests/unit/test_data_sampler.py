@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train.corpus_errors import (
+from shardwise.train.sampler import HeldOut, Sampler, permute
+from shardwise.train.tokens import (
     DataError,
     DataPositionError,
     ShortDataError,
     TokenFileError,
 )
-from shardwise.train.sampler import HeldOut, Sampler, permute
 
 CONTEXT = 4
 

@@ -14,22 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.train import tokens as module
-from shardwise.train.corpus_errors import (
+from shardwise.train.text import BytePairs, Bytes, codec_named, require
+from shardwise.train.tokens import (
+    HEADER_BYTES,
+    MAGIC,
     DataError,
     DataNotFoundError,
     MissingExtraError,
     TokenFileError,
-)
-from shardwise.train.tokens import (
-    HEADER_BYTES,
-    MAGIC,
     open_raw_tokens,
     open_tokens,
     read_header,
     verify_tokens,
     write_tokens,
 )
-from shardwise.train.tokens_codec import BytePairs, Bytes, codec_named, require
 
 
 def written(tmp_path: Path, vocab_size: int = 300, count: int = 1000) -> Path:

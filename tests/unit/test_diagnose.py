@@ -85,13 +85,13 @@ def test_the_dump_names_units_parameters_and_shards() -> None:
 
 
 def test_labels_reach_the_profiler_and_cost_nothing_without_one() -> None:
-    assert type(annotate("quiet")).__name__ == "nullcontext"
+    assert type(annotate("unit", "quiet")).__name__ == "nullcontext"
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-        annotate("loud"),
+        annotate("unit", "loud"),
     ):
         torch.ones(2) + 1
-    assert any(event.key == "loud" for event in profile.key_averages())
+    assert any(event.key == "unit: loud" for event in profile.key_averages())
 
 
 def full_states(rank: int, world_size: int) -> int:

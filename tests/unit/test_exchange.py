@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, Item, plan
-from shardwise.optim.exchange import Exchange, freight_of, plan_exchange
-from shardwise.optim.newton_schulz import PRESETS, cost
-from shardwise.optim.owners import Cargo, Plan, plan_owners
-from shardwise.optim.split import Parcel, Split, parcels_of
-from shardwise.optim.storage import Home, chunk_range
+from shardwise.optim.exchange import Exchange
+from shardwise.optim.ownership import Ownership, assign_owners
+from shardwise.optim.presets import PRESETS, cost
+from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
+from shardwise.optim.storage import Sharding, chunk_range
 from tests.models import mesh_of
 from tests.ranks import run_ranks
+from tests.reference.exchange import sent, sent_to_replicas
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
@@ -32,61 +35,58 @@ LLAMA = {
     "up": (14336, 4096),
     "down": (4096, 14336),
 }
-PRICE = partial(cost, preset=PRESETS["polar_express"])
+PRICE = partial(cost, polynomial=PRESETS["polar_express"])
 
 
-def cargo_of(
+def llama(
     shapes: dict[str, tuple[int, int]], layers: int, ranks: int, grain: Grain = ROW
-) -> list[Cargo]:
+) -> list[Matrix]:
     """Layers alike, each a buffer of its own, cut over ``ranks``."""
     layout = plan([Item(name, shape, grain) for name, shape in shapes.items()], ranks)
     found = []
     for layer in range(layers):
         for index, (name, shape) in enumerate(shapes.items()):
             pieces = tuple((shard, *layout.piece(index, shard)) for shard in layout.holders(index))
-            found.append(
-                Cargo(
-                    f"{layer}.{name}",
-                    shape[0] * shape[1],
-                    pieces,
-                    PRICE(*shape),
-                    shape,
-                    grain == TENSOR,
-                )
-            )
+            matrices = matrices_of(shape, None)
+            label, pinned = f"{layer}.{name}", grain == TENSOR
+            found += stored_matrices(matrices, pieces, PRICE, name=label, pinned=pinned)
     return found
 
 
-def check(found: Plan) -> None:
+def check(found: Ownership) -> None:
     """What holds for every plan."""
     size = found.num_shards
-    assert len(found.owners) == len(found.cargo) > 0
+    assert len(found.owners) == len(found.matrices) > 0
     assert all(0 <= r < found.num_replicas and 0 <= s < size for r, s in found.owners)
-    assert sorted(i for members in found.rounds for i in members) == list(range(len(found.cargo)))
+    assert sorted(i for members in found.rounds for i in members) == list(
+        range(len(found.matrices))
+    )
     workers = [(replica, rank) for replica in range(found.num_replicas) for rank in range(size)]
-    there = sum(found.sent(*worker)[0] for worker in workers)
-    back = sum(found.sent(*worker)[1] for worker in workers)
+    there = sum(sent(found, *worker)[0] for worker in workers)
+    back = sum(sent(found, *worker)[1] for worker in workers)
     at_home = sum(
         hi - lo
-        for parcel, (_, owner) in zip(found.cargo, found.owners, strict=True)
-        for rank, lo, hi in parcel.pieces
+        for matrix, (_, owner) in zip(found.matrices, found.owners, strict=True)
+        for rank, lo, hi in matrix.pieces
         if rank == owner
     )
-    assert there == back == sum(parcel.numel for parcel in found.cargo) - at_home
+    assert there == back == sum(matrix.numel for matrix in found.matrices) - at_home
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 24, 64, 128, 256, 512, 1024])
 def test_owners_are_balanced_and_send_no_more_than_the_formula(ranks: int) -> None:
-    cargo = cargo_of(LLAMA, 32, ranks)
-    found = plan_owners(cargo, ranks)
+    matrices = llama(LLAMA, 32, ranks)
+    found = assign_owners(matrices, ranks)
     if ranks <= 128:
         check(found)
-    mean = sum(parcel.cost for parcel in cargo) / ranks
-    dearest = max(parcel.cost for parcel in cargo)
+    mean = sum(matrix.cost for matrix in matrices) / ranks
+    dearest = max(matrix.cost for matrix in matrices)
     assert max(found.loads.values()) <= max(1.06 * mean, dearest)
     # All ranks together: (N - 1) / N of everything each way if no owner held more than its share.
-    numel = sum(parcel.numel for parcel in cargo)
-    moved = sum(hi - lo for index in range(len(cargo)) for _, lo, hi in found.sends(index))
+    numel = sum(matrix.numel for matrix in matrices)
+    moved = sum(
+        hi - lo for index in range(len(matrices)) for _, lo, hi in found.remote_pieces(index)
+    )
     assert moved <= (ranks - 1) / ranks * numel
     if 1 < ranks <= 8:
         assert moved < 0.8 * (ranks - 1) / ranks * numel, "holders keep what they hold"
@@ -98,11 +98,11 @@ def test_evenly_cut_matrices_cost_exactly_the_formula(ranks: int) -> None:
     rows = 2048 // ranks
     pieces = tuple((rank, rank * rows * 8, (rank + 1) * rows * 8) for rank in range(ranks))
     count = ranks * (3 if ranks <= 64 else 1)
-    cargo = [Cargo(str(i), 2048 * 8, pieces, 1, (2048, 8)) for i in range(count)]
-    found = plan_owners(cargo, ranks)
+    matrices = [Matrix(0, 2048, 8, name=str(i), pieces=pieces, cost=1) for i in range(count)]
+    found = assign_owners(matrices, ranks)
     total = count * 2048 * 8
     for rank in {0, 1, ranks - 1}:
-        assert found.sent(0, rank) == ((ranks - 1) * total // ranks**2,) * 2
+        assert sent(found, 0, rank) == ((ranks - 1) * total // ranks**2,) * 2
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (8, 4), (64, 8)])
@@ -110,64 +110,65 @@ def test_replicas_share_the_work_and_hand_their_rows_on(ranks: int, replicas: in
     rows = 1024 // ranks
     pieces = tuple((rank, rank * rows * 8, (rank + 1) * rows * 8) for rank in range(ranks))
     count = ranks * replicas
-    cargo = [Cargo(str(i), 1024 * 8, pieces, 1, (1024, 8)) for i in range(count)]
-    found = plan_owners(cargo, ranks, replicas)
+    matrices = [Matrix(0, 1024, 8, name=str(i), pieces=pieces, cost=1) for i in range(count)]
+    found = assign_owners(matrices, ranks, replicas)
     check(found)
     assert set(Counter(found.owners).values()) == {1}, "one each"
     total = count * 1024 * 8
     for replica in (0, replicas - 1):
-        assert found.sent(replica, 0) == ((ranks - 1) * total // (ranks**2 * replicas),) * 2
-        assert found.shared(replica, 0) == (replicas - 1) * total // (replicas * ranks)
+        assert sent(found, replica, 0) == ((ranks - 1) * total // (ranks**2 * replicas),) * 2
+        assert sent_to_replicas(found, replica, 0) == (replicas - 1) * total // (replicas * ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_whole_tensors_stay_where_they_are(ranks: int) -> None:
-    found = plan_owners(cargo_of(LLAMA, 8, ranks, TENSOR), ranks)
+    found = assign_owners(llama(LLAMA, 8, ranks, TENSOR), ranks)
     check(found)
-    assert not found.moves and found.sent(0, 0) == (0, 0)
-    assert plan_owners(cargo_of(LLAMA, 8, ranks, ROW), ranks).moves
+    assert not found.needs_exchange and sent(found, 0, 0) == (0, 0)
+    assert assign_owners(llama(LLAMA, 8, ranks, ROW), ranks).needs_exchange
 
 
 def test_one_rank_moves_nothing() -> None:
-    found = plan_owners(cargo_of(LLAMA, 2, 1), 1)
-    assert not found.moves and set(found.owners) == {(0, 0)}
+    found = assign_owners(llama(LLAMA, 2, 1), 1)
+    assert not found.needs_exchange and set(found.owners) == {(0, 0)}
 
 
 def test_a_plan_is_a_function_of_its_input() -> None:
-    one, other = (plan_owners(cargo_of(LLAMA, 4, 8), 8) for _ in range(2))
+    one, other = (assign_owners(llama(LLAMA, 4, 8), 8) for _ in range(2))
     assert one.digest == other.digest and one.owners == other.owners
-    changed = cargo_of(LLAMA, 4, 8)
+    changed = llama(LLAMA, 4, 8)
     changed[3], changed[10] = changed[10], changed[3]
-    assert plan_owners(changed, 8).digest != one.digest
-    assert plan_owners(cargo_of(LLAMA, 4, 8), 8, 2).digest != one.digest
+    assert assign_owners(changed, 8).digest != one.digest
+    assert assign_owners(llama(LLAMA, 4, 8), 8, 2).digest != one.digest
 
 
 def test_rounds_hold_neighbours_of_one_shape_and_fit_their_slots() -> None:
-    cargo = cargo_of(LLAMA, 8, 8)
-    largest = max(parcel.numel for parcel in cargo) * 4
-    found = plan_owners(cargo, 8, slot_bytes=2 * largest)
+    matrices = llama(LLAMA, 8, 8)
+    largest = max(matrix.numel for matrix in matrices) * 4
+    found = assign_owners(matrices, 8, round_bytes=2 * largest)
     assert len(found.rounds) > 1
     for members in found.rounds:
         held: Counter[tuple[int, int]] = Counter()
         for index in members:
-            held[found.owners[index]] += cargo[index].numel * 4
+            held[found.owners[index]] += matrices[index].numel * 4
         assert max(held.values()) <= 2 * largest
-    order = [cargo[index].key for members in found.rounds for index in members]
+    order = [matrices[index].shapes for members in found.rounds for index in members]
     assert order == sorted(order)
 
 
-def test_pieces_of_parcels() -> None:
-    parcels = parcels_of((9, 4), Split.stacked(2, 4, 3))
+def test_pieces_of_matrices() -> None:
+    matrices = matrices_of((9, 4), Split.stacked(2, 4, 3))
+    assert matrices == (Matrix(0, 2, 4), Matrix(8, 4, 4), Matrix(24, 3, 4))
     pieces = [(0, 0, 10), (2, 10, 30), (1, 30, 36)]
-    found = freight_of("w", 5, parcels, pieces, PRICE, pinned=False)
-    assert [one.parcel for one in found] == [Parcel(0, 2, 4), Parcel(8, 4, 4), Parcel(24, 3, 4)]
+    found = stored_matrices(matrices, pieces, PRICE, name="w", parameter=5)
+    assert [(one.name, one.start) for one in found] == [("w[0]", 0), ("w[1]", 8), ("w[2]", 24)]
     assert [one.pieces for one in found] == [
         ((0, 0, 8),),
         ((0, 0, 2), (2, 2, 16)),
         ((2, 0, 6), (1, 6, 12)),
     ]
-    assert {one.position for one in found} == {5}
-    planned = plan_exchange(found, 3, 1)
+    assert {one.parameter for one in found} == {5}
+    planned = assign_owners(found, 3, 1)
     assert planned.owners[0] == (0, 0), "who holds it all keeps it"
 
 
@@ -182,18 +183,65 @@ def test_rows_as_torch_chunks_them() -> None:
     assert nested == [(0, 3), (3, 5), (5, 8), (8, 10)]
 
 
+def axis(size: int, rank: int) -> comm.Axis | None:
+    """An axis without a process group."""
+    if size == 1:
+        return None
+    return comm.Axis("dp", None, size, rank, {}, tuple(range(size)), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (1, 3), (4, 2)])
+def test_planning_needs_no_process_group_and_both_sides_of_a_message_agree(
+    ranks: int, replicas: int, wire: str
+) -> None:
+    matrices = llama({"a": (7, 5), "b": (4, 9), "c": (7, 5)}, 3, ranks)
+    matrices = [replace(one, parameter=index) for index, one in enumerate(matrices)]
+    workers = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    meta = torch.device("meta")
+    exchanges = {
+        (replica, rank): Exchange(
+            matrices, axis(ranks, rank), axis(replicas, replica), meta, wire=wire, round_bytes=150
+        )
+        for replica, rank in workers
+    }
+    assert len({len(one.rounds) for one in exchanges.values()}) == 1
+    total = 0
+    for (replica, rank), one in exchanges.items():
+        for number, round_ in enumerate(one.rounds):
+            there = {peer: exchanges[replica, peer].rounds[number] for peer in range(ranks)}
+            across = {peer: exchanges[peer, rank].rounds[number] for peer in range(replicas)}
+            for name, peers in (("to_owners", there), ("back", there), ("to_replicas", across)):
+                leg = getattr(round_, name)
+                for peer, theirs in peers.items():
+                    other = getattr(theirs, name)
+                    assert (leg is None) == (other is None)
+                    if leg is not None:
+                        mine = rank if name != "to_replicas" else replica
+                        assert leg.send_sizes[peer] == other.receive_sizes[mine]
+                total += 0 if leg is None else sum(leg.send_sizes)
+        if wire == "fp32":
+            legs = [round_.to_owners for round_ in one.rounds if round_.to_owners]
+            assert sum(sum(leg.send_sizes) for leg in legs) == sent(one.ownership, replica, rank)[0]
+    assert (total > 0) == (ranks * replicas > 1)
+
+
 # ------------------------------------------------------------------------------ on ranks
 
 
 def exchange_of(rank: int, world_size: int, rows: int, *, wire: str = "fp32") -> Exchange:
-    home = Home(mesh_of(world_size), (True,))
-    freight = []
+    sharding = Sharding(mesh_of(world_size), (True,), (False,))
+    matrices = []
     for position in range(3):
         begins = [chunk_range(rows, [world_size], [r]) for r in range(world_size)]
         pieces = [(r, 5 * lo, 5 * hi) for r, (lo, hi) in enumerate(begins) if lo < hi]
-        parcels = parcels_of((rows, 5), None)
-        freight += freight_of(f"m{position}", position, parcels, pieces, PRICE, pinned=False)
-    return Exchange(home, freight, torch.device("cpu"), wire=wire)
+        whole = matrices_of((rows, 5), None)
+        label = f"m{position}"
+        matrices += stored_matrices(whole, pieces, PRICE, name=label, parameter=position)
+    shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
+    exchange = Exchange(matrices, shards, replicas, torch.device("cpu"), wire=wire)
+    exchange.agree()
+    return exchange
 
 
 def disagree(rank: int, world_size: int) -> str:
@@ -223,7 +271,8 @@ def there_and_back(rank: int, world_size: int, rows: int, wire: str, exponent: i
         seen.extend(batch)
         return batch * 2
 
-    exchange.run(workspaces, double)
+    rounds = list(exchange.run(workspaces, double))
+    assert rounds == list(range(len(exchange.rounds)))
     worst = 0.0
     for full, workspace in zip(fulls, workspaces, strict=True):
         expected = 2 * full[begin:end].reshape(-1)

@@ -275,7 +275,7 @@ def test_delayed_gradients_come_second_linear_first_and_complete_once() -> None:
     plain(x, ends_of(UNEVEN), p).backward(dy)
     for parameter, reference in zip(mlp.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, 2 * reference.grad, rtol=1e-5, atol=1e-5)
-    mlp.backward_dw()  # nothing is owed: nothing happens
+    mlp.backward_dw()  # nothing is pending: nothing happens
     assert len(fired) == len(list(mlp.parameters()))
 
 

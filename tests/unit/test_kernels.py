@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 if INSIDE:
     from shardwise.kernels import block, iterate, momentum, normalise, product, symmetric, update
     from shardwise.kernels.forms import Polynomial, Tile
-    from shardwise.kernels.newton_schulz import coefficient_table, reference
+    from shardwise.kernels.newton_schulz import coefficient_table, one_by_one
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
     from tests.kernel_cases import PRESETS
 
@@ -238,7 +238,7 @@ def test_forms_compute_the_preset(form: str, preset: str) -> None:
     batch = 1e-20 * torch.randn(2, 17, 30)
     batch[1] = 0
     batch = batch.mT.contiguous() if preset == "you" else batch  # one of them tall
-    expected = reference(batch.double(), polynomial)
+    expected = one_by_one(batch.double(), polynomial)
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 2e-2)):
         if dtype == torch.float32 and preset in ("you", "s4"):
             continue  # the algebra of polar_express and of nonic with other numbers
@@ -267,7 +267,7 @@ def test_gram_restarts_where_told(restart: int) -> None:
     polynomial = Polynomial(coefficients=PRESETS["you"].coefficients, restart=restart)
     torch.manual_seed(5)
     batch = torch.randn(1, 16, 24)
-    expected = reference(batch.double(), polynomial, "gram")
+    expected = one_by_one(batch.double(), polynomial, "gram")
     for form in ("gram", "block"):
         found = run(form, normalise.normalise(batch, torch.float32), polynomial)
         assert relative(found, expected) < 1e-3, form

@@ -24,7 +24,6 @@ from shardwise.layout import (
     Grain,
     Item,
     Layout,
-    exchange,
     plan,
     plan_groups,
     rows,
@@ -326,51 +325,6 @@ def test_layer_wise_llama_8b_pads_under_ten_percent(num_shards: int) -> None:
     layout = plan(items, num_shards)
     assert layout.payload == 6_979_321_856
     assert layout.padding * 10 < layout.payload
-
-
-# ------------------------------------------------------------------------------------- exchange
-
-
-@settings(max_examples=150, deadline=None)
-@given(item_lists(largest=2048), st.integers(1, 9), st.integers(1, 9), st.sampled_from(GRAINS))
-def test_exchange_round_trip(items: list[Item], before: int, after: int, grain: Grain) -> None:
-    source = plan(items, before)
-    target = plan([Item(item.name, item.shape, grain) for item in items], after)
-
-    def shards(layout: Layout) -> list[list[int | None]]:
-        return [[None] * layout.shard_size for _ in range(layout.num_shards)]
-
-    def send(values: list[list[int | None]], one: Layout, other: Layout) -> list[list[int | None]]:
-        result = shards(other)
-        moves = exchange(one, other)
-        assert moves == tuple(sorted(moves, key=lambda move: (move.index, move.lo)))
-        for move in moves:
-            for element in range(move.lo, move.hi):
-                a = one.starts[move.index] + element - move.source * one.shard_size
-                b = other.starts[move.index] + element - move.target * other.shard_size
-                assert a >= 0 and b >= 0 and result[move.target][b] is None
-                result[move.target][b] = values[move.source][a]
-        return result
-
-    def filled(layout: Layout) -> list[list[int | None]]:
-        flat: list[int | None] = [None] * layout.numel
-        for index, item in enumerate(layout.items):
-            for element in range(item.numel):
-                flat[layout.starts[index] + element] = index * 10**7 + element
-        size = layout.shard_size
-        return [flat[r * size : (r + 1) * size] for r in range(layout.num_shards)]
-
-    there = send(filled(source), source, target)
-    assert there == filled(target)
-    assert send(there, target, source) == filled(source)
-
-
-def test_exchange_refuses_other_parameters() -> None:
-    one = plan([Item("a", (4, 4)), Item("b", (4,))], 2)
-    with pytest.raises(ValueError, match=r"'a'.* meets .*'c'"):
-        exchange(one, plan([Item("c", (4, 4)), Item("b", (4,))], 2))
-    with pytest.raises(ValueError, match="2 parameters meet 1"):
-        exchange(one, plan([Item("a", (4, 4))], 2))
 
 
 # ------------------------------------------------------------------------------------- planner

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 
-import pytest
 import torch
 
 from shardwise.memory import Block, Caching, Ledger, TracePool, ledger
@@ -128,6 +126,7 @@ def test_blocks_that_are_never_alive_together_share_a_home() -> None:
     assert not pool.planned
     pool.step_done()
     assert pool.planned and pool.arena_bytes == {"compute": 2 * SIZE * 4}
+    play(pool, STEP, **blocks)
     homes = {name: block.tensor.data_ptr() for name, block in blocks.items()}
     assert homes["a"] == homes["c"] != homes["b"]
     for _ in range(3):
@@ -165,18 +164,17 @@ def test_lanes_share_no_home() -> None:
     play(pool, "+a -a +b -b", **blocks)
     pool.step_done()
     assert pool.arena_bytes == {"gather": SIZE * 4, "reduce": SIZE * 4}
+    play(pool, "+a -a +b -b", **blocks)
     assert blocks["a"].tensor.data_ptr() != blocks["b"].tensor.data_ptr()
 
 
-def test_another_order_falls_back_and_stays_right(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_order_falls_back_and_stays_right() -> None:
     pool, blocks = TracePool(), {name: make() for name in "abc"}
     play(pool, STEP, **blocks)
     pool.step_done()
-    with caplog.at_level(logging.WARNING):
-        play(pool, "+a +c -a -c", **blocks)  # they share a home
-        play(pool, "+c +a +b -c -b -a", **blocks)
+    play(pool, "+a +c -a -c", **blocks)  # they share a home
+    play(pool, "+c +a +b -c -b -a", **blocks)
     assert pool.fallbacks == 2
-    assert len([r for r in caplog.records if "another order" in r.message]) == 1, "said once"
     play(pool, STEP, **blocks)
     assert pool.fallbacks == 2, "back to the traced order, back to the homes"
     assert blocks["a"].tensor.data_ptr() == blocks["c"].tensor.data_ptr()
@@ -199,46 +197,17 @@ def test_a_block_that_was_not_traced_falls_back() -> None:
     assert pool.fallbacks == 1
 
 
-def test_views_that_autograd_holds_never_lose_their_memory_silently() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    play(pool, STEP, **blocks)
-    pool.step_done()
-    blocks["a"].viewed = lambda: True  # a graph holds views of a's home
-    blocks["c"].acquire(pool)
-    with pytest.raises(RuntimeError, match=r"order of units changed.*memory='caching'"):
-        blocks["a"].acquire(pool)
-
-
-def test_a_block_with_views_of_its_own_memory_is_not_moved_home() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    play(pool, STEP, **blocks)
-    pool.step_done()
-    play(pool, "+a +c", **blocks)  # c is out of home
-    blocks["c"].viewed = lambda: True
-    view = blocks["c"].tensor[:4]
-    blocks["c"].release(pool)
-    blocks["a"].release(pool)
-    blocks["c"].acquire(pool)  # its home is free, but the view would stay behind, without memory
-    has_memory = view.untyped_storage().nbytes() == SIZE * 4
-    assert has_memory  # no tensor in this line: pytest would print it
-    assert view.data_ptr() == blocks["c"].tensor.data_ptr() != blocks["a"].tensor.data_ptr()
-    blocks["c"].tensor.fill_(5.0)
-    assert torch.equal(view, torch.full((4,), 5.0))
-
-
-def test_nothing_is_planned_while_a_graph_holds_views_or_a_block_is_alive() -> None:
+def test_a_block_that_is_alive_when_the_pool_plans_gets_no_home() -> None:
     pool, blocks = TracePool(), {name: make() for name in "ab"}
     play(pool, "+a -a +b", **blocks)
     pool.step_done()
-    assert not pool.planned
+    assert pool.planned and pool.arena_bytes == {"compute": SIZE * 4}
+    blocks["b"].tensor.fill_(5.0)
+    play(pool, "+a -a", **blocks)
+    assert torch.equal(blocks["b"].tensor, torch.full((SIZE,), 5.0)) and pool.fallbacks == 0
     blocks["b"].release(pool)
-    blocks["a"].viewed = lambda: True
-    pool.step_done()
-    assert not pool.planned
-    blocks["a"].viewed = lambda: False
-    play(pool, "+a -a +b -b", **blocks)
-    pool.step_done()
-    assert pool.planned
+    blocks["b"].acquire(pool)
+    assert pool.fallbacks == 1
 
 
 def test_owners_are_told_when_a_block_moves() -> None:
@@ -249,27 +218,13 @@ def test_owners_are_told_when_a_block_moves() -> None:
     play(pool, STEP, **blocks)
     assert moves == []
     pool.step_done()
+    play(pool, STEP, **blocks)
     assert sorted(moves) == ["a", "b", "c"]
     moves.clear()
     play(pool, STEP, **blocks)
     assert moves == []
     play(pool, "+a +c -c -a", **blocks)
     assert moves == ["c"]
-
-
-def test_a_reset_gives_the_arena_back_and_traces_anew() -> None:
-    pool, blocks = TracePool(), {name: make() for name in "abc"}
-    play(pool, STEP, **blocks)
-    pool.step_done()
-    play(pool, STEP, **blocks)
-    pool.reset()
-    assert not pool.planned and pool.arena_bytes == {}
-    assert all(block.tensor.untyped_storage().nbytes() == 0 for block in blocks.values())
-    play(pool, "+a +b +c -a -b -c", **blocks)  # another step from now on
-    pool.step_done()
-    assert pool.planned and pool.arena_bytes == {"compute": 3 * SIZE * 4}
-    play(pool, "+a +b +c -a -b -c", **blocks)
-    assert pool.fallbacks == 0
 
 
 def test_the_pool_keeps_no_block_alive() -> None:

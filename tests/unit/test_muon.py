@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,22 +17,12 @@ from shardwise.optim.muon import (
     scale_of,
     update_momentum,
 )
-from shardwise.optim.newton_schulz import DEFAULT, PRESETS
+from shardwise.optim.presets import DEFAULT, PRESETS
+from tests.models import Weights as Parameters
 from tests.reference.muon import SlowMuon
 
 STEPS = 6
-
-
-class Weights(nn.Module):
-    """Parameters by name, without a forward."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in shapes.items():
-            self.register_parameter(
-                name, nn.Parameter(torch.randn(shape, generator=generator) * 0.1)
-            )
+Weights = partial(Parameters, scale=0.1)
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
@@ -137,9 +128,8 @@ def test_the_update_aliases_neither_momentum_nor_gradient() -> None:
     for form in ("ema", "sum"):
         for nesterov in (True, False):
             buffer, grad = torch.ones(3, 4), torch.full((3, 4), 2.0)
-            (update,) = update_momentum(
-                [buffer], [grad], momentum=0.5, form=form, nesterov=nesterov
-            )
+            rule = {"momentum": 0.5, "momentum_form": form, "nesterov": nesterov}
+            (update,) = update_momentum([buffer], [grad], rule)
             kept = buffer.clone()
             update.zero_()
             assert torch.equal(buffer, kept) and torch.equal(grad, torch.full((3, 4), 2.0))
@@ -180,7 +170,7 @@ def test_both_momentum_forms_point_the_same_way_and_convert() -> None:
 
 def test_cautious_decay_spares_weights_that_grow() -> None:
     weight, update = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([1.0, 1.0, 0.0])
-    apply_update([weight], [update], lr=0.1, weight_decay=0.5, decay="cautious")
+    apply_update([weight], [update], {"lr": 0.1, "weight_decay": 0.5, "decay": "cautious"})
     torch.testing.assert_close(weight, torch.tensor([0.95 - 0.1, -1.0 - 0.1, 2.0]))
 
 

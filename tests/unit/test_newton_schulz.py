@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from shardwise.kernels.forms import milliseconds
-from shardwise.optim.newton_schulz import (
+from shardwise.kernels.forms import Polynomial, milliseconds
+from shardwise.optim.presets import (
     PRESETS,
-    Preset,
     choose_form,
     cost,
     newton_schulz,
-    preset_of,
+    polynomial_of,
     price,
 )
-from tests.reference.muon import polar_factor, polynomial_of
+from tests.reference.muon import exact_newton_schulz, polar_factor
 
 SHAPES = [(32, 32), (16, 48), (48, 16), (7, 13), (1, 9), (64, 20)]
 # After the last step every singular value above 1 % of the largest lies in here.
@@ -52,7 +51,7 @@ def test_it_applies_the_polynomials_to_the_singular_values(
 ) -> None:
     preset, x = PRESETS[name], matrix(*shape)
     result = newton_schulz(x[None], preset, form=form)[0]
-    expected = polynomial_of(x, preset)
+    expected = exact_newton_schulz(x, preset)
     assert result.dtype == torch.float32 and result.shape == x.shape
     # The first polynomials have slopes of up to 8: rounding of 6e-8 grows by their product.
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=2e-4)
@@ -81,7 +80,7 @@ def singular_values(kind: str, count: int) -> Tensor:
     }[kind]
 
 
-def rotation(preset: Preset, kind: str, rows: int, cols: int) -> float:
+def rotation(preset: Polynomial, kind: str, rows: int, cols: int) -> float:
     """The share of the Gram form's result, in fp16, that leaves the input's singular directions."""
     generator = torch.Generator().manual_seed(rows * 10007 + cols)
     u, v = (
@@ -109,23 +108,19 @@ def test_the_restart_comes_where_the_gram_form_loses_least(name: str) -> None:
 
     by_restart = {restart: worst(restart) for restart in (1, 2, 3, 4)}
     ours = worst(None)
-    assert ours == by_restart[preset.first_steps]
+    assert ours == by_restart[preset.first_steps("block")]
     assert ours < 1.2 * min(by_restart.values()), by_restart  # Keller's is a tie of two and three
     assert ours < 0.03
 
 
 def test_torch_and_the_kernels_restart_alike() -> None:
-    """Nobody tells the kernels: each of their forms knows where it loses least. The one that rounds
-    as torch does, product by product, has torch's answer."""
-    for preset in PRESETS.values():
-        assert preset.polynomial.restart is None
-        assert preset.polynomial.first_steps("block") == preset.first_steps == 2
-        assert preset.polynomial.coefficients == preset.coefficients
-        assert (preset.polynomial.norm, preset.polynomial.safety) == (preset.norm, preset.safety)
-    assert [PRESETS[name].polynomial.first_steps("gram") for name in ("keller", "s4")] == [3, 2]
+    """Each form restarts where it loses least; torch, which rounds product by product, where the
+    block form does."""
+    assert {preset.first_steps("block") for preset in PRESETS.values()} == {2}
+    assert [PRESETS[name].first_steps("gram") for name in ("keller", "s4")] == [3, 2]
     for restart, first in ((0, 5), (1, 1), (4, 4), (5, 5), (9, 5)):
         told = dataclasses.replace(PRESETS["you"], restart=restart)
-        assert told.first_steps == told.polynomial.first_steps("gram") == first
+        assert told.first_steps("block") == told.first_steps("gram") == first
 
 
 def test_owners_are_weighed_by_what_was_measured_where_kernels_serve() -> None:
@@ -134,13 +129,13 @@ def test_owners_are_weighed_by_what_was_measured_where_kernels_serve() -> None:
     operations = [price(*shape, preset) for shape in shapes]
     assert operations == [cost(*shape, preset) for shape in shapes]
     measured = [price(*shape, preset, measured=True) for shape in shapes]
-    assert measured == [round(1e6 * milliseconds(*s, preset.polynomial)) for s in shapes]
+    assert measured == [round(1e6 * milliseconds(*s, preset)) for s in shapes]
     assert measured[0] == measured[3] and all(isinstance(one, int) for one in measured)
     # A head costs far more than its operations say, beside a large matrix.
     assert measured[2] / measured[0] > 2 * operations[2] / operations[0]
     assert price(2, 3, preset, measured=True) >= 1
     direct = price(2048, 8192, preset, "direct", measured=True)
-    assert direct == round(1e6 * milliseconds(2048, 8192, preset.polynomial, "direct"))
+    assert direct == round(1e6 * milliseconds(2048, 8192, preset, "direct"))
 
 
 def test_keller_agrees_with_torch() -> None:
@@ -213,8 +208,8 @@ def test_the_cheaper_form_is_chosen() -> None:
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(ValueError, match="preset 'kelller' is unknown: use keller, you"):
-        preset_of("kelller")
+        polynomial_of("kelller")
     with pytest.raises(ValueError, match=r"one step or more; safety=0\.5"):
-        Preset(name="mine", coefficients=(), safety=0.5)
+        Polynomial(name="mine", coefficients=(), safety=0.5)
     with pytest.raises(ValueError, match="norm='l2' is unknown"):
-        Preset(name="mine", coefficients=((1.5, -0.5, 0.0),), norm="l2")
+        Polynomial(name="mine", coefficients=((1.5, -0.5, 0.0),), norm="l2")

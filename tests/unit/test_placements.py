@@ -13,6 +13,7 @@ from shardwise.placements import (
     PARTIAL,
     REPLICATE,
     SHARD,
+    STRATEGIES,
     Partial,
     Placement,
     Placements,
@@ -22,6 +23,7 @@ from shardwise.placements import (
     hfsdp,
     hsdp,
     shard_range,
+    steps,
     turn_spans,
     zero,
 )
@@ -192,3 +194,57 @@ def test_what_a_reduction_over_replicas_brings_where() -> None:
     for outer in (0, 1):
         assert found[0, outer, 0][1] == [[(6, 9)], [(0, 6)]]
         assert found[0, outer, 1][1] == [[], [(9, 12)]]
+
+
+# ------------------------------------------------------------------------------ steps
+
+
+def suffix_placements(num_axes: int) -> list[tuple[Placement, ...]]:
+    """Every list whose sharded axes are the inner ones."""
+    return [
+        placements
+        for placements in itertools.product((REPLICATE, PARTIAL, SHARD), repeat=num_axes)
+        if [value == SHARD for value in placements]
+        == sorted(value == SHARD for value in placements)
+    ]
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+def test_steps_lead_there_and_keep_the_shards_a_suffix(num_axes: int) -> None:
+    allowed = {(SHARD, REPLICATE), (PARTIAL, SHARD), (PARTIAL, REPLICATE)}
+    walked = 0
+    for here, there in itertools.product(suffix_placements(num_axes), repeat=2):
+        pairs = {pair for pair in zip(here, there, strict=True) if pair[0] != pair[1]}
+        if not pairs <= allowed:
+            with pytest.raises(AssertionError):
+                steps(here, there)
+            continue
+        current = list(here)
+        for axis, before, after in steps(here, there):
+            assert current[axis] == before != after
+            current[axis] = after
+            sharded = [value == SHARD for value in current]
+            assert sharded == sorted(sharded), (here, there, current)
+            walked += 1
+        assert tuple(current) == there
+    assert walked >= 3 * num_axes
+
+
+def test_the_steps_of_each_strategy() -> None:
+    """(axis, where to), for a gather of main weights and for a whole reduction of gradients."""
+    found = {}
+    for name, placements in STRATEGIES.items():
+        everywhere = (REPLICATE,) * len(placements.main)
+        partial = (PARTIAL,) * len(placements.main)
+        gathers = [(axis, str(to)) for axis, _, to in steps(placements.main, everywhere)]
+        inside = [(axis, str(to)) for axis, _, to in steps(partial, placements.grad)]
+        outside = [(axis, str(to)) for axis, _, to in steps(placements.grad, placements.main)]
+        found[name] = (gathers, inside, outside)
+    assert found == {
+        "zero0": ([], [], [(0, "R")]),
+        "zero1": ([(0, "R")], [], [(0, "S")]),
+        "zero2": ([(0, "R")], [(0, "S")], []),
+        "zero3": ([(0, "R")], [(0, "S")], []),
+        "hsdp": ([(1, "R")], [(1, "S")], [(0, "R")]),
+        "hfsdp": ([(0, "R"), (1, "R")], [(1, "S")], [(0, "S")]),
+    }

@@ -15,11 +15,11 @@ import shardwise as sw
 from shardwise import layout
 from shardwise.memory import Block as Memory
 from shardwise.mesh import PretendedMesh
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.optim.newton_schulz import cost
-from shardwise.optim.storage import Home
+from shardwise.optim.presets import cost
+from shardwise.optim.storage import Sharding
 from shardwise.report import units
 from shardwise.report.dry_run import dry_run
 from shardwise.report.orthogonalisation import by_rank
@@ -195,7 +195,7 @@ def test_neighbours_on_ep_stand_at_the_same_place_of_their_experts() -> None:
     assert sent[0::2] == sent[1::2] and sent[0] != sent[2] and all(sent)
     mesh: Any = PretendedMesh(["dp"], [3], [0], "nccl")
     for sharded, figures in ((True, {(0, 0): 5, (0, 2): 7}), (False, {(0, 0): 5, (2, 0): 7})):
-        assert by_rank(Home(mesh, (sharded,)), figures, 6) == [5, 5, 0, 0, 7, 7]
+        assert by_rank(Sharding(mesh, (sharded,), (False,)), figures, 6) == [5, 5, 0, 0, 7, 7]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

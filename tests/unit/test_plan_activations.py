@@ -18,8 +18,8 @@ from benchmarks import models as bench
 from benchmarks import plan_memory
 from benchmarks.report import RESULTS
 from shardwise.cli import run
-from shardwise.models.config import GPTConfig
 from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
 from shardwise.report.plan import Plan, plan

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim.newton_schulz import PRESETS
+from shardwise.optim.presets import PRESETS
 from shardwise.optim.routing import routes_of
-from shardwise.optim.split import Split, parcels_of
+from shardwise.optim.split import Split, matrices_of
 from tests.models import make_model, mesh_of, shard_model
 from tests.ranks import run_ranks
 from tests.reference.muon import SlowMuon
@@ -195,8 +195,8 @@ def sharded_report(rank: int, world_size: int) -> Any:
     }
     report = sw.routing_report(model)
     optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
-    (fleet,) = optimizer._fleets
-    owners = [str(owner) for _, owner in fleet.exchange.plan.owners]
+    (group,) = optimizer._matrix_groups
+    owners = [str(owner) for _, owner in group.exchange.ownership.owners]
     rows = [row for row in report.rows if row.matrices]
     assert [owner for row in rows for owner in row.owners] == owners and len(owners) == 5
     assert {row.grain for row in report.rows} == {"row"}
@@ -242,17 +242,17 @@ SPLITS = {
 def test_splits_are_the_blocks_they_name(name: str) -> None:
     shape, split, count = SPLITS[name]
     weight = torch.randn(shape)
-    parcels = parcels_of(shape, split)
-    assert sum(parcel.numel for parcel in parcels) == weight.numel()
+    pieces = matrices_of(shape, split)
+    assert sum(piece.numel for piece in pieces) == weight.numel()
     taken: list[Tensor] = []
     copy = torch.zeros_like(weight)
-    for parcel in parcels:
-        part = weight.view(-1)[parcel.start : parcel.start + parcel.numel]
-        part = part.view(parcel.rows, parcel.cols)
-        target = copy.view(-1)[parcel.start : parcel.start + parcel.numel]
-        for index, one in enumerate(parcel.take(part)):
-            assert tuple(one.shape) == parcel.shapes[index]
-            parcel.put(target.view(parcel.rows, parcel.cols), index, one)
+    for piece in pieces:
+        part = weight.view(-1)[piece.start : piece.start + piece.numel]
+        part = part.view(piece.rows, piece.cols)
+        target = copy.view(-1)[piece.start : piece.start + piece.numel]
+        for index, one in enumerate(piece.take(part)):
+            assert tuple(one.shape) == piece.shapes[index]
+            piece.put(target.view(piece.rows, piece.cols), index, one)
             taken.append(one)
     expected = index_lists(shape, split)
     assert len(taken) == count == len(expected)

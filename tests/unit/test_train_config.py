@@ -10,17 +10,77 @@ import itertools
 import json
 import os
 import resource
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import tyro
 
 from shardwise import cli
-from shardwise.models.config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import EventFile, Events, scalars
+from shardwise.train.flags import changed, given
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
+
+# ------------------------------------------------------------------------------ flags
+
+ODD = {str: "odd", float: 0.25, int: 3, bool: False}
+
+
+def odd_values(config: Any) -> dict[str, Any]:
+    """A value for every field of a configuration that is not the default, by its type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = [one for one in get_args(hint) if one is not type(None)] or [hint]
+        if dataclasses.is_dataclass(kinds[0]):
+            found[name] = odd_values(getattr(config, name) or kinds[0]())
+        else:
+            found[name] = ODD.get(kinds[0], kinds[-1])  # of a Literal the last
+    return found
+
+
+def as_words(values: dict[str, Any], prefix: str = "--") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from as_words(value, f"{prefix}{name}.")
+        else:
+            yield from (prefix + name.replace("_", "-"), str(value))
+
+
+def test_every_field_of_the_configuration_is_a_flag() -> None:
+    values = odd_values(TrainConfig())
+    assert values["model"]["dim"] == 3 and values["model"]["rope_scaling"]["factor"] == 0.25
+    words = ["smoke", *as_words(values), "--nproc", "2", "--resume", "latest"]
+    command = tyro.cli(cli._train_command(), args=words)
+    assert given(command.configuration) == values
+    assert (command.recipe, command.nproc, command.resume) == ("smoke", 2, "latest")
+    assert given(tyro.cli(cli._train_command(), args=[]).configuration) == {}, "nothing by itself"
+
+
+def test_flags_change_what_they_name_and_nothing_else() -> None:
+    before = load_recipe("default")
+    after = changed(before, {"steps": 7, "model": {"dim": 64, "rope_scaling": {"factor": 2.0}}})
+    assert after.model.rope_scaling == RopeScaling(factor=2.0)
+    model = dataclasses.replace(after.model, dim=128, rope_scaling=None)
+    assert dataclasses.replace(after, steps=300, model=model) == before
+    again = changed(after, {"model": {"rope_scaling": {"original_context": 64}}})
+    assert again.model.rope_scaling == RopeScaling(factor=2.0, original_context=64)
+
+
+@pytest.mark.parametrize("words", [["--version"], ["train", "--help"]])
+def test_help_and_version_import_no_torch(words: list[str]) -> None:
+    script = "import sys; from shardwise import cli\ntry: cli.main(sys.argv[1:])\nfinally: "
+    script += "assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
+    )
+    assert ("--model.dim" if "train" in words else "shardwise 0.") in done.stdout
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -211,7 +271,7 @@ def test_a_plan_takes_the_precision_of_the_recipe_or_the_flag(
 ) -> None:
     assert load_recipe("gpt_1b_mxfp8").precision == "mxfp8"
     for flag, stored in ((None, "bfloat16"), ("mxfp8_2d", "mxfp8_2d")):
-        assert cli.plan(cli.Plan(model="smoke", ranks=2, precision=flag), []) == 0  # type: ignore[arg-type]
+        assert cli.plan(cli.PlanCommand(model="smoke", ranks=2, precision=flag), []) == 0  # type: ignore[arg-type]
         said = capsys.readouterr().out
         assert f"stored as {stored} " in said and "gathered in forward" in said
 

@@ -20,10 +20,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.train import session
 from shardwise.train.config import TrainConfig
-from shardwise.train.folder import Claim, find_resume, new_folder, newest_folder
-from shardwise.train.lock import RunLock
+from shardwise.train.folder import Claim, RunLock, find_resume, new_folder, newest_folder
 from shardwise.train.recipes import load_recipe
-from shardwise.train.session import Request, claim, settle
+from shardwise.train.session import Request, claim, resolve
 
 
 def run_in(path: Path) -> Path:
@@ -105,9 +104,14 @@ def test_a_resumed_run_lands_where_it_was_told_with_the_model_that_was_named(
         assert find_resume("default", None, str(checkpoint)) == (run, checkpoint)
         assert find_resume("default", None, str(checkpoint), again=True) == (run, expected)
     request = Request(recipe="smoke", resume=str(checkpoint))
-    assert settle(request).checkpoint == checkpoint
+    assert resolve(request).checkpoint == checkpoint
+    # One that is named itself is the one that is meant; where a run is, a damaged one gives way.
+    assert not resolve(request).or_older
+    of_run = resolve(dataclasses.replace(request, resume=str(run)))
+    assert of_run.checkpoint == later and of_run.or_older
+    assert resolve(Request(resume="latest", out=str(run))).or_older
     with pytest.raises(ValueError, match=r"another model.*num_experts 0 there, 8 here"):
-        settle(dataclasses.replace(request, recipe="moe_tiny"))
+        resolve(dataclasses.replace(request, recipe="moe_tiny"))
 
 
 # ------------------------------------------------------------------------------ never saved
@@ -125,29 +129,29 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
     here: Path, resume: str | None, out: str | None
 ) -> None:
     run = killed_in(here / "runs" / "default", load_recipe("smoke"))
-    settled = settle(Request(resume=resume, out=out, changes={"seed": 7}))
-    assert settled.checkpoint is None and settled.config.seed == 7
+    resolved = resolve(Request(resume=resume, out=out, changes={"seed": 7}))
+    assert resolved.checkpoint is None and resolved.config.seed == 7
     if resume is None and out is None:
-        assert settled.folder == Path("runs/default-2"), "the next free name, as ever"
+        assert resolved.folder == Path("runs/default-2"), "the next free name, as ever"
     else:
-        assert settled.folder.resolve() == run
+        assert resolved.folder.resolve() == run
     expected = load_recipe("default" if resume is None else "smoke")
-    assert settled.config == dataclasses.replace(expected, seed=7), "of the run that was meant"
+    assert resolved.config == dataclasses.replace(expected, seed=7), "of the run that was meant"
     if resume is not None:
         with pytest.raises(ValueError, match=r"another model.*num_experts"):
-            settle(Request(recipe="moe_tiny", resume=resume, out="runs/default"))
+            resolve(Request(recipe="moe_tiny", resume=resume, out="runs/default"))
 
 
 def test_a_start_that_left_only_its_lock_begins_anew(here: Path) -> None:
     (here / "run").mkdir()
     (here / "run" / ".lock").touch()
     for resume in (None, "latest"):
-        settled = settle(Request(recipe="smoke", out="run", resume=resume))
-        assert (settled.folder, settled.checkpoint) == (Path("run"), None)
-        assert settled.config == load_recipe("smoke")
+        resolved = resolve(Request(recipe="smoke", out="run", resume=resume))
+        assert (resolved.folder, resolved.checkpoint) == (Path("run"), None)
+        assert resolved.config == load_recipe("smoke")
     (here / "run" / "config.json").write_text('{"warp": 9}')
     with pytest.raises(ValueError, match=r"config\.json cannot be read .*'warp'.*without --resume"):
-        settle(Request(out="run", resume="latest"))
+        resolve(Request(out="run", resume="latest"))
 
 
 def test_checkpoints_that_are_all_damaged_are_not_passed_over_for_a_new_run(here: Path) -> None:
@@ -155,7 +159,7 @@ def test_checkpoints_that_are_all_damaged_are_not_passed_over_for_a_new_run(here
     (run / "checkpoints" / "step-000001").mkdir()
     for resume, said in ((None, "holds a run already"), ("latest", "no valid checkpoint")):
         with pytest.raises(ValueError, match=said):
-            settle(Request(out="run", resume=resume))
+            resolve(Request(out="run", resume=resume))
 
 
 def test_restarted_ranks_find_the_run_of_their_own_launch(
@@ -164,8 +168,8 @@ def test_restarted_ranks_find_the_run_of_their_own_launch(
     mine, other = here / "runs" / "default", here / "runs" / "default-2"
     for folder, launch in ((mine, "this"), (other, "that")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-        settled, claimed = claim(Request())
-        assert settled.folder.resolve() == folder
+        resolved, claimed = claim(Request())
+        assert resolved.folder.resolve() == folder
         sw.save(
             folder / "checkpoints" / "step-000001",
             nn.Linear(1, 1),
@@ -175,9 +179,9 @@ def test_restarted_ranks_find_the_run_of_their_own_launch(
     os.utime(other / ".lock", (1e10, 1e10))  # the newest, but another's
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "this")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert settle(Request()).checkpoint == Path("runs/default/checkpoints/step-000001")
+    assert resolve(Request()).checkpoint == Path("runs/default/checkpoints/step-000001")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a third")
-    assert settle(Request()).folder == Path("runs/default-3")
+    assert resolve(Request()).folder == Path("runs/default-3")
 
 
 # ------------------------------------------------------------------------------ one writer
@@ -225,8 +229,8 @@ def test_a_folder_whose_owner_lives_is_refused_by_name(
     assert sorted(path.name for path in (here / "run").iterdir()) == before
     os.kill(held, 9)  # whatever happens to the owner, the kernel gives the lock back
     os.waitpid(held, 0)
-    settled, claimed = claim(request)
-    assert settled.folder == Path("run")
+    resolved, claimed = claim(request)
+    assert resolved.folder == Path("run")
     claimed.release()
 
 
@@ -243,15 +247,15 @@ def test_two_runs_begun_at_once_get_two_folders(
         return found
 
     monkeypatch.setattr(session, "new_folder", late)
-    settled, claimed = claim(Request(recipe="smoke"))
-    assert taken == [Path("runs/smoke")] and settled.folder == Path("runs/smoke-2")
+    resolved, claimed = claim(Request(recipe="smoke"))
+    assert taken == [Path("runs/smoke")] and resolved.folder == Path("runs/smoke-2")
     assert list(taken[0].iterdir()) == []
     claimed.release()
 
 
 def test_nothing_stays_of_a_run_that_did_not_begin(here: Path) -> None:
-    settled, claimed = claim(Request(recipe="smoke", out="deep/er/run"))
-    assert json.loads((settled.folder / "config.json").read_text())["steps"] == 20
+    resolved, claimed = claim(Request(recipe="smoke", out="deep/er/run"))
+    assert json.loads((resolved.folder / "config.json").read_text())["steps"] == 20
     claimed.undo()
     assert list(here.iterdir()) == []
     run = killed_in(here / "run")
@@ -287,8 +291,8 @@ def test_a_file_system_without_locks_says_so_once(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with caplog.at_level(logging.WARNING):
-        settled, claimed = claim(Request(recipe="smoke", out="run"))
-    assert settled.folder.is_dir()
+        resolved, claimed = claim(Request(recipe="smoke", out="run"))
+    assert resolved.folder.is_dir()
     (record,) = caplog.records
     assert "cannot lock" in record.message and "start only one" in record.message
     claimed.release()

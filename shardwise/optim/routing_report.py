@@ -6,8 +6,8 @@
     blocks.0.w13.weight      muon       2 of 128x64         1.41   row    1, 0   chosen by ...
     embedding.weight         adamw      -                   -      row    -      embedding
 
-What users report as bugs of Muon is mostly that it did not run: a parameter that went to AdamW in
-silence, a fused weight that was not split. This is where to look first.
+Most reported bugs of Muon are that it did not run: a parameter went to AdamW in silence, or a fused
+weight was not split. This report is where to look first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.optim.exchange import plan_exchange
-from shardwise.optim.matrices import Matrix, freight
+from shardwise.kernels.newton_schulz import uses_kernels
 from shardwise.optim.muon import MuonSettings, muon, scale_of
-from shardwise.optim.newton_schulz import has_kernels
+from shardwise.optim.muon_step import MatrixParameter
+from shardwise.optim.ownership import assign_owners
 from shardwise.optim.routing import Routed, routes_of
-from shardwise.optim.sharded import matrix_group
-from shardwise.optim.split import parcels_of
-from shardwise.optim.storage import Home, home_of
+from shardwise.optim.sharded import group_of
+from shardwise.optim.split import matrices_of
+from shardwise.optim.storage import Sharding, sharding_of
 from shardwise.tensor import ShardedTensor
 
 
@@ -40,7 +39,7 @@ class Row:
     matrices: tuple[tuple[int, int], ...]  # shapes as orthogonalised
     scales: tuple[float, ...]
     grain: str
-    owners: tuple[str, ...]  # by parcel: the rank on the shard axis, "replica.rank" over replicas
+    owners: tuple[str, ...]  # by matrix: the rank on the shard axis, "replica.rank" over replicas
     why: str
     warnings: tuple[str, ...]
 
@@ -74,7 +73,8 @@ class RoutingReport:
 def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> RoutingReport:
     """Where every parameter goes, with the settings that decide scales and owners.
 
-    Says what ``sw.optimizer(model, matrix=matrix, ...)`` will do, without communication.
+    The report says what ``sw.optimizer(model, matrix=matrix, ...)`` will do, without
+    communication.
     """
     settings = matrix or muon()
     found = routes_of(model)
@@ -84,8 +84,8 @@ def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> Rout
         shape = tuple(one.parameter.shape)
         shapes: tuple[tuple[int, int], ...] = ()
         if _orthogonalised(one):
-            parcels = parcels_of(one.route.shape_of(shape), one.route.split)
-            shapes = tuple(each for parcel in parcels for each in parcel.shapes)
+            matrices = matrices_of(one.route.shape_of(shape), one.route.split)
+            shapes = tuple(each for matrix in matrices for each in matrix.shapes)
         frozen = not one.parameter.requires_grad
         rows.append(
             Row(
@@ -114,24 +114,27 @@ def _grain(parameter: Tensor) -> str:
 
 
 def _owners(found: Sequence[Routed], settings: MuonSettings) -> dict[int, tuple[str, ...]]:
-    """The owner of every parcel, by the same arithmetic as the optimizer's."""
-    group = matrix_group(settings, [])
-    homes: dict[Any, tuple[Home, list[Matrix]]] = {}
+    """By id of the parameter: the owners of its matrices, as the optimizer assigns them."""
+    group = group_of(settings, [])
+    alike: dict[Sharding, list[MatrixParameter]] = {}
     for one in found:
-        home = home_of(one.parameter)
-        members = homes.setdefault(home.key, (home, []))[1]
-        members.append(Matrix(one.name, one.parameter, one.route, group))
+        member = MatrixParameter(one.name, one.parameter, one.route, group)
+        alike.setdefault(sharding_of(one.parameter), []).append(member)
     result: dict[int, tuple[str, ...]] = {}
-    for home, members in homes.values():
-        if home.mesh is None:
+    for sharding, members in alike.items():
+        if sharding.mesh is None:
             continue
-        replicas = home.num_replicas if settings.replicas == "spread" else 1
-        here = has_kernels(members[0].parameter.device)  # as everywhere, on GPUs of one kind
-        parcels = freight(members, measured=here)
-        plan = plan_exchange(parcels, home.num_shards, replicas)
-        for parcel, (replica, rank) in zip(parcels, plan.owners, strict=True):
+        replicas = sharding.count(sharding.replicated) if settings.replicas == "spread" else 1
+        measured = uses_kernels(members[0].parameter.device)  # as everywhere, on GPUs of one kind
+        matrices = [
+            matrix
+            for position, one in enumerate(members)
+            for matrix in one.matrices(position, measured=measured)
+        ]
+        ownership = assign_owners(matrices, sharding.count(sharding.sharded), replicas)
+        for matrix, (replica, rank) in zip(matrices, ownership.owners, strict=True):
             label = f"{replica}.{rank}" if replicas > 1 else str(rank)
-            key = id(members[parcel.position].parameter)
+            key = id(members[matrix.parameter].parameter)
             result[key] = (*result.get(key, ()), label)
     return result
 

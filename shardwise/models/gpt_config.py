@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTConfig: what a model is made of, and what follows from it by arithmetic alone.
+"""GPTConfig: the sizes of a model, and its parameters and FLOPs by arithmetic alone.
 
 Nothing here allocates: the parameters and the FLOPs of a 405B model are a few multiplications.
 """
@@ -16,10 +16,14 @@ Score = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies: long waves by ``factor``, short ones not.
+    """Llama 3.1's stretch of the rotary frequencies.
 
-    Waves longer than ``original_context / low_frequency_factor`` tokens are stretched, those
-    shorter than ``original_context / high_frequency_factor`` are left, the ones between are mixed.
+    Args:
+        factor: stretch of waves longer than ``original_context / low_frequency_factor`` tokens.
+        low_frequency_factor: see ``factor``.
+        high_frequency_factor: waves shorter than ``original_context / high_frequency_factor``
+            tokens are left as they are; those between are interpolated.
+        original_context: the context before the stretch.
     """
 
     factor: float = 8.0
@@ -44,34 +48,36 @@ class GPTConfig:
     """A decoder of ``num_layers`` blocks: attention, then a SwiGLU feed-forward or its experts.
 
     Args:
-        vocab_size: tokens that exist.
+        vocab_size: number of different tokens.
         dim: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, shared by equal numbers of query heads. ``None``: as
-            many as ``num_heads``.
+        num_layers: number of blocks.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, each shared by as many query heads.
+            ``None``: ``num_heads``.
         head_dim: width of a head. ``None``: ``dim / num_heads``.
         hidden_dim: width of the feed-forward. ``None``: 8/3 ``dim``, rounded up to a multiple of
-            32, which costs what a 4 ``dim`` feed-forward without a gate does.
-        context: the longest sequence.
+            32, which costs as much as a 4 ``dim`` feed-forward without a gate.
+        context: length of the longest sequence.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: their stretch for a longer context.
+        rope_scaling: stretch of the rotary frequencies for a longer context.
         norm_eps: added to the mean square in every RMSNorm.
         qk_norm: whether queries and keys are normed, head by head, before they are rotated.
-        tied: whether the head reads the embedding's rows instead of its own.
+        tied: whether the head uses the embedding's weight.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
             backward (activation checkpointing); ``"none"`` keeps all.
-        num_experts: 0 for a dense model; otherwise a feed-forward is this many experts.
-        experts_per_token: to how many of them a token goes.
-        expert_hidden_dim: width of one. ``None``: ``hidden_width / experts_per_token``, so that a
-            token costs what it costs in the dense model.
+        num_experts: number of experts of a feed-forward; 0: a dense model.
+        experts_per_token: number of experts that compute a token.
+        expert_hidden_dim: width of one expert. ``None``: ``hidden_width / experts_per_token``, so
+            that a token costs as much as in the dense model.
         shared_hidden_dim: width of a feed-forward beside the experts, for all tokens; 0: none.
-        num_dense_layers: how many layers, the first ones, have no experts.
-        expert_score: how a router's logits become scores.
-        normalise_scores: whether the scores of a token's experts are made to sum to 1.
+        num_dense_layers: number of layers, the first ones, without experts.
+        expert_score: function from a router's logits to scores.
+        normalise_scores: whether the scores of a token's experts are scaled to sum to 1.
         balance_coefficient: weight of the load-balance term in the training loss.
         z_coefficient: weight of the term that keeps a router's logits small.
-        bias_rate: how far a step moves the bias that makes busy experts less likely; 0: no bias.
-        capacity_factor: of the even share of tokens, what an expert takes at most; ``None``: all.
+        bias_rate: change per step of the bias that makes busy experts less likely; 0: no bias.
+        capacity_factor: largest load of an expert, relative to an even share of the tokens;
+            ``None``: no limit.
     """
 
     vocab_size: int = 257

@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwise as sw
-from shardwise.optim import resident
-from tests.models import mesh_of
+from shardwise.kernels import newton_schulz as kernels
+from shardwise.optim import muon
+from tests.models import Weights, mesh_of
 from tests.ranks import run_ranks
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
 
 def orthogonalise_packed(packed: Any, polynomial: Any, form: Any = None) -> Tensor:
-    from shardwise.kernels.newton_schulz import reference
-
     matrices = packed.unpadded(packed.values).float()
     found = torch.zeros_like(packed.values)
-    packed.unpadded(found).copy_(reference(matrices, polynomial, form or "direct"))
+    packed.unpadded(found).copy_(kernels.one_by_one(matrices, polynomial, form or "direct"))
     return found
 
 
@@ -56,13 +55,13 @@ def apply(weights: Sequence[Tensor], updates: Any, **options: Any) -> None:
 @contextmanager
 def definitions() -> Iterator[None]:
     """A CPU that seems to have kernels."""
-    from shardwise.kernels import momentum, newton_schulz, update
+    from shardwise.kernels import momentum, update
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (resident, "has_kernels", lambda device: True),
+        (kernels, "uses_kernels", lambda device: True),
         (momentum, "pack", momentum.pack_reference),
         (momentum, "accumulate", accumulate),
-        (newton_schulz, "orthogonalise_packed", orthogonalise_packed),
+        (kernels, "orthogonalise_packed", orthogonalise_packed),
         (update, "apply", apply),
     ]
     before = [getattr(place, name) for place, name, _ in places]
@@ -75,28 +74,18 @@ def definitions() -> Iterator[None]:
             setattr(place, name, value)
 
 
-class Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        for name, shape in {
-            "a": (16, 16), "b": (16, 16), "tall": (24, 9), "wide": (9, 24),
-            "experts": (3, 8, 12), "stacked": (20, 10), "interleaved": (20, 10), "vector": (7,),
-        }.items():  # fmt: skip
-            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
+SHAPES = {
+    "a": (16, 16), "b": (16, 16), "tall": (24, 9), "wide": (9, 24),
+    "experts": (3, 8, 12), "stacked": (20, 10), "interleaved": (20, 10), "vector": (7,),
+}  # fmt: skip
 SPLITS = {"stacked": sw.Split.stacked(12, 8), "interleaved": sw.Split.interleaved(2)}
-RESIDENT = {"a", "b", "tall", "wide", "experts", "stacked"}
+LOCAL = {"a", "b", "tall", "wide", "experts", "stacked"}
 
 
 def trained(
     wrap: Callable[[Weights], Any] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    model = Weights()
+    model = Weights(SHAPES, seed=2)
     sw.route(model, split=SPLITS)
     if wrap is not None:
         wrap(model)
@@ -146,20 +135,20 @@ def assert_close(
 )
 def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) -> None:
     expected, plain = trained(**options)
-    assert not plain._fleets[0].fused
+    assert not plain._matrix_groups[0].fused
     with definitions():
         found, optimizer = trained(**options)
-    (fleet,) = optimizer._fleets
-    names = {fleet.matrices[position].name for position in fleet.resident}
-    assert fleet.fused and names == RESIDENT, "interleaved blocks are taken apart by the exchange"
-    assert len(fleet.exchange.skipped) == 4 + 3 + 2
+    (group,) = optimizer._matrix_groups
+    names = {group.members[position].name for position in group.local}
+    assert group.fused and names == LOCAL, "interleaved blocks are taken apart by the exchange"
+    assert len(group.exchange.excluded) == 4 + 3 + 2
     assert_close(found, expected, cautious=options.get("decay") == "cautious")
 
 
 def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with definitions():
         expected, _ = trained()
-        monkeypatch.setattr(resident, "BATCH_ELEMENTS", 1)
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
         found, _ = trained()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
@@ -172,12 +161,12 @@ def sharded(rank: int, world_size: int) -> list[str]:
             lambda model: sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3))
         )
     assert_close(found, expected)
-    (fleet,) = optimizer._fleets
-    return sorted(fleet.matrices[position].name for position in fleet.resident)
+    (group,) = optimizer._matrix_groups
+    return sorted(group.members[position].name for position in group.local)
 
 
 def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:
     kept = run_ranks(sharded, 2, timeout=100)
     names = [name for one in kept for name in one]
-    assert names and len(set(names)) < len(RESIDENT) + 1
-    assert set(names) <= RESIDENT
+    assert names and len(set(names)) < len(LOCAL) + 1
+    assert set(names) <= LOCAL

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import shardwise as sw
 from shardwise import comm
 from shardwise.optim.split import Split
-from shardwise.optim.storage import block_shape, chunk_range, home_of
+from shardwise.optim.storage import block_shape, chunk_range, sharding_of
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 
@@ -52,16 +52,16 @@ def local_piece(parameter: Tensor, full: Tensor) -> Tensor:
     """This rank's part of a full tensor, by plain slicing."""
     if not isinstance(parameter, DTensor):
         return full.clone()
-    home = home_of(parameter)
+    cut = sharding_of(parameter)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
-    if any(home.tensor):
-        axis = home.tensor.index(True)
-        dim = full.ndim - 2 + home.tensor_dim
-        full = full.chunk(home.sizes[axis], dim)[coordinate[axis]]
+    if any(cut.blocked):
+        axis = cut.blocked.index(True)
+        dim = full.ndim - 2 + cut.block_dim
+        full = full.chunk(cut.sizes[axis], dim)[coordinate[axis]]
     assert tuple(full.shape) == block_shape(parameter)
-    sizes = [size for size, cut in zip(home.sizes, home.sharded, strict=True) if cut]
-    places = [place for place, cut in zip(coordinate, home.sharded, strict=True) if cut]
+    sizes = [size for size, sharded in zip(cut.sizes, cut.sharded, strict=True) if sharded]
+    places = [place for place, sharded in zip(coordinate, cut.sharded, strict=True) if sharded]
     begin, end = chunk_range(len(full), sizes, places)
     return full[begin:end].contiguous()
 
@@ -322,8 +322,8 @@ def both(rank: int, world_size: int) -> None:
     model = cut_by_tp(grid()["tp"])
     fully_shard(model, mesh=grid()["dp"])
     for parameter in model.parameters():
-        home = home_of(parameter)
-        assert home.sharded == (True, False) and home.tensor == (False, True)
+        cut = sharding_of(parameter)
+        assert cut.sharded == (True, False) and cut.blocked == (False, True)
     optimizer = sw.Muon(model.named_parameters(), lr=0.1, weight_decay=0.1)
     train(model, optimizer)
     assert_same(model, reference())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that take turns at matrices do what replicas that repeat each other's work do: the same
-bits, from gradients that lie on one replica each."""
+"""Replicas that divide the matrices give the same bits as replicas that repeat each other's work,
+from gradients that are stored on one replica each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -20,6 +19,7 @@ from shardwise.optim.split import Split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
+from tests.parity.helpers import assert_same, everything
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,15 +45,6 @@ def build(world_size: int, replicas: str, **options: Any) -> tuple[Model, Any]:
 
 def backward(model: Model, rank: int, step: int = 0, microbatch: int = 0) -> None:
     loss_of(model, tokens(step, microbatch, rank, 4)).backward()
-
-
-def everything(model: Model, optimizer: Any) -> dict[str, Tensor]:
-    found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
-    for name in MATRICES:
-        momentum = optimizer.state[model.get_parameter(name)]["momentum_buffer"]
-        found[f"{name} momentum"] = momentum.full_tensor()
-    assert len(found) == 15 + 4
-    return found
 
 
 # ------------------------------------------------------------------------------ ways to train
@@ -110,7 +101,7 @@ def replaced(model: Model, optimizer: Any, rank: int) -> Any:
 
 
 def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
-    """With gradients there; with other turns; with momenta that lie otherwise in a state dict."""
+    """With gradients present, with another division, and with momenta stored otherwise."""
     replicas = optimizer.param_groups[0]["replicas"]
     backward(model, rank)
     again = optimizer_of(model, replicas)
@@ -137,7 +128,7 @@ def rebuilt(model: Model, optimizer: Any, rank: int) -> Any:
 
 
 def emptied(model: Model, optimizer: Any, rank: int) -> Any:
-    """Other turns, while the memory of gradients is given back."""
+    """Another division, while the memory of gradients is given back."""
     replicas = optimizer.param_groups[0]["replicas"]
     backward(model, rank)
     model.zero_grad()
@@ -171,21 +162,20 @@ PROGRAMS: list[Callable[..., Any]] = [
 ]
 
 
-def check_programs(rank: int, world_size: int) -> int:
-    for program in PROGRAMS:
-        found, returned = [], []
-        for replicas in ("spread", "repeat"):
-            model, optimizer = build(world_size, replicas)
-            returned.append(program(model, optimizer, rank))
-            found.append(everything(model, optimizer))
-        wrong = [n for n, value in found[0].items() if not torch.equal(value, found[1][n])]
-        assert not wrong, (program.__name__, wrong)
-        assert returned[0] == returned[1], (program.__name__, returned)
-    return len(PROGRAMS)
+def check_program(rank: int, world_size: int, program: Callable[..., Any]) -> int:
+    found, returned = [], []
+    for replicas in ("spread", "repeat"):
+        model, optimizer = build(world_size, replicas)
+        returned.append(program(model, optimizer, rank))
+        found.append(everything(model, optimizer))
+    assert_same(found[0], found[1])
+    assert returned[0] == returned[1]
+    return len(found[0])
 
 
-def test_however_one_trains_turns_and_repetition_give_the_same_bits() -> None:
-    assert run_ranks(check_programs, 4, timeout=PATIENCE) == [len(PROGRAMS)] * 4
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_divided_and_repeated_matrices_give_the_same_bits(program: Callable[..., Any]) -> None:
+    assert all(run_ranks(check_program, 4, program, timeout=PATIENCE))
 
 
 # ------------------------------------------------------------------------------ what .grad says
@@ -230,8 +220,7 @@ def check_gradients(rank: int, world_size: int) -> dict[str, int]:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0
-    after = everything(model, optimizer)
-    assert not [name for name, value in after.items() if not torch.equal(value, before[name])]
+    assert_same(everything(model, optimizer), before)
     with pytest.raises(NotImplementedError, match="build the next optimizer with"):
         torch.optim.AdamW(model.parameters()).step()
     return here
@@ -249,7 +238,7 @@ def test_gradients_lie_on_one_replica_each_and_everybody_reads_them_right() -> N
 
 
 def check_three_axes(rank: int, world_size: int, precision: str) -> int:
-    """Two axes of replicas: gradients go one axis at a time, and each knows whose turn it is."""
+    """Two axes of replicas: gradients go one axis at a time, to the replica that needs them."""
     placements = sw.Placements(
         compute=[REPLICATE, REPLICATE, SHARD],
         grad=[PARTIAL, PARTIAL, SHARD],
@@ -264,8 +253,7 @@ def check_three_axes(rank: int, world_size: int, precision: str) -> int:
         optimizer = optimizer_of(model, replicas)
         plain(model, optimizer, rank)
         found.append(everything(model, optimizer))
-    wrong = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
-    assert not wrong, wrong
+    assert_same(found[0], found[1])
     model, optimizer = build(world_size, "spread")
     return sum(
         optimizer.state[model.get_parameter(name)]["momentum_buffer"].to_local().numel()
@@ -306,14 +294,12 @@ def check_torch_checkpoint(rank: int, world_size: int, path: str) -> int:
             model_state_dict=loaded["model"],
             optim_state_dict=loaded["optimizer"],
         )
-        found = everything(other, again)
-        assert not [name for name, v in found.items() if not torch.equal(v, expected[name])]
+        assert_same(everything(other, again), expected, placements)
     plain(model, optimizer, rank)
     plain(other, again, rank)
-    found, expected = everything(other, again), everything(model, optimizer)
-    assert not [name for name, v in found.items() if not torch.equal(v, expected[name])]
-    return len(found)
+    assert_same(everything(other, again), everything(model, optimizer))
+    return len(expected)
 
 
 def test_torch_writes_momenta_once_and_reads_them_anywhere(tmp_path: Path) -> None:
-    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), timeout=PATIENCE) == [19] * 4
+    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), timeout=PATIENCE) == [52] * 4

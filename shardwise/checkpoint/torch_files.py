@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DCP's ``.metadata``: where every piece of every tensor lies. Written as torch writes it, read
-without importing or calling anything that it names.
+"""The two formats of torch that a checkpoint uses, read without unpickling anything.
 
-torch reads this file with a bare ``pickle.load``, which runs whatever the file says. ``pickles``
-reads it as records, which are checked here field by field and become an ``Index``.
+    .metadata        DCP's index: which file holds which box of which tensor      -> Index
+    __0_0.distcp     archives as torch.save writes them, one after another        -> SavedTensor
+        archive/data.pkl    a pickle: which storage, offset, shape, strides    checked
+        archive/byteorder   little                                             checked
+        archive/data/0      the numbers as in memory, not compressed           read
+        the directory       names, sizes and places of these                   bounded
+
+torch reads both with ``pickle``, which runs whatever a file says, and ``torch.load`` would believe
+a storage of a gigabyte that is a kilobyte of compressed zeros, one longer than its bytes, or
+strides that lead outside. ``pickles`` reads records instead, and here every field is checked.
 """
 
 from __future__ import annotations
@@ -12,11 +19,14 @@ import contextlib
 import itertools
 import math
 import pickle
+import sys
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -27,10 +37,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.storage import _dtype_to_storage_type_map
 
 from shardwise.checkpoint import pickles
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError, shown
-from shardwise.checkpoint.files import File, check_name
+from shardwise.checkpoint.files import File, Window, check_name
 from shardwise.checkpoint.pickles import Name, Pairs, Record
 from shardwise.layout import Shape
 
@@ -57,18 +68,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its shape, and boxes that tile it."""
+    """One saved tensor: its shape, and chunks that tile it."""
 
     shape: Shape
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def problem(self) -> str | None:
-        """Why the chunks do not tile the tensor exactly, if they do not."""
+        """The reason why the chunks do not tile the tensor exactly, or None."""
         return tiling_problem(self.shape, [(c.offsets, c.sizes) for c in self.chunks])
 
 
@@ -101,8 +108,8 @@ def dump(index: Mapping[str, Entry]) -> bytes:
     if len(data) > pickles.MAX_BYTES:
         raise CheckpointError(
             f"the index of {sum(len(entry.chunks) for entry in index.values())} pieces has "
-            f"{len(data)} bytes, more than the {pickles.MAX_BYTES} that are read: save from fewer "
-            f"ranks, or cut parameters by rows"
+            f"{len(data)} bytes, more than the {pickles.MAX_BYTES} that a load reads: save from "
+            f"fewer ranks, or cut parameters by rows"
         )
     return data
 
@@ -113,7 +120,7 @@ def dump(index: Mapping[str, Entry]) -> bytes:
 _DESCRIBED = "torch.distributed.checkpoint.metadata"
 _SIZE = "torch.Size"
 _TENSOR = f"{_DESCRIBED}.TensorStorageMetadata"
-_NAMES = frozenset(
+_INDEX_NAMES = frozenset(
     {f"{_DESCRIBED}.{name}" for name in ("Metadata", "MetadataIndex", "ChunkStorageMetadata")}
     | {f"{_DESCRIBED}.{name}" for name in ("TensorProperties", "StorageMeta")}
     | {f"{_DESCRIBED}.{name}" for name in ("_MEM_FORMAT_ENCODING", "BytesStorageMetadata")}
@@ -123,8 +130,8 @@ _NAMES = frozenset(
 
 
 def parse(data: bytes, where: str, files: Iterable[File]) -> Index:
-    """The index in ``.metadata``, every field checked, every file in the manifest."""
-    metadata = pickles.read(data, where, _NAMES)
+    """The index in ``.metadata``; every field is checked, every file is one of the manifest."""
+    metadata = pickles.read(data, where, _INDEX_NAMES)
     try:
         return _index(metadata, where, {file.name: file.size for file in files})
     except (TypeError, LookupError, AttributeError) as error:
@@ -132,7 +139,7 @@ def parse(data: bytes, where: str, files: Iterable[File]) -> Index:
 
 
 def _index(metadata: Record, where: str, sizes: Mapping[str, int]) -> Index:
-    """As many steps as the file has entries: each place is used for one chunk."""
+    """Takes as many steps as the file has entries: each place is used for one chunk."""
     places: dict[tuple[Any, ...], tuple[str, int, int]] = {}
     for box, info in _dictionary(metadata.get("storage_data")):
         name = check_name(info.get("relative_path"), where)
@@ -177,8 +184,8 @@ def _index(metadata: Record, where: str, sizes: Mapping[str, int]) -> Index:
 
 
 def _place(key: str, offsets: Shape) -> tuple[Any, ...]:
-    """The key of a place. It begins with a text, whose hash nobody knows before this process ran:
-    tuples of numbers alone could be chosen to have equal hashes, each compared with all others."""
+    """The key of a place. It begins with a text, whose hash differs in every process: tuples of
+    numbers alone could be chosen to have equal hashes, so that each is compared with all others."""
     return ("at", key, *offsets)
 
 
@@ -216,12 +223,12 @@ def _shape(value: Any) -> Shape:
 
 
 def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None:
-    """Why boxes do not cover a tensor exactly once, or None.
+    """The reason why boxes do not cover a tensor exactly once, or None.
 
-    As many elements as the tensor has, none outside, none in two boxes. Corners tell the last,
-    in time linear in the number of boxes: a corner counts + where it is the high end of its box in
-    an even number of dimensions, else -. Running totals of these sums along all dimensions say how
-    often each element is covered, so the sums must be those of the whole tensor.
+    The boxes must have as many elements as the tensor, none outside, none in two boxes. The last
+    is decided by corners, in time linear in the number of boxes: a corner counts + where it is the
+    high end of its box in an even number of dimensions, else -. Running totals of these sums along
+    all dimensions say how often each element is covered, so they must be the whole tensor's.
 
         +-----+-----+         inner corners cancel: + and - of neighbours
         |     |     |
@@ -248,3 +255,143 @@ def tiling_problem(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> str | None
             sums[key] = sums.get(key, 0) + sign * math.prod(low for _, low in corner)
     odd = [key[2:] for key, total in sums.items() if total]
     return f"two pieces hold the elements around {list(min(odd))}" if covered and odd else None
+
+
+# ------------------------------------------------------------------------------ one tensor
+
+_MAX_PICKLE_BYTES = 1 << 14
+# The longest comment of a zip file, twice.
+_MAX_DIRECTORY_BYTES = 1 << 17
+_LOCAL_HEADER_BYTES = 30
+
+_STORAGES = {
+    f"torch.{name}": dtype for dtype, name in _dtype_to_storage_type_map().items()
+}  # torch.FloatStorage: torch.float32
+_UNTYPED = "torch.storage.UntypedStorage"
+_TYPED_TENSOR, _UNTYPED_TENSOR = (f"torch._utils._rebuild_tensor_v{n}" for n in (2, 3))
+_TENSOR_NAMES = frozenset(
+    {*_STORAGES, *DTYPES, _UNTYPED, _TYPED_TENSOR, _UNTYPED_TENSOR, "collections.OrderedDict"}
+)
+
+
+class SavedTensor:
+    """A tensor in a part of a file. Construction checks it; ``read`` only reads its numbers."""
+
+    def __init__(self, window: Window, where: str, shape: Shape, dtype: torch.dtype) -> None:
+        self._window, self._where, self._shape, self._dtype = window, where, shape, dtype
+        self._num_bytes = math.prod(shape) * dtype.itemsize
+        try:
+            found = self._find()
+        except (DamagedError, OSError):
+            raise
+        except Exception as error:  # zipfile raises anything for broken bytes
+            text = f"{where}: no tensor as torch.save writes one: {error!s:.200}"
+            raise DamagedError(text) from error
+        if found is not None:
+            raise DamagedError(f"{where}: {found}, where the index promises {dtype} {list(shape)}")
+
+    def read(self) -> Tensor:
+        flat = torch.empty(self._num_bytes, dtype=torch.uint8)
+        view = memoryview(flat.numpy())  # type: ignore[arg-type]
+        self._window.seek(self._begin)
+        try:
+            while len(view) and (count := self._window.readinto(view)):
+                view = view[count:]
+        except OSError as error:
+            raise DamagedError(f"{self._where} can't be read: {error.strerror}") from error
+        if len(view):
+            raise DamagedError(f"{self._where}: the file has become shorter")
+        return flat.view(self._dtype).view(self._shape)
+
+    def _find(self) -> str | None:
+        """Check all of the archive but the numbers; return what is there instead of this tensor."""
+        with zipfile.ZipFile(_Directory(self._window)) as archive:
+            entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
+            raise DamagedError(f"{self._where}: the archive is compressed, which torch never does")
+        pickled = self._small(entries["data.pkl"])
+        value = pickles.read(pickled, self._where, _TENSOR_NAMES)
+        described = _described(value)
+        if described is None:
+            return f"a {'dict' if type(value) is Pairs else type(value).__name__}"
+        dtype, shape, strides, key, num_bytes, offset = described
+        if (dtype, shape) != (self._dtype, self._shape):
+            return f"{dtype} {list(shape)}"
+        if self._small(entries["byteorder"]).decode() != sys.byteorder:
+            return "a tensor of a machine with another order of bytes"
+        info = entries[f"data/{key}"]
+        sizes = {num_bytes, info.file_size, info.compress_size, self._num_bytes}
+        if offset or not _is_contiguous(shape, strides) or len(sizes) > 1:
+            return f"a view of {info.file_size} bytes"
+        self._begin = self._begin_of(info)
+        return None
+
+    def _small(self, info: zipfile.ZipInfo) -> bytes:
+        if info.file_size > _MAX_PICKLE_BYTES:
+            raise DamagedError(f"{self._where}: '{info.filename[:80]}' is too large")
+        self._window.seek(self._begin_of(info))
+        return self._window.read(info.file_size)
+
+    def _begin_of(self, info: zipfile.ZipInfo) -> int:
+        """The position of an entry's contents: behind a header with its name."""
+        self._window.seek(info.header_offset)
+        header = self._window.read(_LOCAL_HEADER_BYTES)
+        if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+            raise ValueError(f"no entry at {info.header_offset}")
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        begin = info.header_offset + _LOCAL_HEADER_BYTES + lengths
+        if begin + info.file_size > len(self._window):
+            raise ValueError("an entry behind the end")
+        return begin
+
+
+class _Directory(Window):
+    """The same part of a file, from which only a short directory may be read."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(*window.part)
+        self._left = _MAX_DIRECTORY_BYTES
+
+    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        self._left -= size if size >= 0 else max(0, len(self) - self.tell())
+        if self._left < 0:
+            raise ValueError("its directory is too large")
+        return super().read(size)
+
+
+def _described(value: Any) -> tuple[torch.dtype, Any, Any, str, int, int] | None:
+    """(dtype, shape, strides, key, bytes of the storage, offset) of a pickled tensor, or None."""
+    if type(value) is not Record or value.name not in (_TYPED_TENSOR, _UNTYPED_TENSOR):
+        return None
+    untyped = value.name == _UNTYPED_TENSOR
+    storage, offset, shape, strides, _, _, *more = value.args
+    if type(storage) is not Record or type(storage.args) is not tuple:
+        return None
+    word, kind, key, _, count = storage.args
+    if untyped:
+        if len(more) != 1 or kind != _UNTYPED:
+            return None
+        [dtype] = more
+    elif more:  # conjugated or negated: the stored numbers are not the values
+        return None
+    names = (kind, dtype) if untyped else (kind,)
+    sound = word == "storage" and all(type(name) is Name for name in names) and type(key) is str
+    if not sound or any(type(number) is not int or number < 0 for number in (count, offset)):
+        return None
+    for sizes in (shape, strides):
+        if type(sizes) is not tuple or any(type(size) is not int for size in sizes):
+            return None
+    found = DTYPES[dtype] if untyped else _STORAGES[kind]
+    return found, shape, strides, key, count * (1 if untyped else found.itemsize), offset
+
+
+def _is_contiguous(shape: Shape, strides: Shape) -> bool:
+    """Whether strides are those of a contiguous tensor."""
+    if len(shape) != len(strides):
+        return False
+    step = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != step:
+            return 0 in shape
+        step *= size
+    return True

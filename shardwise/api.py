@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names of ``shardwise``. The package imports this file when one of them is used."""
+
+from shardwise import comm
+from shardwise.checkpoint import load, save
+from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
+from shardwise.memory import ledger
+from shardwise.mesh import init_mesh
+from shardwise.optim.adamw import adamw
+from shardwise.optim.muon import muon
+from shardwise.optim.optimizers import Muon, optimizer
+from shardwise.optim.routing import route
+from shardwise.optim.routing_report import routing_report
+from shardwise.optim.split import Split
+from shardwise.placements import Partial, Placements, Replicate, Shard, hfsdp, hsdp, zero
+from shardwise.precision import Precision
+from shardwise.report.plan import plan
+from shardwise.shard.data_parallel import data_parallel
+from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
+from shardwise.shard.formats import precision_report
+from shardwise.shard.fully_shard import fully_shard
+from shardwise.shard.module import (
+    ShardedModule,
+    mark_written,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
+from shardwise.tensor import ShardedTensor
+
+__all__ = [
+    "ELEMENT",
+    "ROW",
+    "TENSOR",
+    "Grain",
+    "Muon",
+    "Partial",
+    "Placements",
+    "Precision",
+    "Replicate",
+    "Shard",
+    "ShardedModule",
+    "ShardedTensor",
+    "Split",
+    "adamw",
+    "comm",
+    "data_parallel",
+    "describe",
+    "find_nonfinite",
+    "full_state_dict",
+    "fully_shard",
+    "hfsdp",
+    "hsdp",
+    "init_mesh",
+    "ledger",
+    "load",
+    "load_full_state_dict",
+    "mark_written",
+    "muon",
+    "optimizer",
+    "parameter_norms",
+    "plan",
+    "precision_report",
+    "register_fsdp_forward_method",
+    "route",
+    "routing_report",
+    "rows",
+    "save",
+    "share_comm_ctx",
+    "zero",
+]

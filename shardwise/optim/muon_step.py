@@ -1,0 +1,425 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon's step over the matrices of an optimizer, wherever they are stored.
+
+    grad, momentum     element by element, on the pieces that this rank updates   -> workspace
+    exchange           whole matrices, one owner each                             -> workspace
+    weight             decay and update, on the pieces that are stored here
+
+On a GPU with kernels, matrices that this rank owns and stores whole skip the exchange: three
+kernels go from gradients to weights (``muon.step_by_kernels``).
+
+Momentum is stored like the gradient, which is stored like the weight (on one replica, where
+replicas divide the matrices), so it is saved and resharded like any other tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.newton_schulz import iterate_direct, uses_kernels
+from shardwise.layout import Grain
+from shardwise.optim import muon
+from shardwise.optim.exchange import Exchange
+from shardwise.optim.gradients import gradient_of, moved_state, set_replica_ranges, zero_state
+from shardwise.optim.ownership import update_order
+from shardwise.optim.presets import Form, newton_schulz, polynomial_of, price
+from shardwise.optim.routing import Route
+from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
+from shardwise.optim.storage import (
+    Sharding,
+    block_shape,
+    local_of,
+    pieces_of,
+    sharding_of,
+    version_of,
+)
+from shardwise.tensor import ShardedTensor
+
+States = dict[Tensor, dict[str, Any]]
+Known = dict[Any, tuple[Sequence[Piece], list[Matrix]]]
+
+
+@dataclass(eq=False)
+class MatrixParameter:
+    """One parameter that Muon updates: a matrix, or several."""
+
+    name: str
+    parameter: Tensor
+    route: Route
+    group: dict[str, Any]  # its parameter group: learning rate and all
+
+    @cached_property
+    def split_here(self) -> tuple[Split | None, bool]:
+        """The split of what shards cut (a block, under tensor parallelism), and whether matrices
+        are whole in it."""
+        sharding, split = sharding_of(self.parameter), self.route.split
+        if split is None or not any(sharding.blocked):
+            return split, not any(sharding.blocked)
+        count = sharding.count(sharding.blocked)
+        shape = tuple(self.parameter.shape)
+        found = split.within(shape, sharding.block_dim, count, sharding.block)
+        assert found is not None, "refused at construction"
+        return found
+
+    def matrices(
+        self, position: int, *, measured: bool, order: int = 0, known: Known | None = None
+    ) -> list[Matrix]:
+        """Its matrices with pieces and prices; ``position`` is the parameter's in the group.
+        ``known``: those of parameters that are cut and priced alike, which are made once."""
+        known = {} if known is None else known
+        parameter, group = self.parameter, self.group
+        shape = self.route.shape_of(block_shape(parameter))
+        polynomial = polynomial_of(group["preset"])
+        grain = None
+        if isinstance(parameter, ShardedTensor):
+            grain = parameter.cut.layout.items[parameter.cut.index].grain
+        pinned = grain is not None and keeps_whole(grain, shape)
+        pieces = pieces_of(parameter)
+        key = (id(pieces), shape, self.split_here[0], pinned)
+        if key not in known:  # with the pieces, whose id is part of the key
+            cost = partial(price, polynomial=polynomial, form=group["form"], measured=measured)
+            matrices = matrices_of(shape, self.split_here[0])
+            known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
+        return [
+            replace(matrix, name=self.name + matrix.name, parameter=position, order=order)
+            for matrix in known[key][1]
+        ]
+
+
+def keeps_whole(grain: Grain, shape: Sequence[int]) -> bool:
+    """Whether a layout stores every matrix of a parameter on one rank on purpose; a stack
+    [n, rows, cols] is cut between its matrices."""
+    return grain.kind == "tensor" and (grain.count == 1 or len(shape) == 3)
+
+
+def momentum_state(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter, new or as it was, stored where it is needed (collective then)."""
+    if not before:
+        return {"momentum_buffer": zero_state(parameter)}
+    return before | {"momentum_buffer": moved_state(parameter, before["momentum_buffer"])}
+
+
+def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -> bool:
+    """Whether every rank of the axes has kernels, so that all price matrices as measured.
+
+    Collective on GPUs, of which a cluster may have several kinds.
+    """
+    if device.type != "cuda":
+        return False
+    found = uses_kernels(device)
+    for axis in axes:
+        if axis is not None:
+            found = all(comm.agree(found, axis))
+    return found
+
+
+class MatrixGroup:
+    """Parameters of one Sharding and of equal settings, and their exchange."""
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        members: Sequence[MatrixParameter],
+        measured: bool | None = None,
+    ) -> None:
+        """Collective where the parameters are sharded."""
+        self.sharding, self.members = sharding, list(members)
+        first = members[0].group
+        self.polynomial = polynomial_of(first["preset"])
+        self.form, self.scale = first["form"], first["scale"]
+        locals_ = [local_of(one.parameter) for one in members]
+        device = locals_[0].device
+        self._stored = [local.numel() > 0 for local in locals_]
+        shards = sharding.axis(sharding.sharded)
+        replicas = sharding.axis(sharding.replicated)
+        if measured is None:
+            measured = kernels_everywhere(device, (shards, replicas))
+        known: Known = {}
+        orders = self._orders()
+        # Positions of members, by part of the step: what is updated, and can be gathered, together.
+        self.parts = [
+            [position for position, at in enumerate(orders) if at == order]
+            for order in sorted(set(orders))
+        ]
+        self.exchange = Exchange(
+            [
+                matrix
+                for position, one in enumerate(members)
+                for matrix in one.matrices(
+                    position, measured=measured, order=orders[position], known=known
+                )
+            ],
+            shards,
+            replicas if first["replicas"] == "spread" else None,
+            device,
+            wire=first["wire"],
+        )
+        self.exchange.agree()
+        of_round = [orders[self._parameter(index)] for index, *_ in self.exchange.ownership.rounds]
+        self._num_rounds = [of_round.count(order) for order in sorted(set(orders))]
+        self._divide_between_replicas(sharding)
+        axis = sharding.axis(sharding.blocked)
+        whole = axis is None or members[0].split_here[1]
+        mode = first["tensor_parallel"]
+        self.blocks = None if whole else Blocks(axis, sharding.block_dim, mode)  # type: ignore[arg-type]
+        narrow = any(local.dtype != torch.float32 for local in locals_)
+        planned = measured and not narrow  # as kernels would, on the device that is planned for
+        self.fused = planned if device.type == "meta" else muon.kernels_fit(locals_)
+        # With kernels: by position, the matrices of parameters that skip the exchange.
+        self.local: dict[int, list[int]] = {}
+        if self.fused and self.blocks is None:
+            self.local = self._local_matrices()
+            skipped = [index for indices in self.local.values() for index in indices]
+            self.exchange.excluded = frozenset(skipped)
+
+    def _parameter(self, index: int) -> int:
+        return self.exchange.matrices[index].parameter
+
+    def _orders(self) -> list[int]:
+        """The part of the step in which each parameter is updated: one part for all, where no unit
+        gathers weights during the step."""
+        versions = [version_of(one.parameter) for one in self.members]
+        if not any(version is not None and version.on_stepped is not None for version in versions):
+            return [0] * len(versions)
+        sizes = [one.parameter.numel() for one in self.members]
+        return update_order([id(version) for version in versions], sizes)
+
+    def _divide_between_replicas(self, sharding: Sharding) -> None:
+        """Have each gradient reduced to the replicas that compute its matrices."""
+        ownership = self.exchange.ownership
+        places = sharding.places(sharding.replicated) if self.exchange.replicas else []
+        for position, one in enumerate(self.members):
+            ranges = None
+            if places:
+                by_rank = ownership.replica_ranges[position]
+                ranges = tuple(by_rank[places.index(place)] for place in range(len(places)))
+            set_replica_ranges(one.parameter, ranges)
+
+    def _local_matrices(self) -> dict[int, list[int]]:
+        """By position: the matrices of parameters whose pieces here are whole plain matrices that
+        this rank owns."""
+        exchange = self.exchange
+        found: dict[int, list[int]] = {}
+        for index, parts in enumerate(exchange.stored):
+            if parts:
+                found.setdefault(self._parameter(index), []).append(index)
+        return {
+            position: indices
+            for position, indices in found.items()
+            if not any(exchange.matrices[index].sizes for index in indices)
+            and all(exchange.is_local(index) for index in indices)
+        }
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, states: States) -> Iterator[list[Tensor]]:
+        """One step, part by part; yields the parameters that each part has written.
+
+        A parameter without a gradient, which no other rank has then either, is skipped. The
+        exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
+        """
+        given = [one.parameter.grad is not None for one in self.members]
+        any_given = any(given)
+        active = [has and here for has, here in zip(given, self._stored, strict=True)]
+        workspaces: dict[int, Tensor] = {}
+        exchanged = {p for p, one in enumerate(active) if one and p not in self.local}
+        for positions in self._by_group(sorted(exchanged)):
+            self._advance_momentum(positions, states, workspaces)
+        rounds = self.exchange.run(self._flat(workspaces), self._orthogonalise)
+        for part, count in zip(self.parts, self._num_rounds, strict=True):
+            self._step_local([p for p in part if active[p] and p in self.local], states)
+            for _ in range(count if any_given else 0):
+                next(rounds)
+            for positions in self._by_group([p for p in part if p in exchanged]):
+                self._apply(positions, workspaces)
+            yield [self.members[position].parameter for position in part if given[position]]
+
+    def _by_group(self, positions: Sequence[int]) -> list[list[int]]:
+        """The positions of each parameter group."""
+        found: dict[int, list[int]] = {}
+        for position in positions:
+            found.setdefault(id(self.members[position].group), []).append(position)
+        return list(found.values())
+
+    def _advance_momentum(
+        self, positions: Sequence[int], states: States, workspaces: dict[int, Tensor]
+    ) -> None:
+        """Advance the momentum of one parameter group; the updates become its workspaces.
+
+        A workspace leaves the elements open that another replica updates: they are received.
+        """
+        group = self.members[positions[0]].group
+        buffers, grads, advanced = [], [], []
+        for position in positions:
+            parameter = self.members[position].parameter
+            local = local_of(parameter)
+            buffer = local_of(states[parameter]["momentum_buffer"])
+            if buffer.numel() < local.numel():
+                workspaces[position] = torch.empty_like(local)
+            if buffer.numel():
+                grad = gradient_of(parameter)
+                assert grad is not None
+                grads.append(grad)
+                buffers.append(buffer)
+                advanced.append(position)
+        if not buffers:
+            return
+        advance = muon.update_momentum_by_kernels if self.fused else muon.update_momentum
+        updates = advance(buffers, grads, group)
+        for position, update in zip(advanced, updates, strict=True):
+            if position not in workspaces:
+                workspaces[position] = update.contiguous()
+                continue
+            parameter = self.members[position].parameter
+            momentum = states[parameter]["momentum_buffer"]
+            assert isinstance(parameter, ShardedTensor) and isinstance(momentum, ShardedTensor)
+            mine = momentum.cut.within(parameter.cut, workspaces[position])
+            mine.view(-1).copy_(update.view(-1))
+
+    def _flat(self, workspaces: dict[int, Tensor]) -> list[Tensor]:
+        """The workspaces of all parameters, flat: zeros for a parameter that has none although
+        owners expect its pieces, nothing for one that skips the exchange."""
+        nothing = local_of(self.members[0].parameter).new_empty(0)
+        found = []
+        for position, one in enumerate(self.members):
+            if position in workspaces:
+                found.append(workspaces[position].view(-1))
+            elif position in self.local or not self._stored[position]:
+                found.append(nothing)
+            else:
+                found.append(torch.zeros_like(local_of(one.parameter)).view(-1))
+        return found
+
+    def _orthogonalise(self, batch: Tensor) -> Tensor:
+        """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
+        rows, cols = batch.shape[-2:]
+        if batch.is_meta:  # a plan, which has no values
+            if self.fused:
+                muon.hold_workspace(len(batch), rows, cols, self.polynomial)
+            return batch
+        if self.blocks is None:
+            result = newton_schulz(batch, self.polynomial, form=self.form)
+        else:
+            result = self.blocks.orthogonalise(batch, self.polynomial, self.form)
+            rows, cols = self.blocks.whole_shape(rows, cols)
+        return result.mul_(muon.scale_of(self.scale, rows, cols))
+
+    def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
+        """Decay and update the weights of one parameter group."""
+        weights = [local_of(self.members[position].parameter) for position in positions]
+        updates = [workspaces.pop(position) for position in positions]
+        apply = muon.apply_update_by_kernels if self.fused else muon.apply_update
+        apply(weights, updates, self.members[positions[0]].group)
+
+    def _step_local(self, positions: Sequence[int], states: States) -> None:
+        """Update whole matrices that skip the exchange, shape by shape, without a workspace."""
+        batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]]]] = {}
+        for position in positions:
+            one = self.members[position]
+            weight = local_of(one.parameter).view(-1)
+            grad = gradient_of(one.parameter)
+            assert grad is not None
+            given = grad.reshape(-1)
+            momentum = local_of(states[one.parameter]["momentum_buffer"]).view(-1)
+            for index in self.local[position]:
+                matrix, low = self.exchange.matrices[index], self.exchange.offsets[index]
+                key = (id(one.group), given.dtype, matrix.rows, matrix.cols)
+                batch = batches.setdefault(key, (one.group, [[], [], []]))[1]
+                for tensors, flat in zip(batch, (given, momentum, weight), strict=True):
+                    view = flat[low : low + matrix.numel].view(matrix.rows, matrix.cols)
+                    tensors.append(view)
+        for (_, _, rows, cols), (group, (grads, momenta, weights)) in batches.items():
+            scale = muon.scale_of(self.scale, rows, cols)
+            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale)
+
+
+def matrix_groups(
+    members: Sequence[MatrixParameter], measured: bool | None = None
+) -> list[MatrixGroup]:
+    """One group per Sharding and settings, in order of first appearance: alike on every rank.
+    ``measured``: whether matrices are priced as measured on GPUs; None: if the ranks have kernels.
+
+    Collective where parameters are sharded.
+    """
+    found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
+    for one in members:
+        sharding, group = sharding_of(one.parameter), one.group
+        alike = (polynomial_of(group["preset"]), group["form"], group["scale"], group["wire"])
+        places = (group["replicas"], group["tensor_parallel"], one.split_here[1])
+        key = (sharding, alike, places, str(local_of(one.parameter).device))
+        found.setdefault(key, (sharding, []))[1].append(one)
+    return [MatrixGroup(sharding, alike, measured) for sharding, alike in found.values()]
+
+
+# ------------------------------------------------------------------------------ tensor parallelism
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Matrices that tensor parallelism cut into blocks of rows (dim 0) or columns (1) over an axis.
+
+        duplicated    blocks --all-gather--> the whole matrix on every rank, orthogonalised t times;
+                      each rank keeps its block. Exact.
+        distributed   X' X (rows cut) or X X' (columns cut) is a sum over blocks: one all-reduce per
+                      step of the iteration, and blocks never move. Exact up to rounding.
+        blockwise     every block is orthogonalised as if it were the matrix. Another optimizer,
+                      with another scale.
+
+    Bytes per rank and matrix of m x n, t ranks: duplicated (t-1)/t m n; distributed 2 (t-1)/t m^2
+    per step, with m the side that is not cut.
+    """
+
+    axis: comm.Axis
+    dim: int
+    mode: str
+
+    def whole_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """The shape that decides the scale: the whole matrix's, or the block's if blockwise."""
+        if self.mode == "blockwise":
+            return rows, cols
+        size = self.axis.size
+        return (rows * size, cols) if self.dim == 0 else (rows, cols * size)
+
+    def orthogonalise(self, batch: Tensor, polynomial: Polynomial, form: Form) -> Tensor:
+        """This rank's blocks [count, rows, cols] of the orthogonalised matrices."""
+        if self.mode == "blockwise":
+            return newton_schulz(batch, polynomial, form=form)
+        if self.mode == "distributed":
+            return self._distributed(batch, polynomial)
+        gathered = batch.new_empty((self.axis.size, *batch.shape))
+        comm.all_gather(gathered.view(-1), batch.contiguous().view(-1), self.axis).wait()
+        whole = torch.cat(gathered.unbind(), dim=1 + self.dim)  # [count, m, n]
+        result = newton_schulz(whole, polynomial, form=form)
+        return result.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
+
+    def _distributed(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
+        """The direct form, with Gram matrices over the side that is not cut."""
+        x = batch.float()
+        if self.dim == 0:  # blocks of columns, seen transposed
+            x = x.mT
+        x = x.contiguous()  # [count, m, n / t]
+        largest = x.abs().amax(dim=(-2, -1)).clone()
+        comm.all_reduce(largest, self.axis, "max").wait()
+        exponent = torch.frexp(largest).exponent.clamp(-100, 126)
+        x = torch.ldexp(x, -exponent[:, None, None])
+        gram = self._gram(x)
+        if polynomial.norm == "schatten4":
+            bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt()
+        else:  # the trace of X X' is the sum of all squares
+            bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
+        bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
+        x = iterate_direct(x / bound, gram / bound**2, polynomial, self._gram)
+        return (x.mT if self.dim == 0 else x).contiguous()
+
+    def _gram(self, x: Tensor) -> Tensor:
+        gram = (x @ x.mT).contiguous()  # [count, m, m], this rank's term
+        comm.all_reduce(gram.view(-1), self.axis).wait()
+        return gram

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sw.optimizer`` for a whole model, and ``sw.Muon`` for matrices that one hands it.
+
+    opt = sw.optimizer(model, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=3e-4))
+    opt = sw.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+
+On plain parameters both run in place. On sharded ones, torch's DTensors included (FSDP2, tensor
+parallelism), matrices of all shapes go to their owners and back in one exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.gradients import OTHERS_ELSEWHERE, quoted
+from shardwise.optim.muon import MuonSettings
+from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
+from shardwise.optim.sharded import (
+    ShardedOptimizer,
+    group_of,
+    parameter_problems,
+    raise_unless_same,
+    summary,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def optimizer(
+    model: nn.Module,
+    *,
+    matrix: MuonSettings | None,
+    elementwise: AdamWSettings | None,
+) -> ShardedOptimizer:
+    """One optimizer for all trainable parameters of a model, sharded or not.
+
+    Args:
+        matrix: ``sw.muon(...)`` for parameters that :func:`route` calls a matrix; None:
+            ``elementwise`` updates all.
+        elementwise: ``sw.adamw(...)`` for the rest.
+
+    Collective where parameters are sharded. All problems are refused here, together.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"sw.optimizer takes the model itself, whose modules say what is a matrix, not a "
+            f"{type(model).__name__}; sw.Muon takes parameters"
+        )
+    problems = []
+    if matrix is not None and not isinstance(matrix, MuonSettings):
+        problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
+    if elementwise is not None and not isinstance(elementwise, AdamWSettings):
+        problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
+    for module in model.modules():
+        if isinstance(module, GroupedLinear) and module.total_experts > module.num_experts:
+            for parameter in module.parameters(recurse=False):
+                setattr(parameter, OTHERS_ELSEWHERE, True)
+    routed = routes_of(model)
+    found = [one for one in routed if one.parameter.requires_grad]
+    if not found:
+        problems.append("the model has no trainable parameters")
+    matrices = [one for one in found if matrix is not None and one.route.kind == "matrix"]
+    rest = [one for one in found if matrix is None or one.route.kind == "elementwise"]
+    if matrix is not None and found and not matrices:
+        problems.append(
+            "matrix=sw.muon(...), but the model has no matrices to orthogonalise (see "
+            "sw.routing_report); pass matrix=None, or route some with sw.route"
+        )
+    if rest and elementwise is None:
+        names = quoted([one.name for one in rest])
+        problems.append(f"{names} belong to no optimizer: pass elementwise=sw.adamw(...)")
+    problems += parameter_problems(
+        [(one.name, one.parameter) for one in found],
+        [(one.name, one.parameter, one.route) for one in matrices],
+    )
+    kinds = [(one.name, one.route.kind) for one in found]
+    facts = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
+    every = (one.parameter for one in routed)
+    raise_unless_same("this optimizer cannot work", problems, facts, every)
+    groups = []
+    if matrix is not None:
+        _warn_of_routes(found)
+        groups.append(group_of(matrix, [one.parameter for one in matrices]))
+    if rest and elementwise is not None:
+        groups.append(group_of(elementwise, [one.parameter for one in rest]))
+    return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+
+
+def _warn_of_routes(found: Sequence[Routed]) -> None:
+    """Warn once of parameters that seem to be with the wrong optimizer, unless the user chose."""
+    names: dict[str, list[str]] = {}
+    for one in found:
+        for warning in () if one.route.reason.startswith("chosen") else one.warnings:
+            names.setdefault(warning, []).append(one.name)
+    if names:
+        logger.warning(
+            "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
+            "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
+            "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
+        )
+
+
+class Muon(ShardedOptimizer):
+    """Muon on the matrices that it is given: parameters, (name, parameter) pairs, or groups."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, **settings: Any) -> None:
+        """``settings`` are those of :func:`shardwise.muon`; a group may have its own."""
+        entries = list(params)
+        if not entries:
+            raise ValueError("sw.Muon got no parameters")
+        known = {entry.name for entry in fields(MuonSettings)}
+        groups: list[dict[str, Any]] = []
+        found: list[tuple[str, Tensor]] = []
+        problems: list[str] = []
+        given = entries if isinstance(entries[0], dict) else [{"params": entries}]
+        for number, group in enumerate(given):
+            own = {key: value for key, value in group.items() if key in known}
+            unknown = [key for key in group if key not in known and key != "params"]
+            if unknown:
+                problems.append(f"group {number} has {unknown}, which Muon does not know")
+            members = _named(group["params"], number, problems)
+            found += members
+            parameters = [parameter for _, parameter in members]
+            groups.append(group_of(MuonSettings(**{"lr": lr} | settings | own), parameters))
+        names = {id(parameter): name for name, parameter in found}
+        counts = Counter(id(parameter) for _, parameter in found)
+        problems += [f"{names[key]} is given twice" for key, count in counts.items() if count > 1]
+        recall_routes()
+        matrices = [(name, p, as_matrix(p, "given to sw.Muon")) for name, p in found]
+        problems += parameter_problems(found, matrices)
+        counted = [group | {"params": len(group["params"])} for group in groups]
+        facts = [str(counted), summary([tuple(parameter.shape) for _, parameter in found])]
+        raise_unless_same("sw.Muon cannot work", problems, facts, (p for _, p in found))
+        defaults = group_of(MuonSettings(**{"lr": lr} | settings), [])
+        del defaults["params"]  # torch's schedulers look for momentum among the defaults
+        super().__init__(groups, names, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices; settings that it leaves out are the constructor's."""
+        if param_group.get("kind", "matrix") != "matrix":
+            raise ValueError("sw.Muon is for matrices: sw.optimizer has groups of other kinds")
+        super().add_param_group(self.defaults | param_group)
+
+
+def _named(entries: Any, group: int, problems: list[str]) -> list[tuple[str, Tensor]]:
+    """(name, parameter) of every tensor among ``entries``; the rest becomes problems."""
+    entries = [entries] if isinstance(entries, Tensor) else list(entries)
+    found = []
+    for position, entry in enumerate(entries):
+        name, parameter = f"parameter {position} of group {group}", entry
+        if isinstance(entry, tuple) and len(entry) == 2:
+            name, parameter = entry
+        if isinstance(parameter, Tensor):
+            found.append((name, parameter))
+        else:
+            problems.append(f"{name} is a {type(parameter).__name__}, not a tensor")
+    return found

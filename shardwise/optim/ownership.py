@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ownership: which rank orthogonalises which matrix. Pure arithmetic, equal on every rank.
+
+Matrices are stored in pieces over ``num_shards`` ranks, in ``num_replicas`` copies. Every matrix
+has one owner, a rank of one replica:
+
+    stored            rank 0 | A 0-3 | B 0-1 |      rank 1 | B 2-7 | C 0-3 |
+    owners            A: 0 (stores it whole)     B: 1     C: 0
+    to owners         B 0-1: 0 to 1     C: 1 to 0          and the results go back the same way
+    replicas          r0 computes A and C, r1 computes B; then each sends its rows to the others
+
+Each rank sends (N-1)/N^2 P b / R bytes each way for evenly cut matrices of P elements. Nothing is
+sent for a matrix whose owner stores all of it: with one rank, or in a layout of whole tensors.
+
+A parameter goes to one replica whole, so that its gradient is reduced to that replica alone. A
+parameter that is a large part of a replica's work is divided between replicas, a run of matrices
+each. The matrices of a replica then go to its ranks. Both assignments are balanced by the cost of
+Newton-Schulz: the most expensive first, to the least loaded. A rank that stores the largest piece
+of a matrix owns it, as long as the load stays balanced. Matrices of one shape are neighbours in a
+round, so that their owner computes them as one batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.optim.split import Matrix, Piece
+
+LOAD_TOLERANCE = 1.05  # the load, over the mean, up to which a rank owns what it stores
+DIVIDE_SHARE = 0.25  # of a replica's load: a parameter that costs more is divided
+NUM_COMPARED = 8  # how many equally loaded replicas are compared further
+ROUND_BYTES = 256 << 20  # of one owner's matrices in one round; two rounds are in memory at a time
+NUM_PARTS = 8  # of a step whose weights are gathered as soon as they are updated
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owner of every matrix, and rounds of matrices that are exchanged together."""
+
+    matrices: tuple[Matrix, ...]
+    num_shards: int
+    num_replicas: int
+    owners: tuple[tuple[int, int], ...]  # (replica, rank on the shard axis), by matrix
+    rounds: tuple[tuple[int, ...], ...]
+
+    def remote_pieces(self, index: int) -> list[Piece]:
+        """The pieces of a matrix that its owner does not store."""
+        owner = self.owners[index][1]
+        return [piece for piece in self.matrices[index].pieces if piece[0] != owner]
+
+    @cached_property
+    def needs_exchange(self) -> bool:
+        """Whether any owner lacks a piece."""
+        return any(self.remote_pieces(index) for index in range(len(self.matrices)))
+
+    @cached_property
+    def loads(self) -> dict[tuple[int, int], int]:
+        """The cost of each owner's matrices."""
+        ranks = range(self.num_shards)
+        found = {(replica, rank): 0 for replica in range(self.num_replicas) for rank in ranks}
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            found[owner] += matrix.cost
+        return found
+
+    @cached_property
+    def replica_ranges(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By parameter: the elements [lo, hi) that each replica computes; (0, 0) for none."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for matrix, (replica, _) in zip(self.matrices, self.owners, strict=True):
+            ranges = found.setdefault(matrix.parameter, [(0, 0)] * self.num_replicas)
+            lo, hi = ranges[replica]
+            end = matrix.start + matrix.numel
+            ranges[replica] = (min(lo, matrix.start), max(hi, end)) if hi else (matrix.start, end)
+        return {parameter: tuple(ranges) for parameter, ranges in found.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that is equal on ranks that will issue the same collectives of the same sizes."""
+        text = repr((self.matrices, self.num_shards, self.num_replicas, self.owners, self.rounds))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def assign_owners(
+    matrices: Sequence[Matrix],
+    num_shards: int,
+    num_replicas: int = 1,
+    *,
+    round_bytes: int | None = None,
+    width: int = 4,
+) -> Ownership:
+    """Choose an owner for every matrix, and divide the work into rounds.
+
+    ``round_bytes`` bounds an owner's matrices in one round, of ``width`` bytes per element.
+    """
+    round_bytes = ROUND_BYTES if round_bytes is None else round_bytes
+    owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
+    for replica, members in enumerate(_assign_replicas(matrices, num_replicas)):
+        for index, rank in _assign_ranks(matrices, members, num_shards).items():
+            owners[index] = (replica, rank)
+    by_shape = sorted(
+        range(len(matrices)), key=lambda i: (matrices[i].order, matrices[i].shapes, i)
+    )
+    rounds: list[tuple[int, ...]] = []
+    current: list[int] = []
+    filled: dict[tuple[int, int], int] = {}
+    for index in by_shape:
+        owner, nbytes = owners[index], matrices[index].numel * width
+        full = bool(filled.get(owner, 0)) and filled[owner] + nbytes > round_bytes
+        if current and (full or matrices[current[-1]].order != matrices[index].order):
+            rounds.append(tuple(current))
+            current, filled = [], {}
+        current.append(index)
+        filled[owner] = filled.get(owner, 0) + nbytes
+    if current:
+        rounds.append(tuple(current))
+    return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), tuple(rounds))
+
+
+def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:
+    """The part of a step, from 0 on, in which each parameter is updated; by buffer and size.
+
+    The parameters of a buffer are updated together, and buffers in the model's order, in which
+    forward reads them: the first buffer can be gathered while the next one's matrices are
+    computed. A part is about an eighth of all elements, large enough that owners still batch.
+    """
+    total_of: dict[Hashable, int] = {}
+    for buffer, size in zip(buffers, sizes, strict=True):
+        total_of[buffer] = total_of.get(buffer, 0) + size
+    total, before = sum(sizes), 0
+    part_of = {}
+    for buffer, size in total_of.items():
+        part_of[buffer] = NUM_PARTS * before // total
+        before += size
+    return [part_of[buffer] for buffer in buffers]
+
+
+def _assign_replicas(matrices: Sequence[Matrix], num_replicas: int) -> list[list[int]]:
+    """The matrices of each replica: the most expensive parameters first, to the least loaded.
+
+    Among equally loaded replicas the choice is the one that has computed least of what the same
+    ranks store, so that the bytes between replicas are as even as the work.
+    """
+    if num_replicas == 1:
+        return [list(range(len(matrices)))]
+    found: list[list[int]] = [[] for _ in range(num_replicas)]
+    stored: list[dict[int, int]] = [{} for _ in range(num_replicas)]  # elements, by rank
+    heap = [(0, replica) for replica in range(num_replicas)]
+    used_by: dict[int, set[int]] = {}  # replicas, by the first matrix of a parameter
+    runs = [
+        (-sum(matrices[index].cost for index in run), run[0], first, run)
+        for first, run in _runs(matrices, num_replicas)
+    ]
+    for minus_cost, _, first, run in sorted(runs):
+        used = used_by.setdefault(first, set())  # a replica computes one run of a parameter
+        skipped: list[tuple[int, int]] = []
+        equal: list[tuple[int, int]] = []
+        while heap and len(equal) < NUM_COMPARED and not (equal and heap[0][0] > equal[0][0]):
+            entry = heapq.heappop(heap)
+            (skipped if entry[1] in used else equal).append(entry)
+        pieces = [piece for index in run for piece in matrices[index].pieces]
+        overlap = {
+            replica: sum(stored[replica].get(rank, 0) for rank, _, _ in pieces)
+            for _, replica in equal
+        }
+        load, replica = min(equal, key=lambda entry: (overlap[entry[1]], entry[1]))
+        for entry in skipped + equal:
+            heapq.heappush(heap, (load - minus_cost, replica) if entry[1] == replica else entry)
+        used.add(replica)
+        found[replica] += run
+        for rank, lo, hi in pieces:
+            stored[replica][rank] = stored[replica].get(rank, 0) + hi - lo
+    return found
+
+
+def _runs(matrices: Sequence[Matrix], num_replicas: int) -> list[tuple[int, list[int]]]:
+    """Neighbouring matrices that one replica computes, each run with the first matrix of its
+    parameter: a whole parameter, or a part of one that costs too much for one replica."""
+    share = sum(matrix.cost for matrix in matrices) / num_replicas
+    parameters: list[list[int]] = []
+    for index, matrix in enumerate(matrices):
+        if parameters and matrices[parameters[-1][0]].parameter == matrix.parameter >= 0:
+            parameters[-1].append(index)
+        else:
+            parameters.append([index])
+    runs = []
+    for members in parameters:
+        divided = sum(matrices[index].cost for index in members) > DIVIDE_SHARE * share
+        count = min(len(members), num_replicas) if divided else 1
+        bounds = [len(members) * number // count for number in range(count + 1)]
+        runs += [(members[0], members[bounds[n] : bounds[n + 1]]) for n in range(count)]
+    return runs
+
+
+def _assign_ranks(
+    matrices: Sequence[Matrix], members: Sequence[int], num_shards: int
+) -> dict[int, int]:
+    """The owners of one replica's matrices: the most expensive first, to the rank that stores most
+    of it where that keeps the balance, else to the least loaded."""
+    limit = sum(matrices[index].cost for index in members) * LOAD_TOLERANCE / num_shards
+    loads = [0] * num_shards
+    heap = [(0, rank) for rank in range(num_shards)]
+    owners: dict[int, int] = {}
+    holders: dict[int, int] = {}  # by id of the pieces: matrices that are cut alike share theirs
+    for index in sorted(members, key=lambda i: (not matrices[i].pinned, -matrices[i].cost, i)):
+        matrix = matrices[index]
+        key = id(matrix.pieces)
+        if key not in holders:
+            most = max(matrix.pieces, key=lambda piece: (piece[2] - piece[1], -piece[0]))
+            holders[key] = most[0]
+        holder = holders[key]
+        while heap[0][0] != loads[heap[0][1]]:  # an old entry: a newer one follows
+            heapq.heappop(heap)
+        fits = loads[holder] + matrix.cost <= limit or loads[holder] == heap[0][0]
+        owners[index] = rank = holder if matrix.pinned or fits else heap[0][1]
+        loads[rank] += matrix.cost
+        heapq.heappush(heap, (loads[rank], rank))
+    return owners

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Newton-Schulz for the optimizer: the presets, their costs, and kernels or torch by device.
+
+The iteration itself is in kernels/newton_schulz.py. On a CPU each matrix is computed by itself in
+fp32. On a GPU a batch goes through the kernels, or through batched products where Triton is missing
+or a form was chosen. Either way a matrix's result depends on nothing but the matrix.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.forms import Polynomial, Step, flop, milliseconds
+from shardwise.kernels.newton_schulz import iterate, one_by_one, orthogonalise, uses_kernels
+
+Form = Literal["auto", "direct", "gram"]
+DEFAULT = "nonic"
+
+
+def _with_margin(steps: tuple[Step, ...], margin: float) -> tuple[Step, ...]:
+    """The polynomials of s / margin: rounding may then push s a little over one."""
+    return tuple(
+        tuple(value / margin ** (2 * power + 1) for power, value in enumerate(step))
+        for step in steps
+    )
+
+
+_POLAR_EXPRESS: tuple[Step, ...] = (
+    (8.28721, -23.59589, 17.30039),
+    (4.10706, -2.94785, 0.54484),
+    (3.94869, -2.90890, 0.55182),
+    (3.31842, -2.48849, 0.51005),
+    (2.30065, -1.66890, 0.41881),
+)
+# `python -m benchmarks.polynomials`: the best of degrees 5, 9, 5 and 9, one after another, for
+# singular values from 0.0015 to 1 (Polar Express: of five times 5, from 0.001). In this order the
+# Gram form moves R on with steps of degree 5 alone: those of degree 9 end a run, before X is formed
+# anew, and what they would magnify of R's rounding is never seen.
+_NONIC: tuple[Step, ...] = (
+    (8.270078, -23.547102, 17.264619),
+    (7.010924, -16.183297, 13.341046, -4.295549, 0.470156),
+    (3.597452, -2.693586, 0.533324),
+    (3.487338, -6.576122, 6.081160, -2.423502, 0.342695),
+)
+# Where the others come from: reference/muon.md 1b and 2b, with the papers.
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Polynomial(name="keller", coefficients=((3.4445, -4.7750, 2.0315),) * 5),
+        Polynomial(
+            name="you",
+            coefficients=(
+                (4.0848, -6.8946, 2.9270),
+                (3.9505, -6.3029, 2.6377),
+                (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046),
+                (2.8366, -3.0525, 1.2012),
+            ),
+        ),
+        Polynomial(name="polar_express", coefficients=_with_margin(_POLAR_EXPRESS, 1.02)),
+        Polynomial(
+            name="cubic",
+            coefficients=(
+                (3.3656576, -3.3420992, 0.0),
+                (2.5744352, -1.4957376, 0.0),
+                (2.5368962, -1.4312570, 0.0),
+                (2.4418906, -1.2764040, 0.0),
+                (2.2230472, -0.9630650, 0.0),
+            ),
+        ),
+        Polynomial(
+            name="s4",
+            coefficients=(
+                (8.057942, -22.052186, 15.540709),
+                (3.926349, -2.753793, 0.497354),
+                (3.454472, -2.487546, 0.477513),
+                (2.511527, -1.852448, 0.438833),
+            ),
+            norm="schatten4",
+            safety=1.01,
+        ),
+        Polynomial(name="nonic", coefficients=_with_margin(_NONIC, 1.01), norm="schatten4"),
+    )
+}
+
+
+def polynomial_of(preset: str | Polynomial) -> Polynomial:
+    """The polynomial of a preset's name; a Polynomial as it is."""
+    if isinstance(preset, Polynomial):
+        return preset
+    if preset not in PRESETS:
+        raise ValueError(
+            f"preset {preset!r} is unknown: use {', '.join(PRESETS)}, or a Polynomial of your own"
+        )
+    return PRESETS[preset]
+
+
+def cost(rows: int, cols: int, polynomial: Polynomial, form: Form = "auto") -> int:
+    """Floating-point operations of one matrix in torch, which computes symmetric products whole."""
+    if form == "auto":
+        return min(cost(rows, cols, polynomial, "direct"), cost(rows, cols, polynomial, "gram"))
+    grams, squares, applied = flop(min(rows, cols), max(rows, cols), polynomial, form)
+    return 2 * grams + 2 * squares + applied
+
+
+@cache
+def price(
+    rows: int, cols: int, polynomial: Polynomial, form: Form = "auto", *, measured: bool = False
+) -> int:
+    """The weight of a matrix when owners are balanced: nanoseconds of the kernels as ``measured``,
+    else operations.
+
+    It depends on the shape alone, so that all ranks agree: nothing is timed here. Operations say
+    too little of small matrices on a GPU, which runs them at a quarter of the rate of large ones.
+    """
+    if not measured:
+        return cost(rows, cols, polynomial, form)
+    chosen = None if form == "auto" else form
+    return max(1, round(1e6 * milliseconds(rows, cols, polynomial, chosen)))
+
+
+def choose_form(rows: int, cols: int, polynomial: Polynomial) -> Literal["direct", "gram"]:
+    """The form with fewer operations; by the shape alone, so that all ranks choose alike."""
+    direct, gram = (cost(rows, cols, polynomial, form) for form in ("direct", "gram"))  # type: ignore[arg-type]
+    return "gram" if gram < direct else "direct"
+
+
+def newton_schulz(
+    batch: Tensor, polynomial: Polynomial, *, form: Form = "auto", dtype: torch.dtype | None = None
+) -> Tensor:
+    """Orthogonalise every matrix of ``batch`` [count, rows, cols]; fp32 out, exact 0 for exact 0.
+
+    ``dtype`` is that of products; by default fp32 on a CPU, and on a GPU fp16 in the Gram form
+    (bf16 has too few bits for it) and bf16 in the direct form.
+    """
+    assert batch.ndim == 3, batch.shape
+    count, rows, cols = batch.shape
+    if count == 0:
+        return batch.float()
+    if form == "auto" and dtype is None and uses_kernels(batch.device):
+        return orthogonalise(batch, polynomial).float()
+    form = choose_form(rows, cols, polynomial) if form == "auto" else form
+    batch = batch.float()
+    if batch.device.type == "cpu":
+        return one_by_one(batch, polynomial, form, dtype)
+    narrow = torch.float16 if form == "gram" else torch.bfloat16
+    dtype = dtype or (narrow if batch.device.type == "cuda" else torch.float32)
+    return iterate(batch, polynomial, form, dtype)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a step: speed (tokens per second, model FLOPs utilisation, memory), expert load."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.moe import mixtures_of
+from shardwise.moe.router import statistics_of
+from shardwise.train.config import TrainConfig
+from shardwise.train.world import World
+
+# Dense bf16 tensor-core FLOP/s, from the makers' data sheets.
+_PEAKS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40": 181e12,
+}
+
+
+class Speed:
+    """The figures that follow from a step's time."""
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.tokens = config.batch * config.model.context
+        flops = config.model.flops_per_token() * self.tokens
+        self.ideal = flops / (peak_flops(world.device) * world.size)  # seconds
+        self.device = world.device
+
+    def of(self, seconds: float) -> dict[str, Any]:
+        return {
+            "seconds": seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": self.ideal / seconds,
+            "memory": peak_memory(self.device),
+        }
+
+
+def peak_flops(device: torch.device) -> float:
+    """FLOP/s of one device: of known GPUs by name, of others measured with a large product."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _PEAKS.items():
+            if part in name:
+                return peak
+    size = 1024 if device.type == "cpu" else 8192
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes so far: of the allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(used) * (1 if sys.platform == "darwin" else 1024)
+
+
+# ------------------------------------------------------------------------------ experts
+
+
+class ExpertLoad:
+    """The load of each expert in the last step, for the metrics and for the routers' biases."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = [layer.router for layer in mixtures_of(model)]
+        self.counts: list[list[int]] = []  # [layer][expert]: choices, dropped ones too
+        self.dropped: list[int] = []  # [layer]
+
+    def tally(self) -> list[float]:
+        """This rank's counts since the last step, to be summed over the ranks."""
+        if not self.routers:
+            return []
+        return torch.stack([router.tally() for router in self.routers]).flatten().tolist()
+
+    def after_step(self, *, moved: bool) -> None:
+        """Move the routers' biases if weights were moved, and count anew (collective)."""
+        for router in self.routers:
+            if moved:
+                router.update_bias()
+            else:
+                router.forget_load()
+
+    def figures(self, total: Tensor) -> dict[str, Any]:
+        """A step's numbers from the sum of all ranks' tallies, each the worst of all layers."""
+        if not self.routers:
+            return {}
+        layers = total.view(len(self.routers), -1)  # [layers, experts + 1]
+        counts, dropped = layers[:, :-1], layers[:, -1]
+        self.counts = [[int(count) for count in layer] for layer in counts.tolist()]
+        self.dropped = [int(count) for count in dropped.tolist()]
+        found = statistics_of(counts, dropped, counts.sum(-1))
+        return {f"expert_{name}": float(value.max()) for name, value in found.items()}

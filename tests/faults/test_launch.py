@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher and its ranks: signals, kills, restarts, and what the launcher says of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shardwise.checkpoint import verify
+from shardwise.train.guard import Guard, stop_signals
+from shardwise.train.launch import asking_to_stop, explain
+from tests.ranks import run_ranks
+from tests.train_runs import (
+    events_of,
+    finish,
+    forked,
+    make_trainer,
+    ranks_of,
+    start,
+    steps_done,
+    stop_all,
+    wait_for_end,
+    wait_until,
+    write_recipe,
+    write_text,
+)
+
+# Machines are sometimes busy, and three processes import torch for each run.
+pytestmark = pytest.mark.timeout(400)
+CHANGES = {"steps": 40, "save_every": 5, "eval_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that fails half way leaves a run going, which would slow down all that come after."""
+    paths = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # the recipe imports the tests
+    yield
+    stop_all()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events_of(folder, "step")}
+
+
+def train_in_peace(rank: int, world_size: int, folder: str, data: str) -> None:
+    make_trainer(rank, world_size, folder, data=data, **CHANGES).run()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run to which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(train_in_peace, 2, str(folder / "run"), write_text(folder))
+    return losses(folder / "run")
+
+
+# ------------------------------------------------------------------------------ the true command
+
+
+def test_a_killed_rank_ends_the_run_and_the_next_goes_on(tmp_path: Path) -> None:
+    name, run = write_recipe(tmp_path, "steps=100000, save_every=3, eval_every=0"), tmp_path / "run"
+    process = start("train", name, "--out", "run", cwd=tmp_path)
+    wait_until(lambda: (run / "events.jsonl").exists() and events_of(run, "save"), process)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 128 + signal.SIGKILL, err
+    assert "rank 1" in err and "SIGKILL" in err and "--resume" in err
+    assert "Traceback" not in err
+    *_, reported = events_of(run, "save")
+    assert verify(tmp_path / reported["path"]).ok, "what was reported saved is there"
+    last = reported["step"]
+    more = ("--resume", "--steps", str(last + 60))
+    done = forked("train", name, "--out", "run", *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert events_of(run, "resume")[0]["step"] >= last
+    assert events_of(run, "end")[-1]["step"] == last + 60
+
+
+def test_restarted_ranks_go_on_by_themselves_as_if_nothing_had_happened(
+    undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    name = write_recipe(tmp_path, f"**{CHANGES}")
+    process = start("train", name, "--out", "run", "--max-restarts", "2", cwd=tmp_path)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 12, process)
+    os.kill(ranks_of(process)[0], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    went_on = events_of(tmp_path / "run", "resume")
+    assert went_on and went_on[0]["step"] >= 5
+    assert losses(tmp_path / "run") == undisturbed
+    assert sorted(losses(tmp_path / "run")) == list(range(1, CHANGES["steps"] + 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_to_the_launcher_saves_at_the_next_step_and_leaves_nothing_behind(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    name = write_recipe(tmp_path, "steps=100000, save_every=100000, eval_every=0")
+    (tmp_path / "tmp").mkdir()
+    places = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = start("train", name, "--out", "run", cwd=tmp_path, **places)
+    wait_until(lambda: steps_done(tmp_path / "run") >= 3, process)
+    before, ranks = steps_done(tmp_path / "run"), ranks_of(process)
+    if number == signal.SIGHUP:  # the terminal is gone, and with it what could be written to
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+    os.kill(process.pid, number)
+    code, out, err = finish(process)
+    assert code == (-number if number == signal.SIGKILL else 0), err
+    wait_for_end(ranks)
+    (saved,) = events_of(tmp_path / "run", "save")
+    assert before <= saved["step"] == steps_done(tmp_path / "run")
+    assert verify(tmp_path / saved["path"]).ok
+    assert events_of(tmp_path / "run", "end")[-1]["reason"] != "finished"
+    assert "Traceback" not in err
+    assert list((tmp_path / "tmp").iterdir()) == [], "temporary folders, torch's too"
+    if number != signal.SIGHUP:
+        assert f"stopped after step {saved['step']}" in out and "--resume" in out
+
+
+# ------------------------------------------------------------------------------ parts of it
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name
+)
+def test_every_signal_asks_the_launcher_and_a_rank_to_stop(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore it
+    try:
+        with asking_to_stop(tmp_path / "stop"):
+            assert number in stop_signals()
+            os.kill(os.getpid(), number)
+            assert (tmp_path / "stop").exists()
+            if number == signal.SIGINT:
+                with pytest.raises(KeyboardInterrupt):
+                    os.kill(os.getpid(), number)
+        with Guard() as guard:
+            assert guard.asked is None
+            os.kill(os.getpid(), number)
+            assert guard.asked == number.name
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with asking_to_stop(tmp_path / "stop"), Guard() as guard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert guard.asked is None and not (tmp_path / "stop").exists()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert guard.asked == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_the_launcher_killed_is_not_called_out_of_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failed(rank: int, exitcode: int, timestamp: int) -> ProcessFailure:
+        found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file="")
+        found.timestamp = timestamp
+        return found
+
+    stuck = {
+        0: failed(0, 1, 50),
+        1: failed(1, -signal.SIGKILL, 80),
+        2: failed(2, -signal.SIGTERM, 50),
+    }
+    assert explain(stuck, signalled={101, 102}) == 1
+    said = capsys.readouterr().err
+    assert "out of memory" not in said and said.count("error:") == 1
+    assert "rank 1 (pid 101) did not end" in said and "the launcher killed it" in said
+    assert explain({0: failed(0, 1, 50), 1: failed(1, -9, 50)}, signalled=set()) == 137
+    assert "rank 1 (pid 101) was killed by SIGKILL (out of memory?)" in capsys.readouterr().err
+    assert explain({0: failed(0, -9, 50), 1: failed(1, -15, 50)}, signalled={101}) == 137
+    assert "rank 0" in capsys.readouterr().err
+
+
+def train_with_stops(rank: int, world_size: int, folder: str, data: str) -> None:
+    """Rank 0 stops the other one three times, for longer than many steps."""
+    trainer = make_trainer(rank, world_size, folder, data=data, **CHANGES)
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    real = trainer._train_step
+
+    def disturbed(guard: Guard) -> str | None:
+        if rank == 0 and trainer.step in (3, 6, 9):
+            os.kill(pids[1], signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (pids[1], signal.SIGCONT)).start()
+        return real(guard)
+
+    trainer._train_step = disturbed  # type: ignore[method-assign]
+    began = time.monotonic()
+    trainer.run()
+    assert time.monotonic() - began > 1.5, "it had to wait"
+
+
+def test_a_slow_rank_changes_nothing(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    run_ranks(train_with_stops, 2, str(tmp_path / "run"), write_text(tmp_path))
+    assert losses(tmp_path / "run") == undisturbed != {}
