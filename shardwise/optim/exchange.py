@@ -95,11 +95,14 @@ class Exchange:
             replicas.size if replicas is not None else 1,
             round_bytes=round_bytes,
         )
-        # By matrix: the parts [lo, hi) that are stored here.
-        self.stored = [
-            [(lo, hi) for rank, lo, hi in matrix.pieces if rank == self.rank]
-            for matrix in self.matrices
-        ]
+        # By matrix: the parts [lo, hi) that are stored here. Matrices that are cut alike share
+        # their pieces.
+        cuts = {id(matrix.pieces): matrix.pieces for matrix in self.matrices}
+        here = {
+            key: [(lo, hi) for rank, lo, hi in pieces if rank == self.rank]
+            for key, pieces in cuts.items()
+        }
+        self.stored = [here[id(matrix.pieces)] for matrix in self.matrices]
         begins: dict[int, int] = {}  # this rank's piece of each parameter begins at this element
         for matrix, parts in zip(self.matrices, self.stored, strict=True):
             for lo, _ in parts:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.precision.mxfp8_tensor import READS
 from shardwise.report.engine import META, BuiltUnit, Engine
 from shardwise.report.units import Owner
+from shardwise.shard.call import sentinel
 from shardwise.shard.coded import CodedGroup
 
 
@@ -162,7 +163,8 @@ class _Work:
 
 
 def _apply(work: _Work, hidden: Tensor) -> Tensor:
-    trained = torch.empty(0, requires_grad=work.trains)
+    # A leaf that every backward of a wrapped model reaches stands for those that are trained.
+    trained = sentinel if work.trains else torch.empty(0)
     return _Sketched.apply(work, hidden, trained)  # type: ignore[no-any-return, no-untyped-call]
 
 

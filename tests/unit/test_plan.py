@@ -255,7 +255,7 @@ def test_the_figures_of_a_model_one_can_count() -> None:
     assert plan(model, {"dp": 4}, "zero3", precision=BF16).optimizer_bytes == 8 * whole // 4
     work = found["zero3"].matrices
     assert work is not None and work.num_matrices == 1
-    price = cost(64, 64, sw.muon().polynomials)
+    price = cost(64, 64, sw.muon().polynomial)
     assert work.busiest == work.total == price > 20 * 64**3 and work.idlest == 0
     assert work.balance == 0.25
     # one owner gets three quarters and sends them back; that is the most that anybody sends
