@@ -50,7 +50,7 @@ from shardwise.precision.mxfp8_linear import (
 )
 from shardwise.precision.mxfp8_native import native_problem
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
-from shardwise.shard import coded
+from shardwise.shard import mxfp8_group
 from tests.parity import mxfp8_embedding_helpers as words
 from tests.parity import mxfp8_helpers as helpers
 from tests.reference import mxfp8 as reference
@@ -371,8 +371,8 @@ def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
                 model = helpers.make(True, format)  # type: ignore[arg-type]
                 precision = helpers.precision_of(True, format)  # type: ignore[arg-type]
                 # Whatever the layout allows, or bf16 whatever it allows.
-                how = coded.sends_codes if travels == "codes" else lambda *_: False
-                with mock.patch.object(coded, "sends_codes", how):
+                how = mxfp8_group.sends_codes if travels == "codes" else lambda *_: False
+                with mock.patch.object(mxfp8_group, "sends_codes", how):
                     for module in (*model.layers, model):
                         sw.fully_shard(module, mesh=mesh, precision=precision, **options)
                 found: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from shardwise.kernels.grouped import interpreted
 from shardwise.moe.products import PathName, path_problems
-from shardwise.moe.weights import ExpertTensor, InCodes
+from shardwise.moe.weights import ExpertTensor, QuantisedParameter
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
@@ -75,7 +75,7 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) 
                 f"needed"
             )
         for parameter in bundle.parameters:
-            if not isinstance(parameter, InCodes) and not parameter.is_contiguous():
+            if not isinstance(parameter, QuantisedParameter) and not parameter.is_contiguous():
                 raise ValueError(
                     f"an expert parameter of shape {list(parameter.shape)} has strides "
                     f"{parameter.stride()}: register it as .contiguous()"

@@ -116,7 +116,6 @@ def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
 
 # ------------------------------------------------------------------------------ their gradients
 
-Phase = Literal["forward", "backward"]
 # ``write(None, False)`` makes a gradient [experts, ...] anew; ``write(out, add)`` leaves it in
 # ``out``, or adds it to that.
 WriteGradient = Callable[[Tensor | None, bool], Tensor]
@@ -129,7 +128,9 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one for each expert
 
-    def value(self, dtype: torch.dtype, phase: Phase = "forward") -> Tensor:
+    def value(
+        self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward"
+    ) -> Tensor:
         """[experts, ...] as the products of forward or backward read it, now."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
@@ -236,16 +237,16 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-class InCodes:
-    """What a parameter is, besides, whose values are kept as ``coded`` and have no memory."""
+class QuantisedParameter:
+    """Base class of parameters whose values are stored in a quantised format only."""
 
-    coded: Any
+    quantised: Any
 
 
-def _read(parameter: Tensor, phase: Phase) -> Tensor:
+def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Tensor:
     """The values; of a parameter that is kept in codes, those that this phase has codes for."""
-    if isinstance(parameter, InCodes):
-        decoded: Tensor = parameter.coded.dequantise(phase)
+    if isinstance(parameter, QuantisedParameter):
+        decoded: Tensor = parameter.quantised.dequantise(phase)
         return decoded
     return parameter.detach()
 

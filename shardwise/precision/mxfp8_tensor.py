@@ -28,7 +28,7 @@ from shardwise.precision.mxfp8 import (
 
 Matrices = Literal["mxfp8", "mxfp8_2d"]  # of what is multiplied by, in both directions
 Format = Literal[Matrices, "mxfp8_rows"]  # or whose rows are looked up, and no more
-Phase = Literal["forward", "backward"]
+Reads = Literal["forward", "backward"]
 
 FORMATS: dict[Format, tuple[Block, ...]] = {
     "mxfp8": (ROW, COLUMN),
@@ -37,7 +37,7 @@ FORMATS: dict[Format, tuple[Block, ...]] = {
 }
 # What each phase reads: forward sums over columns, backward over rows. The gradient of a lookup
 # needs no weight.
-READS: dict[Format, dict[Phase, Block]] = {
+READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
     "mxfp8_rows": {"forward": ROW},
@@ -109,10 +109,10 @@ class MXFP8Tensor:
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes.values())
 
-    def plane(self, phase: Phase) -> Plane:
+    def plane(self, phase: Reads) -> Plane:
         """What ``phase`` reads."""
-        if phase not in get_args(Phase):
-            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Phase))}")
+        if phase not in get_args(Reads):
+            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Reads))}")
         # Of a row plane alone backward reads none, or its column plane has not been gathered.
         block = READS[_format_of(self._any.block)][phase]
         if block not in self.planes:
@@ -126,7 +126,7 @@ class MXFP8Tensor:
     # ------------------------------------------------------------------ what it says
 
     def dequantise(
-        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
         """The values that ``phase`` computes with."""
         return decode(self.plane(phase), dtype=dtype)

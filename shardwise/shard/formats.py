@@ -29,7 +29,7 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8 import SIDE, Block
 from shardwise.precision.mxfp8_choice import Stored, format_of, ineligible
 from shardwise.precision.mxfp8_embedding import lookup_problem
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Phase
+from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import short_name
 from shardwise.shard.find import Found, GrainChoice, grain_of
 
@@ -81,7 +81,7 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
 # ------------------------------------------------------------------------------------ transport
 
 
-def planes_of(format: Format, phase: Phase, persistent: bool) -> tuple[Block, ...]:
+def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ...]:
     """The planes of one gather: the phase's, or all where weights stay from step to step."""
     if persistent:
         return FORMATS[format]

@@ -36,11 +36,11 @@ from shardwise.shard.checks import (
     placement_problems,
     product_problems,
 )
-from shardwise.shard.coded import GROUPS
 from shardwise.shard.find import Found, GrainChoice, find_parameters, outermost
 from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.group import Group
 from shardwise.shard.install import device_of, install, same_values
+from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")

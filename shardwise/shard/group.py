@@ -31,7 +31,7 @@ from shardwise.layout import Item, Layout, plan
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format, Phase
+from shardwise.precision.mxfp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, WholeParameter
@@ -262,7 +262,7 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return self._pending is not None
 
-    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
+    def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
         """Begin to gather the whole weights, unless they are there. :meth:`wait` ends it.
 
         ``phase``: what will read the weights; here both read the same.

@@ -27,7 +27,7 @@ from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_linear import Emulated, Workspace
-from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.shard.call import reaches_all_leaves, will_come
 from shardwise.shard.order import InTurn, Order
 from shardwise.shard.starting import refuse_problems
@@ -94,7 +94,7 @@ class Member(InTurn, Protocol):
 
     def tidy(self) -> None: ...
 
-    def prefetch(self, reads: Phase) -> None: ...
+    def prefetch(self, reads: Reads) -> None: ...
 
     def end_forward(self) -> None: ...
 

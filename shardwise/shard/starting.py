@@ -46,9 +46,9 @@ def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
         )
     for precision in dict.fromkeys(unit.precision for unit in units):
         _check_patterns(precision, [unit for unit in units if unit.precision == precision])
-    coded = [unit for unit in units if unit.precision.format is not None]
-    stored = [one for unit in coded for one in unit.stored.values()]
-    for problem in stores_nothing(coded[0].precision.format, stored) if coded else ():
+    quantised = [unit for unit in units if unit.precision.format is not None]
+    stored = [one for unit in quantised for one in unit.stored.values()]
+    for problem in stores_nothing(quantised[0].precision.format, stored) if quantised else ():
         raise ValueError(problem)
     _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
     devices = {group.device for unit in units for group in unit.groups}

@@ -19,9 +19,9 @@ from shardwise.precision import mxfp8_native
 from shardwise.precision.mxfp8 import ROW, MXFP8Error
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import checks
-from shardwise.shard.coded_parameter import CodedParameter
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.module import units_of
+from shardwise.shard.mxfp8_parameter import MXFP8Parameter
 from tests.contract.helpers import raised
 from tests.models import mesh_of
 from tests.parity.mxfp8_helpers import (
@@ -249,8 +249,8 @@ class Reader(nn.Module):
         self.seen: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.one.weight, CodedParameter)
-        self.seen = self.one.weight.coded, repr(self.one.weight)
+        assert isinstance(self.one.weight, MXFP8Parameter)
+        self.seen = self.one.weight.quantised, repr(self.one.weight)
         return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
 
 
@@ -268,7 +268,7 @@ def check_reading(rank: int, world_size: int) -> None:
     assert model.one.weight.grad.full_tensor().abs().sum() > 0
     assert model.two.weight.grad.full_tensor().abs().sum() > 0
     coded, text = model.seen
-    assert text == "CodedParameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
+    assert text == "MXFP8Parameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
     model.unshard()
     assert coded.dequantise().equal(MXFP8Tensor.encode(first).dequantise())
     model.reshard()

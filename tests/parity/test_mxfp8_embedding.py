@@ -19,7 +19,7 @@ from shardwise.precision import mxfp8_embedding
 from shardwise.precision.mxfp8 import Plane
 from shardwise.precision.mxfp8_embedding import rows_of
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
-from shardwise.shard import coded
+from shardwise.shard import mxfp8_group
 from tests.contract.helpers import raised
 from tests.models import mesh_for, mesh_of
 from tests.parity.mxfp8_embedding_helpers import STORED, WIDTH, WORDS, make, precision_of
@@ -258,7 +258,7 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
     few = range(6)  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", False, "mxfp8", False, steps=few)
     wrong = {
-        "stale rows": (coded.CodedGroup, "_missing", never_made_anew),
+        "stale rows": (mxfp8_group.MXFP8Group, "_missing", never_made_anew),
         "scales": (mxfp8_embedding, "rows_of", next_scales),
     }
     model = make(True)

@@ -23,11 +23,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
-from shardwise.moe.weights import InCodes
+from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
 from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
 from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase, restored
+from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
 
 
@@ -43,12 +43,12 @@ class PlaneOwner(Protocol):
     @property
     def _whole_device(self) -> torch.device: ...
 
-    def plane(self, index: int, phase: Phase) -> Plane: ...
+    def plane(self, index: int, phase: Reads) -> Plane: ...
 
     def planes_here(self, index: int) -> dict[Block, Plane]: ...
 
 
-class CodedWeight(MXFP8Tensor):
+class MXFP8Weight(MXFP8Tensor):
     """One weight of a group: planes are looked up when they are read, so that they may be released
     and gathered again in between."""
 
@@ -85,11 +85,11 @@ class CodedWeight(MXFP8Tensor):
     def format(self) -> Format:
         return self.group.format
 
-    def plane(self, phase: Phase) -> Plane:
+    def plane(self, phase: Reads) -> Plane:
         return self.group.plane(self._index, phase)
 
     def dequantise(
-        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
@@ -127,22 +127,22 @@ class CodedWeight(MXFP8Tensor):
         return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
 
 
-class CodedParameter(WholeParameter, InCodes):
+class MXFP8Parameter(WholeParameter, QuantisedParameter):
     """A parameter as forward sees it, whose values are planes.
 
     ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values
     gets them decoded to bf16, as forward computes with them, and its gradient is this parameter's.
     What is decoded (``.data``, ``.detach()``, a slice) is a copy: writing to the parameter itself
-    is refused, and writing to a copy changes nothing else. ``coded`` are the planes.
+    is refused, and writing to a copy changes nothing else. ``quantised`` holds the planes.
     """
 
-    coded: CodedWeight
+    quantised: MXFP8Weight
 
     @staticmethod
-    def of(weight: CodedWeight, requires_grad: bool) -> CodedParameter:
-        parameter = CodedParameter(torch.empty(0), requires_grad=requires_grad)
+    def of(weight: MXFP8Weight, requires_grad: bool) -> MXFP8Parameter:
+        parameter = MXFP8Parameter(torch.empty(0), requires_grad=requires_grad)
         parameter._gradients, parameter._index, parameter._added = None, 0, False
-        parameter.coded = weight
+        parameter.quantised = weight
         return parameter
 
     @classmethod
@@ -156,14 +156,14 @@ class CodedParameter(WholeParameter, InCodes):
         if _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if any(isinstance(each, CodedParameter) for each in _written(func, args, kwargs)):
+        if any(isinstance(each, MXFP8Parameter) for each in _written(func, args, kwargs)):
             raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter of the decoded values: a copy has no group that would gather it."""
-        copied = nn.Parameter(self.coded.dequantise(), self.requires_grad)
+        copied = nn.Parameter(self.quantised.dequantise(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -171,18 +171,20 @@ class CodedParameter(WholeParameter, InCodes):
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"CodedParameter({'x'.join(map(str, self.coded.shape))}, {self.coded.format})"
+        return (
+            f"MXFP8Parameter({'x'.join(map(str, self.quantised.shape))}, {self.quantised.format})"
+        )
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, CodedParameter) or weight.coded.format == "mxfp8_rows":
+    if not isinstance(weight, MXFP8Parameter) or weight.quantised.format == "mxfp8_rows":
         return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
     return mxfp8_linear(
         _decoded(input),
-        weight.coded,
+        weight.quantised,
         _decoded(bias),
         parameter=weight if weight.requires_grad else None,
-        matmul=weight.coded.group.matmul,
+        matmul=weight.quantised.group.matmul,
     )
 
 
@@ -195,13 +197,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    assert isinstance(weight, CodedParameter), "ids are integers, and those are never coded"
+    assert isinstance(weight, MXFP8Parameter), "ids are integers, which are never stored in MXFP8"
     problem = lookup_problem(max_norm=max_norm, sparse=sparse)
     if problem is not None:
-        raise MXFP8Error(f"'{weight.coded.name}' is stored in MXFP8, so not with {problem}")
+        raise MXFP8Error(f"'{weight.quantised.name}' is stored in MXFP8, so not with {problem}")
     return mxfp8_embedding(
         input,
-        weight.coded,
+        weight.quantised,
         parameter=weight if weight.requires_grad else None,
         padding_idx=padding_idx,
         scale_grad_by_freq=scale_grad_by_freq,
@@ -249,9 +251,9 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> lis
 
 def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
     written = _written(func, args, kwargs)
-    coded = next(each.coded for each in written if isinstance(each, CodedParameter))
+    weight = next(each.quantised for each in written if isinstance(each, MXFP8Parameter))
     return RuntimeError(
-        f"{func.__name__} writes to '{coded.name}', which is stored in {coded.format}: its codes "
+        f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: its codes "
         f"are made from the main weight by every gather, so what is written here would be lost. "
         f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
         f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
@@ -266,18 +268,18 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    if not isinstance(value, CodedParameter):
+    if not isinstance(value, MXFP8Parameter):
         return value
     if torch.is_grad_enabled() and value.requires_grad:
-        return _Decode.apply(value, value.coded)  # type: ignore[no-untyped-call]
-    return value.coded.dequantise("forward")
+        return _Decode.apply(value, value.quantised)  # type: ignore[no-untyped-call]
+    return value.quantised.dequantise("forward")
 
 
 class _Decode(torch.autograd.Function):
     """The values that forward computes with; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: CodedWeight) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, weight: MXFP8Weight) -> Tensor:
         return weight.dequantise("forward")
 
     @staticmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CodedGroup: a group whose whole weights are MXFP8 planes.
+"""MXFP8Group: a group whose whole weights are MXFP8 planes.
 
     main      fp32, placements.main     the only truth, as in every group
     planes    uint8, all replicated     | codes of every weight, as main lies |.pad.| scales |
@@ -35,11 +35,11 @@ from shardwise.memory import Block as Memory
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
 from shardwise.precision.mxfp8_linear import Matmul
 from shardwise.precision.mxfp8_native import Native
-from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Phase
+from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
-from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
 from shardwise.shard.group import Group
+from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 
@@ -95,7 +95,7 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
             encode(value, [plane.block for plane in planes], out=into)
 
 
-class CodedGroup(Group):
+class MXFP8Group(Group):
     """A group in MXFP8. Gathers bring what the phase reads; see the picture above."""
 
     format: Format
@@ -115,12 +115,12 @@ class CodedGroup(Group):
         self._runtime: Runtime | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
-        weight = CodedWeight(weakref.ref(self), index)
-        return CodedParameter.of(weight, requires_grad)
+        weight = MXFP8Weight(weakref.ref(self), index)
+        return MXFP8Parameter.of(weight, requires_grad)
 
     def show_whole(self) -> None:
         """The parameters have a shape and a dtype for autograd, and no memory: see
-        :class:`CodedParameter`."""
+        :class:`MXFP8Parameter`."""
         device = self._whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
@@ -138,7 +138,7 @@ class CodedGroup(Group):
     def fresh(self) -> bool:
         return not self._missing("forward") and not self._missing("backward")
 
-    def _missing(self, phase: Phase) -> list[GroupPlane]:
+    def _missing(self, phase: Reads) -> list[GroupPlane]:
         """The planes that ``phase`` reads and that are not there, or are older than main."""
         backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
         everything = self.persistent or (self.reads_again and backward)
@@ -150,11 +150,11 @@ class CodedGroup(Group):
         state = self.main.state
         return [plane for plane in planes if not plane.memory.live or plane.filled != state]
 
-    def _plane_of(self, phase: Phase) -> GroupPlane | None:
+    def _plane_of(self, phase: Reads) -> GroupPlane | None:
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
-    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
+    def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
         self._runtime = runtime
         self._bring(self._missing(phase), runtime)
 
@@ -265,7 +265,7 @@ class CodedGroup(Group):
         self._ready, self._spent = None, False
         self._kept_axis, self._kept_filled = axis, plane.filled
 
-    def plane(self, index: int, phase: Phase) -> Plane:
+    def plane(self, index: int, phase: Reads) -> Plane:
         """The plane of one weight that ``phase`` reads. A recomputation that nobody saw coming (a
         reentrant checkpoint inside a unit), or whoever else reads in backward what forward read,
         gathers here: every rank does so, or none."""
@@ -318,19 +318,19 @@ class CodedGroup(Group):
         return None if self._runtime is None else self._runtime.matmul
 
 
-class MXFP8Group(CodedGroup):
+class MXFP8RowColumnGroup(MXFP8Group):
     """Row and column planes of 1x32 blocks."""
 
     format = "mxfp8"
 
 
-class MXFP8SquareGroup(CodedGroup):
+class MXFP8SquareGroup(MXFP8Group):
     """One plane of 32x32 blocks for both directions."""
 
     format = "mxfp8_2d"
 
 
-class MXFP8RowGroup(CodedGroup):
+class MXFP8RowGroup(MXFP8Group):
     """Row planes alone, of embeddings."""
 
     format = "mxfp8_rows"
@@ -338,7 +338,7 @@ class MXFP8RowGroup(CodedGroup):
 
 GROUPS: dict[Format | None, type[Group]] = {
     None: Group,
-    "mxfp8": MXFP8Group,
+    "mxfp8": MXFP8RowColumnGroup,
     "mxfp8_2d": MXFP8SquareGroup,
     "mxfp8_rows": MXFP8RowGroup,
 }
