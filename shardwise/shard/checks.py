@@ -21,7 +21,7 @@ from shardwise.buffer import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_native import native_problem
+from shardwise.precision.mxfp8_products import native_problem
 from shardwise.shard.find import Found, GrainChoice, grain_of
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of

@@ -27,10 +27,9 @@ from torch import nn
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8 import SIDE, Block
-from shardwise.precision.mxfp8_choice import Stored, format_of, ineligible
-from shardwise.precision.mxfp8_embedding import lookup_problem
+from shardwise.precision.mxfp8_functions import lookup_problem
 from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
-from shardwise.precision.policy import short_name
+from shardwise.precision.policy import Stored, format_of, ineligible, short_name
 from shardwise.shard.find import Found, GrainChoice, grain_of
 
 SQUARE = SIDE * SIDE  # elements; planes start at multiples of it, so that scales have addresses

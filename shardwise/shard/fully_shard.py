@@ -22,8 +22,8 @@ from shardwise.layout import Layout, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.policy import Stored
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,

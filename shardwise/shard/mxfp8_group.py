@@ -33,8 +33,7 @@ from shardwise.layout import Layout
 from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
-from shardwise.precision.mxfp8_linear import Matmul
-from shardwise.precision.mxfp8_native import Native
+from shardwise.precision.mxfp8_products import Matmul, Native
 from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.layout import Item
 from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
-from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
-from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
+from shardwise.precision.mxfp8_functions import lookup_problem, mxfp8_embedding, mxfp8_linear
+from shardwise.precision.mxfp8_products import Matmul
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
 

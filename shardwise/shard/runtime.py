@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
-from shardwise.precision.mxfp8_linear import Emulated, Workspace
+from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
 from shardwise.shard.order import InTurn, Order
 from shardwise.shard.starting import refuse_problems

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored, stores_nothing
+from shardwise.precision.policy import Stored, stores_nothing
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
-from shardwise.precision import mxfp8_native
+from shardwise.precision import mxfp8_products
 from shardwise.precision.mxfp8 import ROW, MXFP8Error
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import checks
@@ -149,8 +149,8 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     with mock.patch.object(checks, "native_problem", return_value=None):
         lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
     (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
-    with mock.patch.object(mxfp8_native, "native_problem", return_value=None):
-        assert isinstance(group.matmul, mxfp8_native.Native), "where there is hardware for it"
+    with mock.patch.object(mxfp8_products, "native_problem", return_value=None):
+        assert isinstance(group.matmul, mxfp8_products.Native), "where there is hardware for it"
     return [
         raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),

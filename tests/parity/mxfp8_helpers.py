@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.precision.mxfp8 import Plane, encode
-from shardwise.precision.mxfp8_linear import mxfp8_linear
+from shardwise.precision.mxfp8_functions import mxfp8_linear
 from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Reads
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of

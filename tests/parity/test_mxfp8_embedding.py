@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.precision import mxfp8_embedding
+from shardwise.precision import mxfp8_functions
 from shardwise.precision.mxfp8 import Plane
-from shardwise.precision.mxfp8_embedding import rows_of
+from shardwise.precision.mxfp8_functions import rows_of
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
 from shardwise.shard import mxfp8_group
 from tests.contract.helpers import raised
@@ -259,7 +259,7 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
     _, off = run(rank, world_size, "zero1", False, "mxfp8", False, steps=few)
     wrong = {
         "stale rows": (mxfp8_group.MXFP8Group, "_missing", never_made_anew),
-        "scales": (mxfp8_embedding, "rows_of", next_scales),
+        "scales": (mxfp8_functions, "rows_of", next_scales),
     }
     model = make(True)
     if mistake == "init":
