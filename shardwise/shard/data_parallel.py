@@ -49,12 +49,11 @@ from shardwise.shard.checks import (
     product_problems,
     share_of,
 )
-from shardwise.shard.find import Found, find_parameters
 from shardwise.shard.formats import stored_as
 from shardwise.shard.group import Group
-from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.mxfp8_group import GROUPS
+from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)

@@ -341,19 +341,21 @@ class Group:
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Keep 1/k of the whole weights beyond a release, so that only k ranks gather them
-        again."""
-        if self.persistent or self.aliased:
-            return
-        whole = self.whole.flat
+        """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
+        them again."""
+        if not (self.persistent or self.aliased):
+            self._copy_part(self.whole.flat, self._filled, runtime, axis)
+
+    def _copy_part(self, whole: Tensor, filled: Any, runtime: Runtime, axis: comm.Axis) -> None:
         length = whole.numel() // axis.size
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
+            self._arrive()
             if self._kept is None:
                 self._kept = Block(length, whole.dtype, whole.device, "compute", lane="gather")
             self._kept.acquire(runtime.source)
             self._kept.tensor.copy_(whole[axis.rank * length : (axis.rank + 1) * length])
-        self._kept_axis, self._kept_filled = axis, self._filled
+        self._kept_axis, self._kept_filled = axis, filled
 
     def _source(self) -> Buffer:
         """The buffer that a gather starts from, up to date."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters whose values are MXFP8 planes, as forward sees them.
 
-    nn.Linear: F.linear(x, weight, bias)  -->  mxfp8_linear(x, planes, bias)     multiplies by codes
-    nn.Embedding: F.embedding(ids, weight) --> mxfp8_embedding(ids, planes)      decodes those rows
-    any other function of the weight      -->  the same of decode(planes)        in bf16
+    nn.Linear: F.linear(x, weight, bias)    -->  mxfp8_linear(x, planes, bias)   multiplies by codes
+    nn.Embedding: F.embedding(ids, weight)  -->  mxfp8_embedding(ids, planes)    decodes some rows
+    any other function of the weight        -->  the same of decode(planes)      in bf16
 
-Autograd sees an ordinary leaf of the weight's shape in bf16: its gradient comes whole, once per
+Autograd sees an ordinary leaf of the weight's shape in bf16: the gradient arrives whole, once per
 backward, however often the weight was used. The leaf itself has no memory for values.
 """
 
@@ -45,12 +45,12 @@ class PlaneOwner(Protocol):
 
     def plane(self, index: int, phase: Reads) -> Plane: ...
 
-    def planes_here(self, index: int) -> dict[Block, Plane]: ...
+    def gathered(self, index: int) -> dict[Block, Plane]: ...
 
 
 class MXFP8Weight(MXFP8Tensor):
-    """One weight of a group: planes are looked up when they are read, so that they may be released
-    and gathered again in between."""
+    """One weight of a group. Planes are looked up at each read, so that they may be released and
+    gathered again in between."""
 
     __slots__ = ("_group", "_index")
 
@@ -67,7 +67,7 @@ class MXFP8Weight(MXFP8Tensor):
     @property
     def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
         """The planes that are gathered now."""
-        return self.group.planes_here(self._index)
+        return self.group.gathered(self._index)
 
     @property
     def name(self) -> str:
@@ -94,27 +94,26 @@ class MXFP8Weight(MXFP8Tensor):
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and saved as a plain ``MXFP8Tensor`` of the planes that are here, which belongs to
-        no group; a stack as one high matrix."""
+        """Copy and save as a plain ``MXFP8Tensor`` of the planes that are gathered, which belongs
+        to no group; a stack of matrices becomes one high matrix."""
         self._require_a_plane()
-        # Clones: a view would take the planes of the whole group along.
+        # Clones: pickling a view would save the planes of the whole group.
         return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
 
     def to(self, device: torch.device | str) -> MXFP8Tensor:
-        """A plain tensor; see ``__reduce__``."""
+        """A plain ``MXFP8Tensor`` on ``device``; see ``__reduce__``."""
         self._require_a_plane()
         return super().to(device)
 
     def _require_a_plane(self) -> None:
         if not self.planes:
             raise RuntimeError(
-                f"no plane of '{self.name}' is here to copy or save: do it inside its module's "
+                f"no plane of '{self.name}' is here to copy or save: do so inside its module's "
                 f"forward or after unshard(), or take the main weights from sw.full_state_dict"
             )
 
     def members(self) -> list[MXFP8Tensor]:
-        """The members of a stack [experts, rows, columns], each as a view of its gathered
-        planes."""
+        """The matrices of a stack [experts, rows, columns], each a view of the gathered planes."""
         count = self.shape[0]
         pairs = {
             block: zip(plane.codes.chunk(count), plane.scales.chunk(count), strict=True)
@@ -128,12 +127,12 @@ class MXFP8Weight(MXFP8Tensor):
 
 
 class MXFP8Parameter(WholeParameter, QuantisedParameter):
-    """A parameter as forward sees it, whose values are planes.
+    """A parameter as forward sees it, whose values are the planes of ``quantised``.
 
-    ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values
-    gets them decoded to bf16, as forward computes with them, and its gradient is this parameter's.
-    What is decoded (``.data``, ``.detach()``, a slice) is a copy: writing to the parameter itself
-    is refused, and writing to a copy changes nothing else. ``quantised`` holds the planes.
+    ``F.linear`` multiplies by the planes, ``F.embedding`` looks rows up. Any other function that
+    reads values gets them decoded to bf16, as forward computes with them, and the gradient of the
+    decoded values is this parameter's. Decoded values (``.data``, ``.detach()``, a slice) are a
+    copy: writing to the parameter itself is refused, and writing to a copy changes nothing else.
     """
 
     quantised: MXFP8Weight
@@ -146,7 +145,7 @@ class MXFP8Parameter(WholeParameter, QuantisedParameter):
         return parameter
 
     @classmethod
-    @_disable_dynamo  # a trace ends before this: planes come and go, and it has no such tensors
+    @_disable_dynamo  # no trace enters this function: planes come and go, and are no tensors to it
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -162,7 +161,7 @@ class MXFP8Parameter(WholeParameter, QuantisedParameter):
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter of the decoded values: a copy has no group that would gather it."""
+        """A plain parameter with the decoded values: no group would gather a copy's planes."""
         copied = nn.Parameter(self.quantised.dequantise(), self.requires_grad)
         memo[id(self)] = copied
         return copied
@@ -200,7 +199,7 @@ def _embedding(
     assert isinstance(weight, MXFP8Parameter), "ids are integers, which are never stored in MXFP8"
     problem = lookup_problem(max_norm=max_norm, sparse=sparse)
     if problem is not None:
-        raise MXFP8Error(f"'{weight.quantised.name}' is stored in MXFP8, so not with {problem}")
+        raise MXFP8Error(f"'{weight.quantised.name}' is stored in MXFP8, which excludes {problem}")
     return mxfp8_embedding(
         input,
         weight.quantised,
@@ -211,7 +210,7 @@ def _embedding(
     )
 
 
-# What of a tensor has values in it, of all its attributes.
+# The attributes of a tensor that hold values; all others are facts about it.
 _VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
 _FACTS = (
     "dim",
@@ -234,7 +233,7 @@ _FACTS = (
 )
 
 
-# Beside all that ends in one "_", to which torch turns most augmented assignments.
+# Methods that write, beside those whose names end in one "_".
 _WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__itruediv__")
 
 
@@ -253,8 +252,8 @@ def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Run
     written = _written(func, args, kwargs)
     weight = next(each.quantised for each in written if isinstance(each, MXFP8Parameter))
     return RuntimeError(
-        f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: its codes "
-        f"are made from the main weight by every gather, so what is written here would be lost. "
+        f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: every "
+        f"gather encodes it from the main weight, so the written values would be lost. "
         f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
         f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
     )

@@ -29,8 +29,8 @@ from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.first_forward import check_first_forward
 from shardwise.shard.order import InTurn, Order
-from shardwise.shard.starting import refuse_problems
 from shardwise.streams import Lanes
 
 
@@ -165,7 +165,7 @@ class Runtime:
             inner = getattr(module, "_shardwise_unit", None)
             if inner is not None:
                 units.setdefault(inner, name)
-        refuse_problems(list(units), list(units.values()))
+        check_first_forward(list(units), list(units.values()))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),

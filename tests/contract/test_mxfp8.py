@@ -130,7 +130,7 @@ def check_report(rank: int, world_size: int) -> str:
 
 
 def test_nothing_is_decided_before_something_is_wrapped() -> None:
-    with pytest.raises(ValueError, match="nothing of this Linear is wrapped yet"):
+    with pytest.raises(ValueError, match="no module of this Linear is wrapped yet"):
         sw.precision_report(nn.Linear(32, 32))
 
 
