@@ -33,11 +33,11 @@ from shardwise.precision import Precision
 from shardwise.report.plan import Plan, plan
 from shardwise.shard.call import map_tensors
 from shardwise.shard.data_parallel import data_parallel
-from shardwise.shard.find import GrainChoice, wrap_units
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
+from shardwise.shard.wrapping import GrainChoice, wrap_units
 from shardwise.streams import Lanes
 
 TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it

@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement, Placements, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import FORMATS, Format, Phase
+from shardwise.precision.mxfp8_tensor import FORMATS, Format, Reads
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
 
 Calls = tuple[Call, ...]
@@ -92,7 +92,7 @@ class Footprint:
 
     main: int  # the truth
     planes: tuple[int, ...]  # gathered compute weights; none where main itself serves
-    reads: dict[Phase, tuple[int, ...]] = field(hash=False)  # which of them a gather brings
+    reads: dict[Reads, tuple[int, ...]] = field(hash=False)  # which of them a gather brings
     staging: int  # whole bf16 weights, inside a gather, where those travel instead of codes
     workspace: int  # the largest matrix, decoded
     compute: int  # compute weights kept sharded between gathers (hfsdp)
@@ -174,7 +174,7 @@ def footprint(
         shares: Sequence[int | None] = coded.shares if coded.direct else [None]
         gather = tuple(gathers(begin, everywhere, share) for share in shares)
     every = tuple(range(len(held)))
-    reads: dict[Phase, tuple[int, ...]] = {"forward": every, "backward": every}
+    reads: dict[Reads, tuple[int, ...]] = {"forward": every, "backward": every}
     if coded is not None:
         reads = coded.reads
     regather: Calls = ()
@@ -217,11 +217,11 @@ def footprint(
 
 @dataclass(frozen=True, kw_only=True)
 class CodedPlanes:
-    """What ``shard/coded.py`` holds instead of whole weights."""
+    """What ``shard/mxfp8_group.py`` holds instead of whole weights."""
 
     held: tuple[int, ...]  # bytes of each plane
     shares: tuple[int, ...]  # of each: elements with one scale
-    reads: dict[Phase, tuple[int, ...]]
+    reads: dict[Reads, tuple[int, ...]]
     direct: bool  # codes travel
     largest: int  # elements of the largest matrix
 
@@ -233,7 +233,7 @@ def coded_planes(layout: Layout, format: Format | None, persistent: bool) -> Cod
     shares = tuple(math.prod(block) for block in blocks)
     direct = sends_codes(layout, format, persistent)
     where, parts = plane_layout(layout, direct), layout.num_shards
-    phases: tuple[Phase, Phase] = ("forward", "backward")
+    phases: tuple[Reads, Reads] = ("forward", "backward")
     # Experts are decoded all at once, and rows that are looked up: in memory of the moment.
     multiplied = format != "mxfp8_rows"
     matrices = [item.numel for item in layout.items if multiplied and len(item.shape) == 2]

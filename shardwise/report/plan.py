@@ -44,7 +44,7 @@ from shardwise.report.units import (
     places,
     simulated,
 )
-from shardwise.shard.find import GrainChoice
+from shardwise.shard.wrapping import GrainChoice
 
 
 @dataclass(frozen=True, kw_only=True)

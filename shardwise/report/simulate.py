@@ -24,11 +24,11 @@ from typing import Literal
 
 from shardwise.comm import Call
 from shardwise.memory import Ledger
-from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.report.footprint import Footprint
 from shardwise.shard.order import Order
 
-Moment = Phase | Literal["step"]
+Moment = Reads | Literal["step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class SimulatedGroup:
 
     # ------------------------------------------------------------------ weights
 
-    def gather(self, phase: Phase) -> None:
+    def gather(self, phase: Reads) -> None:
         again = self.size.reads_again and self.step.phase == "backward"
         reads = range(len(self.planes)) if again else self.size.reads[phase]
         missing = [number for number in reads if not self.filled[number]]
@@ -332,7 +332,7 @@ class SimulatedUnit:
     def holds_turn(self) -> bool:
         return self._in_backward
 
-    def prefetch(self, reads: Phase) -> None:
+    def prefetch(self, reads: Reads) -> None:
         for group in self.groups:
             group.gather(reads)
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
-from shardwise.precision.mxfp8_linear import Emulated, Workspace
-from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.precision.mxfp8_products import Emulated, Workspace
+from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.first_forward import check_first_forward
 from shardwise.shard.order import InTurn, Order
-from shardwise.shard.starting import refuse_problems
 from shardwise.streams import Lanes
 
 
@@ -94,7 +94,7 @@ class Member(InTurn, Protocol):
 
     def tidy(self) -> None: ...
 
-    def prefetch(self, reads: Phase) -> None: ...
+    def prefetch(self, reads: Reads) -> None: ...
 
     def end_forward(self) -> None: ...
 
@@ -166,7 +166,7 @@ class Runtime:
             inner = getattr(module, "_shardwise_unit", None)
             if inner is not None:
                 units.setdefault(inner, name)
-        refuse_problems(list(units), list(units.values()))
+        check_first_forward(list(units), list(units.values()))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),

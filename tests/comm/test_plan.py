@@ -19,7 +19,7 @@ from shardwise.placements import REPLICATE, SHARD, STRATEGIES
 from shardwise.report.exchange import exchange_calls, owners_of
 from shardwise.report.plan import Plan, plan
 from shardwise.report.units import buffers_of, lay_out, owners, places
-from shardwise.shard.find import wrap_units
+from shardwise.shard.wrapping import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
 from tests.ranks import run_ranks
