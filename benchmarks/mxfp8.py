@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks import mxfp8_steps, report
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
-from shardwise.precision.mxfp8_linear import Emulated, Workspace, mxfp8_linear
+from shardwise.precision.mxfp8_functions import mxfp8_linear
+from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Matrices, MXFP8Tensor
 
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))

@@ -295,7 +295,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
 
     from shardwise.checkpoint.values import parse_json
     from shardwise.models.gpt import GPT
-    from shardwise.models.llama import config_from_hf
+    from shardwise.models.hugging_face import config_from_hf
     from shardwise.train.recipes import find_recipe
 
     path = Path(name)

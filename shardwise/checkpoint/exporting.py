@@ -31,7 +31,7 @@ from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
 from shardwise.checkpoint.values import dtype_name, dtype_of
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.models.llama import hf_config, hf_tensors
+from shardwise.models.hugging_face import hf_config, hf_tensors
 from shardwise.moe import convert_gate_up
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels, each beside the torch function that defines it.
 
-``import shardwise`` imports no kernel, and only the modules that hold one import Triton:
-``newton_schulz`` (the entry) is plain torch, ``forms`` (the choice) values alone, and they import
-the others when a CUDA tensor arrives.
+``import shardwise`` imports no kernel, and only modules with kernels import Triton:
+``newton_schulz`` (the entry) is plain torch and ``forms`` (the choice) holds plain values; both
+import the other modules for the first CUDA tensor.
 
     newton_schulz   orthogonalise a batch: the entry, the choice of path, the torch definition
-    forms           which form suits a shape, and what it costs (measured)
+    forms           the best form for a shape, and its measured cost
     iterate         the direct and Gram iterations over the two products below
     symmetric       a·A·Bᵀ + b·C + d·I where the result is symmetric: half the tiles, mirrored
     product         Q·X and X·Q

@@ -5,11 +5,11 @@
 
     read X in slices -> R = X·Xᵀ, on chip          iterations [0, restart) give Q, on chip
     read X in slices -> Y = Q·X, R = Y·Yᵀ          iterations [restart, end) give Q'
-    read X in slices -> Y = Q·X, store Q'·Y        the same Y again: nothing between is stored
+    read X in slices -> Y = Q·X, store Q'·Y        Y is computed twice and never stored
 
-Heads, routers and adapters have a short side of 128 or less: by separate products they would be
-bound by launches. This is the Gram form with the same roundings as ``iterate.gram``, save that
-products of the short side are summed in one piece.
+Heads, routers and adapters have a short side of 128 or less: with separate products, launches would
+take most of the time. This is the Gram form with the same roundings as ``iterate.gram``, except
+that products of the short side are summed in one piece.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -113,7 +113,7 @@ def _block_kernel(
 
 
 def newton_schulz_block(packed: Packed, polynomial: Polynomial, table: Tensor) -> Tensor:
-    """The result in ``packed.values``' layout; ``table`` [steps, 6] fp32 on the same device."""
+    """The result in the layout of ``packed.values``; ``table`` is [steps, 6] fp32 on its device."""
     values = packed.values
     count, rows, columns = values.shape
     tall = rows > columns

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The polynomials of Newton-Schulz, the form that suits a shape, its tiles and cost: values only.
+"""The polynomials of Newton-Schulz, and the form, tiles and cost for a shape: plain values.
 
 One iteration takes X to (a + b·R + c·R²)·X with R = X·Xᵀ, the Gram. With m the short side, r the
 long one over it and a product of m x m matrices counted as 2m³ FLOP, half of that where the result
 is symmetric, 5 iterations cost, in m³:
 
     direct   R, then a + b·R + c·R², then its product with X, each time        5·(r + 1 + 2r)
-    gram     the iterations run on R alone and gather Q, the product of all     6r + 14
-             polynomials; X is multiplied twice, by Q at the restart and at the end
+    gram     the iterations run on R only and multiply up Q, the product of     6r + 14
+             all polynomials; X is multiplied by Q at the restart and at the end
     block    the Gram form of one small matrix, whole, in one program
 
-One product more makes the polynomial one of fourth degree in R (ninth in X): two such steps do the
-work of three of fifth degree, for 2m³ less.
+With one more product the polynomial has fourth degree in R (ninth in X): two such steps do the work
+of three of fifth degree, for 2m³ less.
 
-The Gram form in fp16 needs the restart: R holds squares, so a singular value under 1/50 of the
-largest is lost in R's rounding, until the first iterations have lifted it.
+The Gram form in fp16 needs the restart: R holds squares, so singular values under 1/50 of the
+largest are lost in R's rounding until the first iterations have raised them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Step = tuple[float, ...]  # a, b, c of a·s + b·s³ + c·s⁵, or a to e, up to
 Form = Literal["direct", "gram", "block"]
 Norm = Literal["frobenius", "schatten4"]
 
-# Powers of two that keep 16-bit numbers away from fp16's subnormals, and far from overflow: R's
-# eigenvalues and X's singular values are at most about 1, and an element is no larger than those.
+# Powers of two that keep 16-bit numbers away from fp16's subnormals and from overflow: R's
+# eigenvalues and X's singular values are at most about 1, and elements are no larger.
 GRAM_SCALE = 2.0**12
 VALUE_SCALE = 2.0**10
-LARGEST_BLOCK = 128  # short side that one program holds
+LARGEST_BLOCK = 128  # the largest short side of the block form, which one program holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial:
-    """The polynomials of an iteration, one per step, and the bound that X is divided by before.
+    """The polynomials of an iteration, one per step, and the bound that divides X first.
 
     ``frobenius`` bounds the largest singular value safely. ``schatten4``, the square root of
-    ||X·Xᵀ||_F, is tighter, so that fewer steps do, and the Gram form gets it for free.
+    ||X·Xᵀ||_F, is tighter, so that fewer steps suffice, and costs nothing in the Gram form.
     """
 
     coefficients: tuple[Step, ...]
@@ -70,15 +70,16 @@ class Polynomial:
 
     @property
     def nested(self) -> bool:
-        """Whether some step squares a square, which needs a place of its own."""
+        """Whether some step squares a square, which needs one more buffer."""
         return any(len(step) > 3 for step in self.coefficients)
 
     def first_steps(self, form: Form) -> int:
         """The number of steps before the restart; all of them where there is none.
 
-        The default is half of them. Of five, the kernels' Gram form takes three first; the block
-        form, and torch's Gram form, which rounds like it, take two. That loses least over even,
-        1/i, 1/i^2, logarithmic and spiky spectra: only the first mirrors its products.
+        The default is half of the steps. Of five steps, the kernels' Gram form, which mirrors its
+        products, takes three before the restart; the block form, and torch's Gram form, which
+        rounds alike, take two. This choice had the smallest errors over even, 1/i, 1/i^2,
+        logarithmic and spiky spectra.
         """
         half = (self.steps + (form == "gram")) // 2
         restart = half if self.restart is None else self.restart
@@ -86,7 +87,7 @@ class Polynomial:
 
 
 def problems_of(step: Step) -> list[str]:
-    """Why the kernels cannot compute a step."""
+    """The reasons why the kernels cannot compute a step."""
     if len(step) not in (3, 5):
         return [f"a step {step}: give (a, b, c), where c may be 0, or (a, b, c, d, e)"]
     if len(step) == 3:
@@ -94,7 +95,7 @@ def problems_of(step: Step) -> list[str]:
     if step[4] == 0:
         return [f"a step {step}: five coefficients end with one that is not 0; or give three"]
     (shift, linear, _), _ = stages(step)
-    # Singular values stay under 2, so R under 4; what is squared is kept in fp16, times 2^10.
+    # Singular values stay under 2, so R under 4; the squared matrix is kept in fp16, times 2^10.
     largest = abs(shift) + 4 * abs(linear) + 16
     if largest * VALUE_SCALE > 65504:
         return [f"a step {step}: its inner square may reach {largest:.0f}, too large for fp16"]
@@ -104,8 +105,8 @@ def problems_of(step: Step) -> list[str]:
 def stages(step: Step, *, constant: bool = True) -> list[Triple]:
     """A step's polynomial of R, one product a stage: P becomes shift + linear·R + square·P².
 
-    P is R at first, and the polynomial in the end; ``constant=False`` leaves its ``a`` out. One of
-    fourth degree is a square, completed, and a remainder: e·(R² + α·R + β)² + b'·R + a'.
+    P is R at first and the polynomial at the end; ``constant=False`` leaves ``a`` out. A polynomial
+    of fourth degree is a completed square and a remainder: e·(R² + α·R + β)² + b'·R + a'.
     """
     a, b, c = step[:3]
     if len(step) == 3:
@@ -120,15 +121,15 @@ def stages(step: Step, *, constant: bool = True) -> list[Triple]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How one matrix-product kernel cuts its result; never tuned at run time."""
+    """The static configuration of one matrix-product kernel; never tuned at run time."""
 
     rows: int
     columns: int
-    step: int  # of the summed dimension, per load
+    step: int  # length of the summed dimension per load
     warps: int
     stages: int  # loads in flight
     persistent: bool  # one program per multiprocessor walks many tiles
-    flatten: bool = False  # and fetches the next tile's operands while it stores this one
+    flatten: bool = False  # the next tile is loaded while this one is stored
 
     def __post_init__(self) -> None:
         if self.columns not in (self.rows, 2 * self.rows):
@@ -152,7 +153,7 @@ class Rates:
     applied: float  # Q·X
 
 
-# The same sweep, rows "3 stages flattened". What matters is their proportion.
+# From the same sweep, rows "3 stages flattened". Only the proportions matter.
 RATES = (
     Rates(side=0, gram=146, moved=80, applied=244),
     Rates(side=512, gram=309, moved=195, applied=424),
@@ -173,8 +174,8 @@ def num_grams(polynomial: Polynomial, form: Form) -> int:
 
 
 def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
-    """The form with the least measured cost. By shape alone: a matrix's bits can't depend on how
-    many others are orthogonalised with it."""
+    """The form with the least measured cost. Only the shape decides: a matrix's bits must not
+    depend on the number of matrices that are orthogonalised with it."""
     if min(rows, columns) <= LARGEST_BLOCK:
         return "block"
     direct = milliseconds(rows, columns, polynomial, "direct")
@@ -185,7 +186,7 @@ def choose(rows: int, columns: int, polynomial: Polynomial) -> Form:
 def milliseconds(
     rows: int, columns: int, polynomial: Polynomial, form: Form | None = None
 ) -> float:
-    """One matrix's share of a full batch on an H200: what owners are balanced by."""
+    """The time of one matrix in a full batch on an H200, by which owners are balanced."""
     form = form or choose(rows, columns, polynomial)
     short, long = sorted((rows, columns))
     grams, moved, applied = flop(short, long, polynomial, form)
@@ -198,7 +199,7 @@ def milliseconds(
 def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[int, int, int]:
     """(X·Xᵀ, products of m x m matrices, Q·X): the operations of a form, without a tile's waste.
 
-    The first two have symmetric results, of which one half is computed.
+    The first two have symmetric results, of which only half is computed.
     """
     cube, slab = short**3, short**2 * long
     squares = sum(num_squares(step) for step in polynomial.coefficients)
@@ -207,10 +208,10 @@ def flop(short: int, long: int, polynomial: Polynomial, form: Form) -> tuple[int
         return steps * slab, squares * cube, 2 * steps * slab
     first = polynomial.first_steps(form)
     runs = 1 if first == steps else 2
-    # Each iteration but a run's last moves the Gram on (2 products) and is gathered into Q (1).
+    # Each iteration but a run's last updates the Gram (2 products) and multiplies into Q (1).
     return runs * slab, (squares + 3 * (steps - runs)) * cube, 2 * runs * slab
 
 
 def num_squares(step: Step) -> int:
-    """Products that a step's polynomial of R takes."""
+    """The number of products in a step's polynomial of R."""
     return sum(square != 0 for *_, square in stages(step))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped products of experts: tiles, the order they are walked in, and what a kernel takes.
+"""Grouped products of experts: tiles, their order, and the conditions of the kernels.
 
-Rows lie sorted by expert and ``ends[e]`` says where those of expert ``e`` end. A segment starts at
-any row, so a tile of one expert may reach into the next one's rows:
+Rows are sorted by expert, and the rows of expert ``e`` end at ``ends[e]``. A segment starts at any
+row, so a tile of one expert may reach into the rows of the next:
 
     rows      | expert 0 ......... | expert 2 .. | expert 3 .................. |   (1 has none)
     tiles     |  0   |  1   |  2 ~~|  3   ~~~~~~~|  4   |  5   |  6   |  7 ~~~|
                             '- loads go on into the next expert, stores are cut at the segment's end
 
-Which tile belongs to which expert is worked out on the device, within a bound that depends on the
-number of rows alone: the host never waits for the counts.
+The device computes which tile belongs to which expert, within a bound that depends only on the
+number of rows: the host never waits for the counts.
 
 This file is plain torch; the ``grouped_*`` files beside it hold the kernels.
 """
@@ -34,7 +34,7 @@ class GroupedTile:
     warps: int
     stages: int
     flatten: bool = True
-    band: int = 8  # blocks of rows that are walked together, so that they share weights in L2
+    band: int = 8  # blocks of rows that are computed together, to share weights in L2
 
 
 # Measured on an H200 (torch 2.11, Triton 3.6). Shared memory holds the stages and one half tile on
@@ -44,19 +44,19 @@ class GroupedTile:
 FC1_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=3, flatten=False)
 WEIGHT_TILE_16 = GroupedTile(rows=128, columns=256, step=64, warps=8, stages=4, flatten=False)
-# For the interpreter, where time goes by the tile: the same code, small problems.
+# For the interpreter, where each tile costs the same time: the same code on small problems.
 SMALL_FC1_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2)
 SMALL_WEIGHT_TILE = GroupedTile(rows=16, columns=32, step=16, warps=4, stages=2, flatten=False)
 
 
 def max_blocks(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """More blocks of rows than this there cannot be, however rows are spread over experts."""
+    """The largest possible number of blocks of rows, for any spread of rows over experts."""
     return -(-num_rows // tile_rows) + num_experts
 
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether Triton runs its interpreter, where CPU tensors will do."""
+    """Whether Triton runs its interpreter, which takes CPU tensors."""
     if not has_triton():
         return False
     import triton
@@ -65,27 +65,27 @@ def interpreted() -> bool:
 
 
 def device_problems(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why kernels cannot run on this device with this dtype; nothing where they can."""
+    """The reasons why kernels cannot run on this device with this dtype; none where they can."""
     if not has_triton():
         return ["Triton is not installed (pip install triton, or a CUDA build of torch)"]
     if interpreted():
         return [] if dtype != torch.bfloat16 else ["Triton's interpreter has no bfloat16"]
     problems = []
     if device.type in ("cpu", "meta") and torch.cuda.is_available():
-        device = torch.device("cuda")  # built on the host, moved later: judge where it may go
+        device = torch.device("cuda")  # modules built on the host may move to a GPU later
     if device.type != "cuda":
         problems.append(f"the parameters are on {device}: kernels need a CUDA device")
     elif torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
         problems.append(f"{name} is older than Hopper (compute capability 9.0)")
     if dtype not in (torch.bfloat16, torch.float32):
-        # fp32 main weights are computed with in bf16 (a precision policy, autocast).
+        # fp32 main weights are cast to bf16 for products (by a precision policy or autocast).
         problems.append(f"{dtype} weights: kernels compute in torch.bfloat16")
     return problems
 
 
 def size_problems(in_features: int, width: int, element_size: int) -> list[str]:
-    """Rows of every operand must be whole 16-byte words."""
+    """Problems of sizes: the rows of every operand must be whole 16-byte words."""
     return [
         f"{name}={size}: rows of {size * element_size} bytes are no multiple of 16; "
         f"choose a multiple of {16 // element_size}"

@@ -4,8 +4,8 @@
     forward    z (+ bias, in place), p        ->  h
     backward   dh, z, p                       ->  dz, h again (over dh), dp
 
-One program takes whole rows, so ``dp``, a sum along the row, has one order and no atomics. The
-definition is ``moe/activation.py``: fp32 inside, from the rounded ``z``.
+One program computes whole rows, so ``dp``, a sum along the row, has a fixed order and no atomics.
+``moe/activation.py`` is the definition: fp32 inside, from the rounded ``z``.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -23,10 +23,11 @@ from shardwise.kernels.grouped import interpreted
 _CHUNK = 512
 
 
-# ``assembly`` is False in Triton's interpreter alone, which knows none. No product runs during an
-# epilogue, so its instructions count, and those of the special functions most: 16 a cycle, where
-# others have 128. A conversion to bf16 is one of them, unless two values share it, which the
-# compiler lets them do only where nobody reads the result again; a division is one, and ten others.
+# ``assembly`` is False only in Triton's interpreter, which has none. No product runs during an
+# epilogue, so each of its instructions costs time, and special functions most: 16 run per cycle,
+# where 128 other instructions do. A conversion to bf16 is a special function, unless two values
+# share it, which the compiler allows only where the result is not read again; a division is one
+# special function and ten other instructions.
 
 
 @triton.jit
@@ -208,7 +209,7 @@ def forward(
     chunk: int = 1024,
     elements: int = 2048,
 ) -> Tensor:
-    """h [rows, width]; a program takes so many ``elements`` of it, in rows of a ``chunk``."""
+    """h [rows, width]; a program computes ``elements`` elements, in rows of a ``chunk``."""
     num_rows = len(z)
     width = z.shape[1] // 2 if gated else z.shape[1]
     h = torch.empty(num_rows, width, dtype=z.dtype, device=z.device)

@@ -2,15 +2,15 @@
 """The first grouped product with bias, activation and router weight in its epilogue.
 
     z = x·W1ᵀ + b1        kept for backward, in the order of W1's rows
-    h = act(z)·p          what the second product reads
+    h = act(z)·p          read by the second product
 
-A tile of 256 columns of z holds 128 columns of gate and the 128 of up that belong to them: of a
-stacked weight one half from each of two places, of an interleaved one 256 neighbouring rows.
+A tile of 256 columns of z holds 128 columns of gate and the matching 128 columns of up: from two
+places of a stacked weight, or from 256 neighbouring rows of an interleaved one.
 
     stacked       W1 rows | gate 0..I-1          | up 0..I-1           |   box [2, 128, step]
     interleaved   W1 rows | g g u u g g u u g g u u ...                |   box [256, step]
 
-The accumulator is rounded before the bias, z before the activation: what the unfused path does.
+As on the unfused path, the accumulator is rounded before the bias, and z before the activation.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -62,8 +62,8 @@ def _schedule_kernel(
 
 
 def schedule(ends: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tensor]:
-    """``expert | block << 16`` of every block of rows, and how many blocks there are, worked out
-    on the device."""
+    """``expert | block << 16`` of every block of rows, and the number of blocks, computed on the
+    device."""
     bound = max_blocks(num_rows, len(ends), tile_rows)
     blocks = torch.empty(bound, dtype=torch.int32, device=ends.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=ends.device)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of expert weights and biases, summed in fp32 where they are kept.
+"""Gradients of expert weights and biases, summed in fp32 in the memory that accumulates them.
 
     dW[e] (+)= A[rows of e]ᵀ · B[rows of e]          one tile of dW, one writer, rows in order
     db[e]   =  sum over the rows of e of  p · A
 
-An expert without rows gets zeros (or keeps what it has, where the gradient is added to): its tiles
-are walked like any other's. Both operands are zero past their segment, because zero times whatever
-lies there may be NaN.
+An expert without rows gets zeros (or keeps its values, where the gradient is added): its tiles are
+computed like any others. Both operands are zero past their segment, because zero times the values
+there may be NaN.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -75,7 +75,7 @@ def weight_gradient(
     add: bool,
     tile: GroupedTile | None = None,
 ) -> None:
-    """``out = aᵀ·b`` of each expert's rows, or that added to what is there."""
+    """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
     tile = tile or (WEIGHT_TILE if out.element_size() == 4 else WEIGHT_TILE_16)

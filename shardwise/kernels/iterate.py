@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The direct and the Gram iteration over the two product kernels, in 16 bits with fp32 sums.
 
-Scales never touch X: a matrix's 1 / norm is squared into its first Gram and multiplied into its
-first product with X, each inside the kernel that stores them.
+Scales never change X itself: the square of a matrix's 1 / norm scales its first Gram, and 1 / norm
+its first product with X, each inside the kernel that stores the result.
 
-Both consume the packed batch: its storage is one of the two that X alternates between.
+Both iterations consume the packed batch: its storage is one of the two that X alternates between.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Products:
     ) -> Tensor:
         """out = a + b·R + c·R² (+ d·R³ + e·R⁴), where R = gram · rescale / GRAM_SCALE.
 
-        ``inner`` is for what is squared on the way; ``constant=False`` leaves ``a`` out.
+        ``inner`` is memory for the square inside; ``constant=False`` leaves ``a`` out.
         """
         *before, (shift, linear, square) = stages(step, constant=constant)
         if square == 0:
@@ -89,7 +89,7 @@ class Products:
         ((first, second, third),) = before
         wide = (first * VALUE_SCALE, second * VALUE_SCALE, third * VALUE_SCALE)
         self._stage(gram, gram, inner, wide, GRAM_SCALE, scales)
-        if rescale is not None:  # what is squared holds it already
+        if rescale is not None:  # the squared matrix is rescaled already
             scales = torch.stack([torch.ones_like(rescale), rescale], dim=1)
         return self._stage(inner, gram, out, (shift, linear, square), VALUE_SCALE, scales)
 
@@ -126,9 +126,9 @@ class Products:
     def moved(
         self, r: Tensor, z: Tensor, shift: float, half: Tensor, rescale: Tensor | None
     ) -> Tensor:
-        """r = rescale · (z + shift)·r·(z + shift), with ``half`` as its place of work.
+        """r = rescale · (z + shift)·r·(z + shift), with ``half`` as scratch.
 
-        From both sides: r·(z + shift)², equal but for rounding, would lose up to two bits more.
+        Multiplied from both sides: r·(z + shift)² would lose up to two bits more by rounding.
         """
         symmetric_product(z, r, half, self.tile, beta=shift, c=r)
         return self.shifted(half, z, shift, r, rescale)
@@ -143,7 +143,7 @@ class Products:
 def first_gram(
     products: Products, packed: Packed, polynomial: Polynomial
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(R·GRAM_SCALE, what R is still to be multiplied by, what X is still to be multiplied by)."""
+    """(R·GRAM_SCALE, the factor that R still lacks, the factor that X still lacks)."""
     inverse = packed.inverse_norms  # [n]
     scales = inverse.square()[:, None].expand(-1, 2).contiguous()
     squares = None
@@ -156,14 +156,14 @@ def first_gram(
             return gram, None, inverse
         rescale = torch.full_like(inverse, polynomial.safety**-2)
     else:
-        # Row by row through a fixed tree: the sum of one matrix does not see the others.
+        # A fixed tree for each matrix: its sum does not depend on the others.
         norm = tree_sum(squares).sqrt() / GRAM_SCALE
         rescale = torch.where(norm > 0, polynomial.safety**-2 / norm, 0.0)
     return gram, rescale, inverse * rescale.sqrt()
 
 
 def tree_sum(columns: Tensor) -> Tensor:
-    """[n, k] to [n], pairwise by elementwise additions: no reduction kernel chooses the order."""
+    """Sums [n] of [n, k] by pairwise additions, in an order that no reduction kernel chooses."""
     while columns.shape[1] > 1:
         half = columns.shape[1] // 2
         rest = columns[:, 2 * half :]
@@ -192,19 +192,19 @@ def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
 
 
 def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
-    """Each run of iterations up to a restart, or the end, is one Q that X is multiplied by.
+    """The Gram iteration: X is multiplied by one Q at the restart, and by one at the end.
 
-    With z an iteration's polynomial of R without ``a``, R moves on to (z + a)·R·(z + a). Q is
-    gathered from the last iteration back to the first: Q·z + a·Q adds a tile of the operand that is
-    loaded anyway, and keeps ``a``, the large part, out of every rounded operand. Storing z + a
-    instead would lose two bits of accuracy where the tile above the diagonal is a mirror image.
+    With z an iteration's polynomial of R without ``a``, R becomes (z + a)·R·(z + a). Q is
+    multiplied up from the last iteration back to the first: Q·z + a·Q adds a tile of an operand
+    that is loaded anyway, and keeps ``a``, the large part, out of every rounded operand. Storing
+    z + a instead would lose two bits where the tile above the diagonal is a mirror image.
     """
     products = Products(packed.values, tile)
     r, rescale, scale = first_gram(products, packed, polynomial)
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
     scales: Tensor | None = scale
     first = polynomial.first_steps("gram")
-    # A run of k iterations holds k - 1 polynomials; at its fullest, one more buffer is at work.
+    # A run of k iterations keeps k - 1 polynomials and needs one more buffer at its peak.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]
     inner = products.empty_gram() if polynomial.nested else None
     held: list[tuple[Tensor, float]] = []

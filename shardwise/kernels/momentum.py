@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Momentum, Nesterov, norm, cast and pack: from gradients to what is orthogonalised or sent.
+"""Momentum, Nesterov, norm, cast and pack: from gradients to the matrices to orthogonalise or send.
 
 ::
 
     grads  g0 g1 g2 ..   anywhere in memory, fp32 or bf16            accumulate   to the wire
     state  m0 m1 m2 ..   fp32, updated in place          ------>     pack         to fp16 values
 
-Both read everything once. ``accumulate`` writes the momentum (after Nesterov) of pieces of any
+Both read each value once. ``accumulate`` writes the momentum (after Nesterov) of pieces of any
 length to their places in a send buffer. ``pack`` writes whole matrices of one shape into a
-``Packed`` batch, as ``normalise`` does what ``accumulate`` has written: the power of two that fp16
-needs is guessed from a sample, and where that was a bad guess the values are written again.
+``Packed`` batch, as ``normalise`` does with the output of ``accumulate``: the power of two that
+fp16 needs is guessed from a sample, and after a bad guess the values are written again.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -43,7 +43,7 @@ from shardwise.kernels.packed import (
 )
 from shardwise.kernels.tables import addresses
 
-# ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov looks one such step ahead.
+# ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov applies the same step once more.
 Rule = Literal["ema", "sum"]
 
 WIRE = tl.constexpr(0)  # beside SAMPLE, PASS and SETTLE
@@ -57,7 +57,7 @@ def gradient_weight(beta: float, rule: Rule) -> float:
 
 
 def reference(grad: Tensor, state: Tensor, *, beta: float, rule: Rule, nesterov: bool) -> Tensor:
-    """The definition: updates ``state`` in place, returns what goes on, in fp32."""
+    """Update ``state`` in place and return the momentum in fp32: the definition of the kernels."""
     weight = gradient_weight(beta, rule)
     state.copy_(beta * state + weight * grad.float())
     return beta * state + weight * grad.float() if nesterov else state.clone()
@@ -160,7 +160,7 @@ def accumulate(
     rule: Rule = "ema",
     nesterov: bool = True,
 ) -> None:
-    """Momentum of every piece, rounded into its ``out`` (fp32, bf16 or fp16); one pass."""
+    """Write the momentum of every piece, rounded to its ``out`` (fp32, bf16 or fp16); one pass."""
     weight = gradient_weight(beta, rule)
     if not grads:
         return
@@ -185,7 +185,7 @@ def pack(
     nesterov: bool = True,
     dtype: torch.dtype = torch.float16,
 ) -> Packed:
-    """``pack_reference`` of matrices of one shape; fp32 instead of fp16 is for tests."""
+    """Pack matrices of one shape as ``pack_reference`` does; fp32 instead of fp16 is for tests."""
     weight = gradient_weight(beta, rule)
     shapes = {tuple(grad.shape) for grad in grads}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode to MXFP8 and decode: one pass over memory, bit for bit what ``precision/mxfp8.py`` says.
+"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/mxfp8.py`` defines.
 
 ::
 
@@ -8,12 +8,12 @@
                                             largest magnitude over the last axis: row scales
                                             over the middle one: column scales; over both: squares
 
-The strips stand first because Triton gives neighbouring threads the last axis, then the first: a
-warp walks along a row, and the 32 rows of a column are for the most part in one thread.
+The strips are the first axis because Triton gives neighbouring threads the last axis, then the
+first: a warp covers part of a row, and most of the 32 rows of a column are in one thread.
 
 Magnitudes are compared as integers (a bf16 without its sign), so a NaN is larger than every number.
-Values are scaled in fp32 by powers of two, exactly. The cast to e4m3 is the hardware's where there
-is one (``native``), else integer arithmetic, which is also what Triton's interpreter can run.
+Values are scaled in fp32 by powers of two, exactly. The hardware casts to e4m3 where it can
+(``native``); elsewhere, and in Triton's interpreter, integer arithmetic does.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -34,11 +34,11 @@ Planes = Mapping[tuple[int, int], tuple[Tensor, Tensor]]  # by block: codes, sca
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How much one program takes: 32 rows of ``strips`` strips of 32 columns."""
+    """The work of one program: 32 rows of ``strips`` strips of 32 columns."""
 
     strips: int
     warps: int
-    registers: int | None = None  # at most, for each thread; None: as many as the compiler likes
+    registers: int | None = None  # limit for each thread; None: the compiler's choice
 
 
 # Measured on an H200 by `python -m benchmarks.mxfp8 --sweep`: more warps split the rows of a column
@@ -216,10 +216,10 @@ def casts_natively(device: torch.device) -> bool:
 
 
 def _vector(*codes: Tensor) -> int:
-    """Codes that a thread loads or stores at once.
+    """The number of codes that a thread loads or stores at once.
 
-    8, not the 16 that would fit: then a thread has 8 neighbours in the 16-bit tensor as well, and
-    no tile goes through shared memory between load and store.
+    8, not the 16 that would fit: a thread then has 8 neighbours in the 16-bit tensor too, and no
+    tile goes through shared memory between load and store.
     """
     return 8 if all(each.data_ptr() % 8 == 0 for each in codes) else 1
 

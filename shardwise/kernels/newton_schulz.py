@@ -3,21 +3,21 @@
 
     orthogonalise(batch, polynomial)     any float batch [n, rows, columns]
     orthogonalise_packed(packed, ...)    a batch that ``momentum.pack`` or ``normalise`` made (CUDA)
-    iterate(matrices, polynomial, ...)   the iteration in torch, which defines what kernels compute
+    iterate(matrices, polynomial, ...)   the iteration in torch, the definition of the kernels
 
 X = U S Vᵀ becomes U Vᵀ. Each step applies an odd polynomial a s + b s³ + c s⁵ to every singular
-value; after a few steps all are near one. The short side m is iterated on (a tall matrix is seen
+value; after a few steps all are near one. The iteration works on the short side m (a tall matrix is
 transposed):
 
     direct    R = X Xᵀ    B = b R + c R R          X = a X + B X
     gram      R = X Xᵀ    Z = a I + b R + c R R    Q = Z Q    R = Z R Z      and Q X at the end
 
 A step up to s⁹ takes one product more, for Z = e (R R + f R + g I)² + h R + k I, and does nearly as
-much as two steps. The Gram form works on m x m matrices alone. Rounding grows in R, so it restarts
-(X = Q X, Q = I) half way.
+much as two steps. The Gram form works only on m x m matrices. Rounding errors grow in R, so the
+Gram form restarts (X = Q X, Q = I) half way.
 
 A matrix's bits depend on its values, the shape and the polynomial, never on the rest of the batch:
-an owner of three matrices and an owner of sixty compute the same.
+an owner of three matrices and an owner of sixty compute the same bits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WORKSPACE_BYTES = 6 * 2**30
 
 
 def orthogonalise(batch: Tensor, polynomial: Polynomial, form: Form | None = None) -> Tensor:
-    """[n, rows, columns]: fp16 from the kernels, fp32 from torch (fp64 for fp64).
+    """The orthogonal factors [n, rows, columns]: fp16 by kernels, fp32 by torch (fp64 for fp64).
 
-    ``form`` overrides the choice by measured cost. A matrix of zeros stays exactly zero, and one
-    with a NaN or infinity gets NaNs.
+    ``form`` overrides the choice by measured cost. A matrix of zeros stays exactly zero, and a
+    matrix with a NaN or infinity becomes NaN.
     """
     if batch.dim() != 3:
         raise ValueError(
@@ -84,9 +84,9 @@ def orthogonalise_packed(
 
 @functools.lru_cache(maxsize=64)
 def coefficient_table(coefficients: tuple[Step, ...], device: torch.device) -> Tensor:
-    """[steps, 6] on the device; kept, so that a step copies nothing from the host.
+    """Coefficients [steps, 6] on the device; cached, so that a step copies nothing from the host.
 
-    A step's last stage, then the one before it (whose square is 1), or zeros.
+    A row holds a step's last stage, then the stage before it (whose square is 1), or zeros.
     """
     rows = []
     for step in coefficients:
@@ -119,8 +119,8 @@ def part_size(batch: Tensor, form: Form) -> int:
 def one_by_one(
     batch: Tensor, polynomial: Polynomial, form: Form = "direct", dtype: torch.dtype | None = None
 ) -> Tensor:
-    """:func:`iterate` on one matrix after another, each from memory of its own: batched products
-    may round by the size of the batch."""
+    """:func:`iterate` on one matrix after another, each in its own memory: the rounding of batched
+    products may depend on the size of the batch."""
     return torch.stack([iterate(matrix, polynomial, form, dtype) for matrix in batch])
 
 
@@ -130,7 +130,7 @@ def iterate(
     """Orthogonalise ``[..., rows, cols]``, with products in ``dtype``; fp32 out (fp64 for fp64)."""
     wide = torch.promote_types(matrices.dtype, torch.float32)
     tall = matrices.shape[-2] > matrices.shape[-1]
-    # One order of elements whatever the caller stored: products round by it.
+    # Contiguous whatever the caller stored: the rounding of products depends on the strides.
     x = (matrices.mT if tall else matrices).contiguous().to(wide)
     x, gram = _normalised(x, polynomial, dtype or wide)
     x = iterate_direct(x, gram, polynomial) if form == "direct" else _gram(x, gram, polynomial)
@@ -140,7 +140,7 @@ def iterate(
 def _normalised(x: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """X divided by a bound of its largest singular value, in new memory, and its Gram.
 
-    A power of two comes first, which rounds nothing: the squares of tiny gradients would be 0.
+    X is scaled by a power of two first, which is exact: squares of tiny gradients would be 0.
     """
     largest = x.abs().amax(dim=(-2, -1), keepdim=True)
     exponent = torch.frexp(largest).exponent.clamp(-100, 126)  # 0 for 0; 2^-exponent exists

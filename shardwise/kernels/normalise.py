@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch in any float dtype to ``Packed``: read once, after a sample of it.
+"""Pack a batch of any float dtype: each matrix is sampled, then read once.
 
 ::
 
@@ -7,10 +7,10 @@
                              --pass----> values [n, rows', columns'] fp16, sums [n, chunks] fp64
                              --settle--> inverse norms [n]; values again where the guess was bad
 
-The third kernel is always launched and nearly always returns at once: only the device knows. fp64
-sums: the square of an fp32 gradient neither overflows nor vanishes. A matrix is sampled and cut
-into chunks by its shape alone and sums are added in one fixed order, so its scale is the same in
-every batch.
+The third kernel is always launched, because only the device knows whether a guess was bad, and
+nearly always returns at once. Sums are fp64: the square of an fp32 gradient neither overflows nor
+vanishes. Only its shape decides how a matrix is sampled and cut into chunks, and sums are added in
+one fixed order, so its scale is the same in every batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN201, ANN202
@@ -37,9 +37,9 @@ from shardwise.kernels.packed import (
 )
 
 CHUNK = 8 * BLOCK  # elements a program walks
-SETTLERS = 16  # programs a matrix that look whether its guess was good
+SETTLERS = 16  # programs per matrix that check its guess
 
-# What the three kernels do with what they read.
+# The work of the three kernels.
 SAMPLE, PASS, SETTLE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _SAMPLES = tl.constexpr(SAMPLES)
 _LARGEST_SUM = tl.constexpr(LARGEST_NORM**2)
@@ -47,7 +47,7 @@ _LEAST_MEAN = tl.constexpr(LEAST_RMS**2)
 
 
 def reference(batch: Tensor) -> Packed:
-    """The definition; any device."""
+    """Pack by definition, on any device."""
     count, rows, columns = batch.shape
     scale, inverse = scale_reference(batch)
     values = empty_values(count, rows, columns, batch.device)
@@ -133,18 +133,18 @@ def _normalise_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One of the three kernels: so many programs a matrix, each with a stretch ``stride`` after
-    the one before it."""
+    """The launch of one of the three kernels: ``programs`` per matrix, each of which reads a chunk
+    that begins ``stride`` elements after the one before."""
 
     work: int
     programs: int
     stride: int
-    chunk: int = BLOCK  # elements of a stretch; SETTLE walks all of its stride
+    chunk: int = BLOCK  # elements per program; SETTLE reads its whole stride
     width: int = 1
 
 
 def launches(numel: int) -> tuple[Launch, ...]:
-    """The sample, the pass and the look back, for matrices of ``numel`` elements."""
+    """The three launches for matrices of ``numel`` elements: SAMPLE, PASS, SETTLE."""
     chunks = -(-numel // CHUNK)
     share = -(-numel // (SETTLERS * BLOCK)) * BLOCK
     return (
@@ -160,7 +160,7 @@ def launches(numel: int) -> tuple[Launch, ...]:
 
 
 def normalise(batch: Tensor, dtype: torch.dtype = torch.float16) -> Packed:
-    """``reference(batch)``, by three kernels; fp32 instead of fp16 is for tests."""
+    """Pack by three kernels, as ``reference`` does; fp32 instead of fp16 is for tests."""
     batch = batch.contiguous()
     count, rows, columns = batch.shape
     numel = rows * columns

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Tensor descriptors want strides of 16 bytes: rows and columns are filled up to 8 with zeros, which
-# Newton-Schulz leaves zeros.
+# Tensor descriptors need strides of 16 bytes: rows and columns are padded to multiples of 8 with
+# zeros, which stay zeros in Newton-Schulz.
 GRANULE = 8
 BLOCK = 4096  # elements a program holds at a time
-SAMPLES = 32  # blocks of a matrix that its power of two is guessed from, before all of it is seen
-# What a guess must leave: no element above fp16's largest, for which the norm is a bound, and a
-# rms far above its smallest normal number (2^-14), or the small elements would lose bits.
+SAMPLES = 32  # blocks of a matrix from which its power of two is guessed
+# A good guess leaves no element above fp16's largest number (the norm is a bound), and a rms far
+# above fp16's smallest normal number (2^-14), or the small elements would lose bits.
 LARGEST_NORM = 65504.0
 LEAST_RMS = 2.0**-3
 
@@ -23,10 +23,10 @@ LEAST_RMS = 2.0**-3
 class Packed:
     """``values`` times a power of two per matrix, so that no element overflows fp16.
 
-    The power of two brings the rms of a sample into [1, 2): the matrix is then read once, its norm
-    added up on the way. Where that was a bad guess for the whole (``LARGEST_NORM``, ``LEAST_RMS``)
-    the matrix is read again and its own rms brought into [1, 2). Either way the power depends on
-    this matrix alone.
+    The power of two brings the rms of a sample into [1, 2): the matrix is then read once, and its
+    norm is summed in the same pass. Where the guess is bad for the whole matrix (``LARGEST_NORM``,
+    ``LEAST_RMS``), the matrix is read again and its own rms is brought into [1, 2). Either way the
+    power depends only on this matrix.
 
     ::
 
@@ -44,14 +44,14 @@ class Packed:
     columns: int
 
     def unpadded(self, values: Tensor) -> Tensor:
-        """``values`` (or a result like them) without the zeros around."""
+        """``values`` (or a result of the same shape) without the padding."""
         return values[:, : self.rows, : self.columns]
 
 
 def empty_values(
     count: int, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.float16
 ) -> Tensor:
-    """Storage for ``Packed.values``; the rim, which no kernel writes, is zero."""
+    """Memory for ``Packed.values``; the padding, which no kernel writes, is zero."""
     shape = (count, padded(rows), padded(columns))
     if shape[1:] == (rows, columns):
         return torch.empty(shape, device=device, dtype=dtype)
@@ -63,10 +63,10 @@ def padded(size: int) -> int:
 
 
 def sample_stride(numel: int) -> int:
-    """From one block of the sample to the next: the first is at the start, the last at the end.
+    """The distance between blocks of the sample: the first is at the start, the last at the end.
 
-    A multiple of 16 for wide loads, and seldom one of a head's rows, so that what returns with
-    every head is not mistaken for the whole.
+    It is a multiple of 16 for wide loads, and seldom one of a head's size, so that a pattern that
+    repeats with every head does not dominate the sample.
     """
     return max(BLOCK, (numel - BLOCK) // (SAMPLES - 1) // 16 * 16)
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched products with a symmetric matrix, scaled per matrix: Q·X for wide, X·Qᵀ for tall.
 
-Q is symmetric up to rounding only, and a product of polynomials in the order they act: the tall
-case is the wide one transposed, whose errors X damps. X·Q would meet them the other way round.
+Q, a product of polynomials in the order in which they are applied, is symmetric only up to
+rounding. The tall case is therefore the wide one transposed, X·Qᵀ, in which X damps Q's errors; in
+X·Q it would not.
 
-cuBLAS is as fast, but picks its kernel by the size of the batch, and so its bits. Here a tile's
-program sums over k in ascending order whatever else is in the batch.
+cuBLAS is as fast, but chooses its kernel, and so its bits, by the size of the batch. Here the
+program of a tile sums over k in ascending order, whatever else is in the batch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -20,15 +21,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from shardwise.kernels.forms import Tile
 from shardwise.kernels.symmetric import programs
 
-# Tiles are walked in bands this many tiles high, so that programs at work together share operands
-# in L2.
+# Tiles are computed in bands this many tiles high, so that programs that run together share
+# operands in L2.
 BAND = 8
 
 
 def reference(
     q: Tensor, x: Tensor, *, alpha: float = 1.0, scales: Tensor | None = None, tall: bool = False
 ) -> Tensor:
-    """The definition, in fp32: q is symmetric; ``scales`` [n] multiplies alpha per matrix."""
+    """The product by definition, in fp32; q is symmetric, ``scales`` [n] multiplies alpha."""
     product = x.float() @ q.float().mT if tall else q.float() @ x.float()
     return alpha * product if scales is None else alpha * scales[:, None, None] * product
 
@@ -84,7 +85,7 @@ def product(
     scales: Tensor | None = None,
     tall: bool = False,
 ) -> Tensor:
-    """``out = reference(...)`` rounded once."""
+    """Write ``reference(...)``, rounded once, to ``out``."""
     count, rows, columns = out.shape
     tile_rows, tile_columns = -(-rows // tile.rows), -(-columns // tile.columns)
     tiles = count * tile_rows * tile_columns

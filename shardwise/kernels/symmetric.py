@@ -13,9 +13,9 @@
 
 A tile is ``block`` rows by ``ratio * block`` columns. wgmma is fastest 256 columns wide and a wide
 tile reads less from L2 (85 FLOP per byte at 128x256, 64 at 128x128), but the diagonal is cut in
-squares. Row block r meets r + 1 blocks: an odd row is wide tiles only, an even one has a square
-left over, at the diagonal. The squares have a loop of their own after that of the wide tiles: one
-loop with a branch would keep the compiler from fetching the next tile while it stores this one.
+squares. Row block r has r + 1 blocks: an odd row has only wide tiles, an even one has one more
+square, at the diagonal. The squares have their own loop after that of the wide tiles: with a branch
+in one loop, the compiler could not load the next tile while it stores this one.
 
 Every element is summed over k in ascending order by one program, so a matrix's bits depend on
 nothing else in the batch.
@@ -47,7 +47,7 @@ def reference(
     scales: Tensor | None = None,
     tall: bool = False,
 ) -> Tensor:
-    """The definition, in fp32: ``scales`` [n, 2] multiplies alpha and beta of each matrix."""
+    """The product by definition, in fp32; ``scales`` [n, 2] multiplies alpha and beta."""
     a32, b32 = a.float(), b.float()
     product = a32.mT @ b32 if tall else a32 @ b32.mT  # [n, m, m]
     identity = torch.eye(product.shape[-1], device=a.device)
@@ -187,7 +187,8 @@ def symmetric_product(
     squares: Tensor | None = None,
     tall: bool = False,
 ) -> Tensor:
-    """``out = reference(...)`` rounded once; ``squares`` [n, tiles] receives sums of squares."""
+    """Write ``reference(...)``, rounded once, to ``out``, and sums of squares to ``squares``
+    [n, tiles]."""
     count, size = out.shape[:2]
     blocks = -(-size // tile.rows)
     wides, leftovers = tiles_of(size, tile)
@@ -227,7 +228,7 @@ def symmetric_product(
 
 
 def tiles_of(size: int, tile: Tile) -> tuple[int, int]:
-    """(tiles, squares left over where a tile is wide) of one matrix."""
+    """The numbers of (tiles, squares beside wide tiles) of one matrix."""
     blocks = -(-size // tile.rows)
     if tile.columns == tile.rows:
         return blocks * (blocks + 1) // 2, 0
@@ -246,7 +247,7 @@ def programs(tiles: int, tile: Tile, device: torch.device) -> int:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    # 3 in the interpreter: few, and no divisor of a tile count, so that walks are uneven.
+    # 3 in the interpreter: few, and no divisor of a tile count, so that programs differ in work.
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

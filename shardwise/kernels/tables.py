@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes of the widest load; also the elements a piece should be 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Row k of ``entries`` [k, n] holds what column k of the pieces says, all int64."""
+    """Addresses or lengths of pieces as int64: row k of ``entries`` [k, n] is column k."""
 
     entries: Tensor
     aligned: bool  # every address and length allows the widest loads
@@ -23,9 +23,9 @@ class Table:
 
 
 def addresses(columns: Sequence[Sequence[Tensor]]) -> Table:
-    """One row of addresses for each of ``columns``, then one of lengths, which must agree.
+    """One row of addresses for each of ``columns``, then one row of lengths, which must agree.
 
-    Kept by address: buffers that stay in place from step to step are copied to the device once.
+    Cached by address: the table of buffers that stay in place is copied to the device once.
     """
     lengths = tuple(piece.numel() for piece in columns[0])
     problems = [

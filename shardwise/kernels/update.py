@@ -6,8 +6,7 @@
     w = w - decay·w - step·o        plain: everywhere
                                     cautious: decay only where the update also shrinks w (o·w > 0)
 
-``o`` is read where the orthogonaliser left it, padding and all, or from pieces that came back from
-their owners.
+``o`` is read from the padded batch of the orthogonaliser, or from pieces that owners sent back.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: ANN202
@@ -33,7 +32,7 @@ Decay = Literal["plain", "cautious"]
 def reference(
     weight: Tensor, update: Tensor, *, step: float, decay: float, rule: Decay = "plain"
 ) -> Tensor:
-    """The definition, in fp32; ``decay`` is the fraction taken off (lr times weight decay)."""
+    """The update by definition, in fp32; ``decay`` is learning rate times weight decay."""
     check(rule)
     w, o = weight.float(), update.float()
     shrink = torch.full_like(w, decay) if rule == "plain" else decay * (o * w > 0)
@@ -86,7 +85,7 @@ def apply(
     decay: float = 0.0,
     rule: Decay = "plain",
 ) -> None:
-    """``weights`` in place. ``updates``: a packed batch [n, rows, columns], or piece by piece."""
+    """Update ``weights`` in place by ``updates``: a packed batch [n, rows, columns], or pieces."""
     check(rule)
     if not weights:
         return

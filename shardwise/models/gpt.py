@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
-from shardwise.models.norm import RMSNorm
-from shardwise.models.rotary import Rotary, rotate
+from shardwise.models.layers import RMSNorm, Rotary, rotate
 from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
@@ -75,7 +74,7 @@ class FeedForward(nn.Module):
 
 
 def mixture(config: GPTConfig) -> MixtureOfExperts:
-    """The feed-forward of a block as experts, with one beside them for all tokens if it has one."""
+    """The experts of a block, with a shared feed-forward for all tokens if the config has one."""
     routing = Routing(
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
@@ -94,7 +93,7 @@ def mixture(config: GPTConfig) -> MixtureOfExperts:
 
 
 class Block(nn.Module):
-    """One layer; returns the hidden states and, from experts, what the loss gains by them."""
+    """One layer; returns the hidden states and the loss term of its experts, if it has any."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -119,24 +118,24 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder. ``model(tokens)`` gives logits, ``model(tokens, targets)`` the loss.
 
-    Built on the default device with fresh values from torch's generator; on the meta device
-    (``with torch.device("meta")``) with none: then ``to_empty`` and :meth:`init_weights`, before or
-    after sharding, give the same values for the same seed.
+    The model is built on the default device with fresh values from torch's generator. On the meta
+    device (``with torch.device("meta")``) it has no values: ``to_empty`` and :meth:`init_weights`,
+    before or after sharding, then give the same values for the same seed.
     """
 
-    auxiliary: Tensor | None  # what mixtures of experts added to the last loss
+    auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config, self.auxiliary = config, None
         self.rotary = Rotary(config)
         device = torch.get_default_device()
-        with torch.device("meta"):  # torch's own initial values would be drawn for nothing
+        with torch.device("meta"):  # without torch's own initial values, which would be overwritten
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
             self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-            # A tied head has no module: two modules that share a parameter no longer do after
-            # `to_empty`, which gives each its own.
+            # A tied head has no module: `to_empty` would give two modules that share a parameter
+            # one each.
             self.head = (
                 None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
             )
@@ -145,17 +144,17 @@ class GPT(nn.Module):
             self.init_weights()
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Fresh values for every parameter, from ``seed`` or from torch's own generator.
+        """Draw fresh values for every parameter, from ``seed`` or from torch's own generator.
 
-        A product keeps the size of what it is given: deviation 1/sqrt(inputs). Those that add to
-        the residual stream are divided by sqrt(2 num_layers), so that it ends as large in a deep
-        model as in a shallow one.
+        A product keeps the scale of its input: deviation 1/sqrt(inputs). Products that add to the
+        residual stream are divided by sqrt(2 num_layers), so that the stream ends at the same scale
+        in a deep model as in a shallow one.
         """
         device = self.embedding.weight.device
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         depth = (2 * self.config.num_layers) ** -0.5
         mixtures = mixtures_of(self)
-        # Experts may be spread over ranks: they draw theirs by their numbers.
+        # Experts may be spread over ranks: each draws its values by its number.
         apart = {id(p) for one in mixtures for p in (one.router.weight, *one.experts.parameters())}
         for name, parameter in self.named_parameters():
             if id(parameter) in apart:
@@ -174,7 +173,7 @@ class GPT(nn.Module):
 
     @property
     def recomputed(self) -> tuple[nn.Module, ...]:
-        """The modules that run forward once more in backward; ``sw.plan`` asks for them."""
+        """The modules that run forward again in backward; ``sw.plan`` asks for them."""
         return tuple(self.blocks) if self.config.recompute == "block" else ()
 
     @property
@@ -182,7 +181,7 @@ class GPT(nn.Module):
         return self.config.num_parameters
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V]; with ``targets`` [B, T] the mean cross-entropy over those scored.
+        """Logits [B, T, V]; with ``targets`` [B, T], the mean cross-entropy over scored targets.
 
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
@@ -197,7 +196,7 @@ class GPT(nn.Module):
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
         for block in self.blocks:
-            if recompute:  # no dropout here, so no random state to keep
+            if recompute:  # there is no dropout, so no random state to keep
                 hidden, term = checkpoint(
                     block, hidden, rotary, use_reentrant=False, preserve_rng_state=False
                 )
@@ -220,7 +219,7 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over targets that are scored, in fp32; 0, not nan, where there is none."""
+    """The mean over scored targets, in fp32; 0, not nan, where no target is scored."""
     total = F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -238,9 +237,9 @@ def generate(
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
 
-    Works on a sharded model when all ranks call it with the same arguments: each token is one
-    forward on every rank, and numbers are drawn on the CPU (``generator`` too lives there), so one
-    seed gives one text everywhere. ``temperature`` 0 takes the likeliest token.
+    On a sharded model all ranks call this function with the same arguments: each token is one
+    forward on every rank. Tokens are drawn on the CPU (``generator`` is a CPU generator too), so
+    one seed gives one text everywhere. ``temperature`` 0 takes the likeliest token.
     """
     if temperature < 0 or not math.isfinite(temperature):
         raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or more")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTConfig: the sizes of a model, and its parameters and FLOPs by arithmetic alone.
+"""GPTConfig: the sizes of a model, and the numbers of its parameters and FLOPs by arithmetic.
 
 Nothing here allocates: the parameters and the FLOPs of a 405B model are a few multiplications.
 """
@@ -22,7 +22,7 @@ class RopeScaling:
         factor: stretch of waves longer than ``original_context / low_frequency_factor`` tokens.
         low_frequency_factor: see ``factor``.
         high_frequency_factor: waves shorter than ``original_context / high_frequency_factor``
-            tokens are left as they are; those between are interpolated.
+            tokens stay unchanged; waves between the two are interpolated.
         original_context: the context before the stretch.
     """
 
@@ -113,7 +113,7 @@ class GPTConfig:
         if problems:
             raise ValueError("GPTConfig cannot work: " + "; ".join(problems))
 
-    # ------------------------------------------------------------------------- what None stands for
+    # --------------------------------------------------------------------------- values for None
 
     @property
     def kv_heads(self) -> int:
@@ -139,12 +139,12 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All of them: ``sum(p.numel() for p in GPT(config).parameters())``."""
+        """The number of all parameters: ``sum(p.numel() for p in GPT(config).parameters())``."""
         return self._parameters(experts=self.num_experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token passes through: of the experts, only its own."""
+        """The number of parameters that one token uses: only its own experts count."""
         return self._parameters(experts=min(self.experts_per_token, self.num_experts))
 
     def _parameters(self, *, experts: int) -> int:
@@ -154,7 +154,7 @@ class GPTConfig:
         return self._matrix_parameters(experts) + vectors + tables
 
     def _matrix_parameters(self, experts: int) -> int:
-        """Of all blocks."""
+        """The number of parameters in the matrices of all blocks."""
         attention = 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
         mixed = self.num_layers - self.num_dense_layers if self.num_experts else 0
         dense = 3 * self.dim * self.hidden_width
@@ -166,11 +166,11 @@ class GPTConfig:
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def flops_per_token(self, context: int | None = None) -> int:
-        """Of forward and backward together, for one token of a sequence of ``context`` tokens.
+        """FLOPs of forward and backward for one token of a sequence of ``context`` tokens.
 
         A multiply-add counts 2; backward counts twice forward. Attention is causal, so a token
-        looks at (context + 1) / 2 keys on average. Looking up the embedding is free. What
-        recomputation adds is not counted: MFU measures the work that had to be done.
+        reads (context + 1) / 2 keys on average. The embedding lookup is free. Recomputation is not
+        counted: MFU measures the necessary work.
         """
         context = self.context if context is None else context
         matrices = self._matrix_parameters(min(self.experts_per_token, self.num_experts))

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixture of experts: routing, dispatch over ranks, and the experts as grouped products.
 
-router          which experts each token goes to, with what weight, and how evenly
-dispatch        rows sorted by expert; over ranks where experts are spread; and back
-grouped_mlp     all experts' feed-forwards at once (grouped_linear: one of its halves)
-activation      what stands between the halves; the order of gate and up
-inputs          what experts are given, and whether it can be computed
-products        three ways to compute the same
-weights         expert parameters in memory, and where their gradients go
-delayed         weight gradients later than those of the inputs
+router          the experts and weights of each token, and how evenly experts are used
+dispatch        rows sorted by expert, sent to other ranks where experts are spread, and sent back
+grouped_mlp     the feed-forwards of all experts at once
+grouped_linear  one linear layer for each expert; a grouped MLP has two
+activation      the function between the two linears; the order of gate and up
+inputs          checks of the inputs of grouped modules; the choice of a path
+products        three implementations of the same grouped products
+weights         expert parameters in memory, and the destination of their gradients
+delayed         weight gradients that are computed after the backward
 keys            names of expert weights in state dicts
-layer           all of it as one module
+layer           router, dispatch and experts as one module
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation: what stands between an expert's two matrices, and the order of its gate and up.
+"""Activation: the function between an expert's two matrices, and the order of gate and up.
 
     gated            h = g·σ(alpha·g) · (u + offset)       g, u clamped first where there is a limit
     squared ReLU     h = max(z, 0)²
@@ -7,10 +7,10 @@
     stacked (block 0)          | g g g g g g | u u u u u u |
     interleaved by block 2     | g g | u u | g g | u u | g g | u u |
 
-Every path computes from the same numbers: ``z`` is rounded to the dtype of the activations before
-anything reads it, the activation is taken in fp32 from the rounded ``z``, and ``h = act(z)·p`` is
-rounded once. Backward recomputes from the saved ``z``, so a kernel, torch and a recomputation agree
-up to the order of sums inside the products. At a clamp's boundary the gradient passes.
+Every path rounds at the same places: ``z`` is rounded to the dtype of the activations before it is
+read, the activation is computed in fp32 from the rounded ``z``, and ``h = act(z)·p`` is rounded
+once. Backward recomputes from the saved ``z``, so kernels, torch and recomputation agree up to the
+order of sums inside the products. The gradient passes a clamp at its boundary.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """Use the functions below; all three numbers of a gated one are explicit."""
+    """An activation; the functions below make one, with the numbers of a gated one explicit."""
 
     kind: Literal["gated", "squared_relu"] = "gated"
     alpha: float = 1.0
-    limit: float | None = None  # gate clamped above at it, up on both sides
+    limit: float | None = None  # the gate is clamped from above, the up on both sides
     offset: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Activation:
 
     @property
     def inputs_per_output(self) -> int:
-        """How many columns of ``z`` make one of ``h``."""
+        """The number of columns of ``z`` that make one column of ``h``."""
         return 2 if self.gated else 1
 
 
@@ -64,7 +64,7 @@ def clamped_swiglu(*, limit: float) -> Activation:
 
 
 def clamped_quick_geglu(*, alpha: float, limit: float, offset: float) -> Activation:
-    """gpt-oss uses alpha 1.702, limit 7, offset 1. None of them is assumed."""
+    """The activation of gpt-oss, which uses alpha 1.702, limit 7 and offset 1; no defaults."""
     return Activation(alpha=alpha, limit=limit, offset=offset)
 
 
@@ -76,7 +76,7 @@ def squared_relu() -> Activation:
 
 
 def check_block(block: int | None, width: int = 0) -> None:
-    """Whether gate and up, ``width`` columns each, can be interleaved by ``block``."""
+    """Raise where gate and up, ``width`` rows each, can't be interleaved by ``block``."""
     if block is not None and (type(block) is not int or block < 0):
         raise ValueError(f"gate_up_block={block!r}: a whole number of rows, or 0 (stacked)")
     if block and width % block:
@@ -87,7 +87,7 @@ def check_block(block: int | None, width: int = 0) -> None:
 
 
 def split_gate_up(value: Tensor, block: int, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Gate and up of ``value``, each half as long along ``dim``."""
+    """The gate and the up of ``value``, each half as long along ``dim``."""
     length = value.shape[dim]
     if block == 0:
         gate, up = value.chunk(2, dim)
@@ -110,7 +110,7 @@ def join_gate_up(gate: Tensor, up: Tensor, block: int, dim: int = -1) -> Tensor:
 
 
 def convert_gate_up(value: Tensor, stored: int, wanted: int, dim: int = -1) -> Tensor:
-    """Weights, biases or optimizer states from one order of gate and up to another."""
+    """``value`` (weights, biases or optimizer states) with gate and up in another order."""
     if stored == wanted:
         return value
     return join_gate_up(*split_gate_up(value, stored, dim), wanted, dim)
@@ -120,7 +120,7 @@ def convert_gate_up(value: Tensor, stored: int, wanted: int, dim: int = -1) -> T
 
 
 def wide(value: Tensor) -> Tensor:
-    """In the dtype that sums and activations are computed in: fp32, or float64 where it is that."""
+    """``value`` in the dtype of sums and activations: fp32, or float64 for float64."""
     return value if value.dtype == torch.float64 else value.float()
 
 

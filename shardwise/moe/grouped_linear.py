@@ -4,14 +4,14 @@
     rows   | expert 0 .... | expert 1 .. | expert 3 ........ |        ends = [14, 26, 26, 44]
     times     weight[0]ᵀ      weight[1]ᵀ     weight[3]ᵀ
 
-Weights and biases are kept in either layout, chosen apart:
+Weights and biases are kept in either of two layouts, which may differ:
 
     grouped    weight [experts, out, in]         bias [experts, out]
     indexed    weight0, weight1, ... [out, in]   bias0, bias1, ... [out]
 
-A state dict in the other layout is taken as well (``moe/keys.py``). The order of gate and up in the
-rows of a first linear is part of the state dict: one in another order is converted, one that does
-not say is refused.
+A state dict in the other layout is accepted too (``moe/keys.py``). The order of gate and up in the
+rows of a first linear is part of the state dict: another order is converted, and a state dict that
+does not tell its order is refused.
 """
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -52,8 +52,8 @@ LayoutName = Literal["grouped", "indexed"]
 class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
 
-    writes_main_grad = True  # gradients go straight to where they are summed, if there is such
-    multiplies_decoded = True  # weights may be kept in codes, and decoded where they are used
+    writes_main_grad = True  # gradients are added to ``main_grad`` of parameters that have one
+    multiplies_decoded = True  # weights may be stored in MXFP8, and decoded where they are used
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class GroupedLinear(nn.Module):
         *,
         bias: bool = False,
         weight_layout: LayoutName = "grouped",
-        bias_layout: LayoutName | None = None,  # None: like the weight
-        path: PathName | None = None,  # None: the fastest that is possible
+        bias_layout: LayoutName | None = None,  # None: the layout of the weight
+        path: PathName | None = None,  # None: the fastest possible path
         delay_weight_gradient: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -82,11 +82,11 @@ class GroupedLinear(nn.Module):
         if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
             raise ValueError(
                 f"dtype={dtype}: expert parameters are floating point of 16 bits or more "
-                f"(MXFP8 comes by sw.Precision(weights='mxfp8'))"
+                f"(for MXFP8, wrap with sw.Precision(weights='mxfp8'))"
             )
         self.num_experts, self.in_features, self.out_features = sizes.values()
-        # Where experts are spread over ranks: the number of the first one here, and of all; and the
-        # ranks that have them together, where they exchange tokens.
+        # Where experts are spread over ranks: the number of the first expert on this rank, the
+        # number of all experts, and the ranks that exchange tokens.
         self.first_expert, self.total_experts = 0, num_experts
         self.axis: comm.Axis | None = None
         self.has_bias = bias
@@ -110,11 +110,11 @@ class GroupedLinear(nn.Module):
         if self.layouts[name] == "grouped":
             self.register_parameter(name, nn.Parameter(values))
         else:
-            for index, value in enumerate(values):  # neighbours in one storage
+            for index, value in enumerate(values):  # one after the other in one storage
                 self.register_parameter(f"{name}{index}", nn.Parameter(value))
 
     def _declare(self) -> None:
-        """Grouped biases [experts, out] are no matrices, whatever they look like."""
+        """Tell optimizers which parameters are matrices: grouped biases [experts, out] are not."""
         for name, blocks in (("weight", self.row_blocks), ("bias", ())):
             for parameter in self.experts(name).parameters if name in self.layouts else ():
                 if name == "bias" or blocks:
@@ -122,7 +122,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def row_blocks(self) -> tuple[int, ...]:
-        """Blocks of rows that are matrices of their own; none: all rows are one matrix."""
+        """Sizes of the blocks of rows that are separate matrices; (): all rows are one matrix."""
         return ()
 
     def reset_parameters(self) -> None:
@@ -130,8 +130,8 @@ class GroupedLinear(nn.Module):
 
     @torch.no_grad()
     def draw(self, deviation: float, seed: int | None = None) -> None:
-        """Fresh weights, biases of zero. With a seed an expert's values depend on its number
-        alone, not on which rank has it, nor on the layout; else on torch's own generator."""
+        """Draw fresh weights and zero the biases. With a seed, the values of an expert depend only
+        on its number, not on its rank or the layout; without, torch's generator is used."""
         weights = self.experts("weight")
         device = weights.parameters[0].device
         values = torch.empty(
@@ -159,12 +159,12 @@ class GroupedLinear(nn.Module):
         return self.num_experts < self.total_experts
 
     def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
+        """Keep ``count`` experts from number ``first`` on; ranks of ``axis`` have the others."""
         if self.is_spread:
             raise ValueError(
                 f"{self.num_experts} of {self.total_experts} experts are here, from number "
                 f"{self.first_expert} on: they are spread already (axis=, spread or keep_share). "
-                f"Spread once, a module that has all of them"
+                f"Spread a module once, while it has all experts"
             )
         if first < 0 or count < 1 or first + count > self.total_experts:
             raise ValueError(
@@ -187,7 +187,7 @@ class GroupedLinear(nn.Module):
         self._declare()
 
     def experts(self, name: str) -> ExpertTensor:
-        """The parameters called ``name`` as they are registered now (a wrapper may swap them)."""
+        """The parameters ``name`` as they are registered now; a wrapper may swap them."""
         if self.layouts[name] == "grouped":
             return ExpertTensor(parameters=(getattr(self, name),), grouped=True)
         members = tuple(getattr(self, f"{name}{index}") for index in range(self.num_experts))
@@ -195,8 +195,8 @@ class GroupedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._products = None  # another device or dtype may have another way
-        self._declare()  # torch may have made new parameters
+        self._products = None  # another device or dtype may need another path
+        self._declare()  # on parameters that torch made anew
         for name, layout in self.layouts.items():
             if layout == "indexed":
                 as_neighbours(self.experts(name).parameters)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class GroupedLinear(nn.Module):
     # ------------------------------------------------------------------ forward and backward
 
     def products_for(self, x: Tensor) -> LoopProducts:
-        dtype = compute_dtype(x)  # autocast may give the next forward another one
+        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
         if self._products is None or self._products_for != dtype:
             path = choose_path(self._asked_path, self.in_features, self.out_features, x)
             self._products, self._products_for = make_products(path), dtype
@@ -224,8 +224,8 @@ class GroupedLinear(nn.Module):
         )
 
     def backward_dw(self) -> None:
-        """The weight gradients of the backwards so far, where they were delayed."""
-        self.delayed.pay()
+        """Compute the delayed weight gradients of the backwards so far."""
+        self.delayed.compute()
 
     def extra_repr(self) -> str:
         layouts = ", ".join(f"{name} {layout}" for name, layout in self.layouts.items())
@@ -233,7 +233,7 @@ class GroupedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._declare()  # a copied parameter has lost it
+        self._declare()  # a copied parameter has lost its declaration
 
     # ------------------------------------------------------------------ state dicts
 
@@ -261,14 +261,14 @@ class GroupedLinear(nn.Module):
                 state_dict[key] = value.as_subclass(Tensor)  # ``assign=True`` keeps the type
         self._normalise(state_dict, prefix)
         self._load_normal(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-        self._declare()  # ``assign=True`` brings other parameters
+        self._declare()  # ``assign=True`` replaces parameters
 
     def _load_normal(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """From keys in this layout."""
+        """Load from keys in the layout of this module."""
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _other_experts(self, state_dict: dict[str, Any], prefix: str) -> str | None:
-        """A sentence, where a state dict has another number of experts."""
+        """A problem, where a state dict has another number of experts; else None."""
         here = str(self.num_experts)
         if self.is_spread:
             here += f" of {self.total_experts} (from number {self.first_expert} on)"
@@ -280,7 +280,7 @@ class GroupedLinear(nn.Module):
         return None
 
     def _normalise(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Bring the keys to this layout; of the experts of all ranks, take those that are here."""
+        """Convert the keys to this layout, and keep only this rank's experts."""
         for name, layout in self.layouts.items():
             if self.is_spread and keys.holds(state_dict, prefix, name, self.total_experts):
                 keys.one_by_one(state_dict, prefix, name, self.total_experts)
@@ -293,7 +293,7 @@ class GroupedLinear(nn.Module):
 
 
 class GateUpLinear(GroupedLinear):
-    """A first linear whose rows are gates and ups; its state dict says in which order."""
+    """A first linear whose rows are gates and ups; its state dict holds their order."""
 
     gate_up_block: int = 0
 
@@ -316,7 +316,8 @@ class GateUpLinear(GroupedLinear):
         return {"gate_up_block": self.gate_up_block}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Whoever loads the tensors has converted them by now (``load_state_dict`` does)."""
+        """Raise where the loaded tensors have another order; ``load_state_dict`` has converted
+        them before."""
         stored = state["gate_up_block"]
         if stored != self.gate_up_block:
             raise ValueError(
@@ -333,7 +334,7 @@ class GateUpLinear(GroupedLinear):
         stored = extra.get("gate_up_block") if isinstance(extra, dict) else None
         if here and stored is None:
             errors.append(
-                f"'{prefix}_extra_state' does not say in which order gate and up stand in "
+                f"'{prefix}_extra_state' does not hold the order of gate and up in "
                 f"'{here[0]}'; add it with shardwise.moe.declare_gate_up(state_dict, "
                 f"'{prefix}', block) (0: stacked)"
             )
@@ -352,7 +353,7 @@ class GateUpLinear(GroupedLinear):
 
 
 class _Linear(torch.autograd.Function):
-    """One grouped product; saves its input alone."""
+    """One grouped product, which saves only its input."""
 
     @staticmethod
     def forward(
@@ -370,7 +371,7 @@ class _Linear(torch.autograd.Function):
         if len(bundles) > 1:
             y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
         parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
-        ctx.save_for_backward(rows, ends, *parameters)  # those to be guarded against changes
+        ctx.save_for_backward(rows, ends, *parameters)  # parameters: to detect in-place changes
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
         return y
 

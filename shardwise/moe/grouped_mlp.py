@@ -8,9 +8,9 @@
     backward   dh = dy·W2         dz, h, dp  from one pass over dh and z
                dx = dz·W1         dW1 = dzᵀ·x    dW2 = dyᵀ·h    db1 = Σ dz    db2 = Σ p·dy
 
-``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that needs z anyway
-makes it again. The module is one autograd node whichever path computes it, over the Parameter
-objects that its two linears have at that moment.
+``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that reads z computes it
+again. On every path the module is one autograd node, over the Parameter objects that its two
+linears have at the time of the forward.
 """
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
@@ -46,8 +46,8 @@ from shardwise.moe.weights import ExpertTensor, saved_by
 
 
 class FullPrecision:
-    """A tensor that no precision policy casts on its way into a module: router weights are fp32
-    whatever the rows are, and a wrapper casts only what it finds among the inputs."""
+    """A tensor that no precision policy casts on its way into a module. Router weights are fp32
+    whatever the dtype of the rows, and a wrapped module casts only plain tensors."""
 
     __slots__ = ("value",)
 
@@ -58,10 +58,10 @@ class FullPrecision:
 class GroupedMLP(nn.Module):
     """``num_experts`` feed-forwards of ``hidden -> width -> hidden`` on rows sorted by expert.
 
-    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None takes the first of these
-    that is possible, and :attr:`path` says which. One that is asked for and impossible is refused
-    here, with every reason. ``gate_up_block``: 0 for gate and up stacked in the first weight, or
-    the size of the blocks they alternate in.
+    ``path``: 'fused', 'grouped_mm' or 'loop' (``moe/products.py``); None takes the first possible
+    path, which :attr:`path` then names. An impossible path is refused here, with every reason.
+    ``gate_up_block``: 0 for gate and up stacked in the first weight, or the size of the blocks in
+    which they alternate.
     """
 
     def __init__(
@@ -108,15 +108,14 @@ class GroupedMLP(nn.Module):
         self.delay_weight_gradient = delay_weight_gradient
         self.delayed = DelayedGradients()
         self._asked_path = path
-        # Chosen at the first forward: parameters may be swapped, moved or cast until then.
+        # Chosen in the first forward: parameters may be swapped, moved or cast before.
         self._chosen: tuple[PathName, LoopProducts] | None = None
         self._chosen_for: torch.dtype | None = None
         check_path(path, hidden, width, self.fc1.experts("weight").parameters[0])
 
     @property
     def path(self) -> PathName | None:
-        """How the products are computed; None before the first forward, unless it was asked
-        for."""
+        """The path that computes the products; before the first forward, the one asked for."""
         return self._asked_path if self._chosen is None else self._chosen[0]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -128,7 +127,8 @@ class GroupedMLP(nn.Module):
     ) -> Tensor:
         """x [rows, hidden] sorted by expert, ends [experts] int32, p [rows] fp32 -> like x.
 
-        ``delay``: of this call's weight gradients, instead of ``delay_weight_gradient``.
+        ``delay``: whether this call's weight gradients are delayed; None: the module's
+        ``delay_weight_gradient``.
         """
         p = p.value if isinstance(p, FullPrecision) else p
         if not isinstance(p, Tensor):
@@ -143,7 +143,7 @@ class GroupedMLP(nn.Module):
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
-        dtype = compute_dtype(x)  # autocast may give the next forward another one
+        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
         if self._chosen is None or self._chosen_for not in (None, dtype):
             path = choose_path(self._asked_path, self.hidden, self.width, x)
             self._chosen, self._chosen_for = (path, make_products(path)), dtype
@@ -158,11 +158,11 @@ class GroupedMLP(nn.Module):
 
     @property
     def ep(self) -> int:
-        """Over how many ranks all experts are spread."""
+        """The number of ranks over which the experts are spread."""
         return self.fc1.total_experts // self.num_experts
 
     def spread(self, first: int, count: int, axis: comm.Axis | None = None) -> None:
-        """Keep ``count`` of all experts, from number ``first`` on; ``axis`` has the others."""
+        """Keep ``count`` experts from number ``first`` on; ranks of ``axis`` have the others."""
         for linear in (self.fc1, self.fc2):
             linear.spread(first, count, axis)
         self.num_experts = count
@@ -173,7 +173,7 @@ class GroupedMLP(nn.Module):
         return [linear.experts(name) for name in names for linear in (self.fc1, self.fc2)]
 
     def _run_inner_hooks(self) -> None:
-        """The linears are not called, but who registered on them must hear before they are read."""
+        """Call the forward pre-hooks of the linears, which are read here without being called."""
         for linear in (self.fc1, self.fc2):
             for number, hook in list(linear._forward_pre_hooks.items()):
                 keywords = number in linear._forward_pre_hooks_with_kwargs
@@ -187,14 +187,14 @@ class GroupedMLP(nn.Module):
                     )
 
     def backward_dw(self) -> None:
-        """The delayed weight gradients of the backwards so far: second linear, then first, then
-        each parameter's completion once."""
-        self.delayed.pay()
+        """Compute the delayed weight gradients of the backwards so far: second linear, then first,
+        then each parameter's completion once."""
+        self.delayed.compute()
 
 
 @dataclass(frozen=True, eq=False)
 class _Spec:
-    """What a node needs besides tensors."""
+    """The inputs of a node that are not tensors."""
 
     bundles: list[ExpertTensor]
     products: LoopProducts
@@ -216,7 +216,7 @@ class _MLP(torch.autograd.Function):
         if biases:
             y, b2 = wide(y), wide(biases[1][expert_of(ends, len(rows))])
             y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(dtype)
-        # The parameters are saved to be guarded against changes; backward reads them as they are.
+        # The parameters are saved only to detect in-place changes; backward reads the bundles.
         parameters = [parameter for bundle in spec.bundles for parameter in bundle.parameters]
         ctx.save_for_backward(rows, z, p, ends, *parameters)
         ctx.spec, ctx.x_dtype = spec, x.dtype
@@ -226,7 +226,7 @@ class _MLP(torch.autograd.Function):
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, z, p, ends, *_ = saved_by(ctx)
-        ctx.maybe_clear_saved_tensors()  # z goes when it was read, unless the graph is retained
+        ctx.maybe_clear_saved_tensors()  # frees z after its last read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
         dy = dy.contiguous()
@@ -246,7 +246,7 @@ class _MLP(torch.autograd.Function):
             pending.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
         gradients: dict[int, list[Tensor | None]] = {}
         if spec.delayed is None:
-            # FC2's first: with it dy and h have been read for the last time.
+            # The second linear's gradients first: then dy and h are no longer needed.
             for bundle, write in pending[: len(pending) // 2]:
                 gradients[id(bundle)] = bundle.gradients(write)
             del pending[: len(pending) // 2], h

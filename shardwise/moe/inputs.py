@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a grouped module is given: whether it fits, in which dtype and on which path it is computed.
+"""Checks of the inputs of a grouped module, and the choice of its dtype and path.
 
-Everything here is asked before a kernel runs, and refused by name.
+All checks run before a kernel does, and name what is wrong.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch._compile import _disable_dynamo
 
 from shardwise.kernels.grouped import interpreted
 from shardwise.moe.products import PathName, path_problems
-from shardwise.moe.weights import ExpertTensor, InCodes
+from shardwise.moe.weights import ExpertTensor, QuantisedParameter
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """At construction."""
+    """Raise for sizes that are no positive integers, at construction."""
     wrong = [
         f"{name}={size!r}" for name, size in sizes.items() if type(size) is not int or size < 1
     ]
@@ -29,7 +29,7 @@ def check_sizes(owner: str, **sizes: int) -> None:
 def check_inputs(
     x: Tensor, ends: Tensor, bundles: list[ExpertTensor], num_experts: int, in_features: int
 ) -> None:
-    """Rows, where each expert's end, and the parameters, as a forward finds them."""
+    """Raise for rows, ends or parameters that a forward can't use."""
     _check_rows(x, in_features)
     _check_ends(ends, num_experts, len(x))
     _check_parameters(x, bundles, num_experts)
@@ -45,7 +45,7 @@ def _check_rows(x: Tensor, in_features: int) -> None:
 
 
 def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
-    """The counts must add up to the rows; on a device that is checked there, without waiting."""
+    """Raise where counts do not add up to the rows; a device checks this without a wait."""
     if not isinstance(ends, Tensor):
         raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
     if ends.shape != (num_experts,) or ends.dtype != torch.int32:
@@ -65,7 +65,7 @@ def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
 
 
 def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) -> None:
-    """Kernels address weights by the distance between experts: they must lie as torch made them."""
+    """Raise for parameters that kernels, which step from expert to expert, can't address."""
     for bundle in bundles:
         shapes = {tuple(parameter.shape) for parameter in bundle.parameters}
         if len(shapes) > 1 or (bundle.grouped and bundle.parameters[0].shape[0] != num_experts):
@@ -75,7 +75,7 @@ def _check_parameters(x: Tensor, bundles: list[ExpertTensor], num_experts: int) 
                 f"needed"
             )
         for parameter in bundle.parameters:
-            if not isinstance(parameter, InCodes) and not parameter.is_contiguous():
+            if not isinstance(parameter, QuantisedParameter) and not parameter.is_contiguous():
                 raise ValueError(
                     f"an expert parameter of shape {list(parameter.shape)} has strides "
                     f"{parameter.stride()}: register it as .contiguous()"
@@ -95,15 +95,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast chooses the dtype; it leaves float64 alone."""
+    """Whether autocast chooses the dtype; it never casts float64."""
     if x.is_meta or x.dtype == torch.float64:
         return False
     return torch.is_autocast_enabled(x.device.type)
 
 
 def apply(function: type[torch.autograd.Function], x: Tensor, *rest: Any) -> Any:
-    """A node of the graph. torch.compile does not trace into it on the CPU: its grouped product
-    takes nothing but bf16 in a trace, and the loop reads counts."""
+    """The output of an autograd function. torch.compile does not trace into it on the CPU: there a
+    traced grouped product takes only bf16, and the loop reads counts."""
     if torch.compiler.is_compiling() and x.device.type == "cpu":
         return _untraced(function, x, *rest)
     return function.apply(x, *rest)  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def _untraced(function: type[torch.autograd.Function], *inputs: Any) -> Any:
 
 
 def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
-    """At construction: one that was asked for and is impossible is refused with every reason."""
+    """Raise for a path that is impossible, with every reason, at construction."""
     if path is None:
         return
     if path not in get_args(PathName):
@@ -128,9 +128,9 @@ def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -
 
 
 def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:
-    """The path asked for, or the first that is possible; refused where it turns out impossible."""
+    """The path asked for, or the first possible one; raises for a path that is impossible."""
     if x.is_meta:
-        return "loop"  # shapes alone: no kernel can tell more
+        return "loop"  # only shapes are computed
     dtype = compute_dtype(x)
     for path in (asked,) if asked is not None else ("fused", "grouped_mm", "loop"):
         problems = path_problems(path, hidden=hidden, width=width, device=x.device, dtype=dtype)

@@ -4,10 +4,11 @@
     grouped    blocks.3.experts.fc1.weight      [experts, out, in]
     indexed    blocks.3.experts.fc1.weight0, .weight1, ...    [out, in] each
 
-Pure functions on dictionaries, which they change in place. Each returns whether it did. They leave
-alone whatever is already as wanted, incomplete or ambiguous: loading then names what is missing.
+Pure functions that change dictionaries in place and return whether they did. They do not touch
+entries that are already in the wanted layout, incomplete or ambiguous: loading then names what is
+missing.
 
-What is stored for many ranks is always one tensor per expert, numbered over all ranks:
+Checkpoints of many ranks always hold one tensor per expert, numbered over all ranks:
 
     rank 0 of 2, experts 0-1   weight0 | weight1 |                   any layout and any number of
     rank 1 of 2, experts 2-3                     weight2 | weight3   ranks can read this
@@ -27,7 +28,7 @@ StateDict = MutableMapping[str, Any]
 
 
 def normalise(state: StateDict, prefix: str, name: str, num_experts: int, layout: str) -> bool:
-    """Bring ``prefix + name`` to ``layout`` ('grouped' or 'indexed')."""
+    """Convert ``prefix + name`` to ``layout`` ('grouped' or 'indexed')."""
     if layout == "grouped":
         return to_grouped(state, prefix, name, num_experts)
     return to_indexed(state, prefix, name, num_experts)
@@ -38,7 +39,7 @@ def indexed_keys(prefix: str, name: str, num_experts: int, first: int = 0) -> li
 
 
 def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
-    """Whether a state dict has so many experts, in either layout."""
+    """Whether a state dict has exactly ``num_experts`` experts, in either layout."""
     value = state.get(f"{prefix}{name}")
     if value is not None:
         return bool(value.dim()) and value.shape[0] == num_experts
@@ -47,8 +48,7 @@ def holds(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
 
 
 def num_experts(state: StateDict, prefix: str, name: str, ndim: int) -> int | None:
-    """How many experts a state dict has, each of ``ndim`` dimensions; None where that is not
-    clear."""
+    """The number of experts in a state dict, each of ``ndim`` dimensions; None if ambiguous."""
     value = state.get(f"{prefix}{name}")
     if value is not None:
         return value.shape[0] if getattr(value, "ndim", 0) == ndim + 1 else None
@@ -59,25 +59,25 @@ def num_experts(state: StateDict, prefix: str, name: str, ndim: int) -> int | No
 
 
 def to_grouped(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
-    """Stack ``weight0 .. weight{n-1}``, if all are there and ``weight`` is not."""
+    """Stack ``weight0 .. weight{n-1}``, if the state dict has them all and no ``weight``."""
     members, target = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
     if target in state or any(key not in state for key in members):
         return False
     if f"{prefix}{name}{num_experts}" in state:
-        return False  # made for more experts: stacking the first few would hide that
+        return False  # of a model with more experts: stacking the first few would hide that
     shapes = {tuple(state[key].shape) for key in members}
     if len(shapes) > 1:
         odd = next(key for key in members if state[key].shape != state[members[0]].shape)
         raise ValueError(
             f"'{odd}' of shape {list(state[odd].shape)} cannot be stacked into '{target}': "
-            f"'{members[0]}' has shape {list(state[members[0]].shape)}. Experts are alike"
+            f"'{members[0]}' has shape {list(state[members[0]].shape)}. Experts must be alike"
         )
     state[target] = torch.stack([state.pop(key) for key in members])
     return True
 
 
 def to_indexed(state: StateDict, prefix: str, name: str, num_experts: int) -> bool:
-    """Split ``weight``, if it is there and no ``weight{i}`` is."""
+    """Split ``weight``, if the state dict has it and no ``weight{i}``."""
     members, source = indexed_keys(prefix, name, num_experts), f"{prefix}{name}"
     if source not in state or any(key in state for key in members):
         return False
@@ -88,7 +88,7 @@ def to_indexed(state: StateDict, prefix: str, name: str, num_experts: int) -> bo
 
 
 def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
-    """One tensor per expert: members of a quantised group, or slices of dimension 0."""
+    """One tensor per expert: members of a quantised stack, or slices of dimension 0."""
     members = getattr(value, "members", None)
     if callable(members):
         parts = list(members())
@@ -111,7 +111,7 @@ def split(value: Any, num_experts: int, key: str) -> list[Tensor]:
 def one_by_one(
     state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int = 0
 ) -> bool:
-    """For storing: this rank's experts one by one, under their numbers over all ranks."""
+    """Convert this rank's experts to one tensor each, numbered over all ranks, for storing."""
     local = indexed_keys(prefix, name, num_experts)
     changed = to_indexed(state, prefix, name, num_experts)
     if first_expert == 0 or any(key not in state for key in local):
@@ -124,7 +124,7 @@ def one_by_one(
 def from_one_by_one(
     state: StateDict, prefix: str, name: str, num_experts: int, *, first_expert: int, layout: str
 ) -> bool:
-    """For loading: the experts that a rank has, from all or some, in the layout it wants."""
+    """Convert stored experts to those of this rank, in ``layout``, for loading."""
     stored = indexed_keys(prefix, name, num_experts, first_expert)
     if any(key not in state for key in stored):
         return False
@@ -132,7 +132,7 @@ def from_one_by_one(
     digits = len(prefix) + len(name)
     for key in [key for key in state if key.startswith(f"{prefix}{name}")]:
         if key[digits:].isdecimal():
-            del state[key]  # other ranks' too
+            del state[key]  # the experts of other ranks too
     state.update(zip(indexed_keys(prefix, name, num_experts), values, strict=True))
     if layout == "grouped":
         return to_grouped(state, prefix, name, num_experts)
@@ -140,7 +140,7 @@ def from_one_by_one(
 
 
 def declare_gate_up(state: StateDict, prefix: str, block: int) -> None:
-    """Say in which order gate and up stand in a foreign first linear (0: stacked)."""
+    """Add the order of gate and up in a foreign first linear to a state dict (0: stacked)."""
     check_block(block)
     key = f"{prefix}_extra_state"
     if key in state and state[key] != {"gate_up_block": block}:

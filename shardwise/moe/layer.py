@@ -3,12 +3,12 @@
 
     tokens --router--> routes --send--> ............. --> experts --collect--> + --> out
        '---------------------- shared expert ----------------------------------'
-                               while rows travel
+                               while rows are sent
 
-With experts spread over an axis ``ep``, a rank holds num_experts / ep of them and computes for the
-tokens of every rank. The gradients of its experts are then sums over all ranks' tokens, where those
-of replicated parameters are means: reduce experts over the ranks that hold the same ones, and
-divide by *all* ranks that feed tokens (``gradient_divisor``), once.
+With experts spread over an axis ``ep``, a rank holds num_experts / ep experts and computes them for
+the tokens of every rank. The gradients of its experts are then sums over all ranks' tokens, while
+the gradients of replicated parameters are means: reduce experts over the ranks that hold the same
+experts, and divide by the number of *all* ranks that have tokens (``gradient_divisor``), once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardwise.moe.router import Router, Routes, Routing
 class MixtureOfExperts(nn.Module):
     """[..., hidden] -> the same, and the routes (their ``loss``, counts and statistics).
 
-    ``axis``: where experts are spread over ranks; ``shared``: a module for all tokens, computed
-    while rows travel; ``experts``: what else :class:`GroupedMLP` takes. With its
-    ``delay_weight_gradient`` weight gradients are computed while those of the rows travel back;
-    with no axis, by :meth:`backward_dw`.
+    ``axis``: the ranks over which experts are spread; ``shared``: a module for all tokens, computed
+    while rows are sent; ``experts``: further arguments of :class:`GroupedMLP`. With
+    ``delay_weight_gradient``, weight gradients are computed while the gradients of the rows are
+    sent; without an axis, by :meth:`backward_dw`.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class MixtureOfExperts(nn.Module):
             linear.total_experts, linear.axis = routing.num_experts, self.axis
 
     def spread(self, axis: comm.Axis | None, tokens: comm.Axis | None = None) -> None:
-        """Keep this rank's share of the experts, of all that are here now. Before sharding.
+        """Keep this rank's share of the experts; call it before sharding.
 
-        ``tokens``: all ranks that have tokens of one batch, where they are more than ``axis``.
+        ``tokens``: all ranks that have tokens of one batch, where there are more than in ``axis``.
         """
         _check_axis("spread(axis", axis)
         _check_axis("spread(tokens", tokens)
@@ -76,20 +76,20 @@ class MixtureOfExperts(nn.Module):
         self.router.axis = tokens if tokens is not None and tokens.size > 1 else None
 
     def keep_share(self, size: int, rank: int = 0, axis: comm.Axis | None = None) -> None:
-        """Keep one of ``size`` equal shares of the experts. By itself that makes a layer to plan
-        with: as large as on one rank, and without anybody to send rows to."""
+        """Keep one of ``size`` equal shares of the experts. Without an axis, the layer is one to
+        plan with: as large as on one rank of ``size``, with no other rank to send rows to."""
         local = check_share(self.router.routing.num_experts, size, rank)
         self.experts.spread(rank * local, local, axis)
 
     @property
     def first_expert(self) -> int:
-        """The number of the first expert here, among those of all ranks."""
+        """The number of this rank's first expert, among the experts of all ranks."""
         return self.experts.fc1.first_expert
 
     def init_weights(self, seed: int | None, *, out_scale: float = 1.0) -> None:
-        """Fresh values for router and experts; an expert's are the same whichever rank has it.
+        """Draw fresh values for router and experts; those of an expert do not depend on its rank.
 
-        Products keep the size of what they are given; what the experts add is ``out_scale`` large.
+        Products keep the scale of their inputs; the output of the experts has scale ``out_scale``.
         """
         device, weight = self.router.weight.device, self.router.weight
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -113,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         arrival = self._dispatcher.send(tokens, routes, plan)
         beside = None if self.shared is None else self.shared(tokens)
         delayed = self.axis is not None and self.experts.delay_weight_gradient
-        # The rows' way back is what delayed gradients are computed in: without it they are not.
+        # Delayed gradients are computed while gradients of rows are sent; else there is no delay.
         delayed = delayed and tokens.requires_grad and torch.is_grad_enabled()
         rows, weights = arrival.wait(self.experts.backward_dw if delayed else None)
         delay = delayed if self.axis is not None else None
@@ -124,11 +124,11 @@ class MixtureOfExperts(nn.Module):
         return mixed.view_as(hidden), routes
 
     def backward_dw(self) -> None:
-        """Delayed weight gradients that no exchange has covered."""
+        """Compute the delayed weight gradients that no exchange has overlapped with."""
         self.experts.backward_dw()
 
     def gradient_divisor(self, data_ranks: int) -> float:
-        """What to divide expert gradients by, after the sum over ranks with the same experts."""
+        """The divisor of expert gradients, after the sum over ranks with the same experts."""
         return float(data_ranks)
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped products in three ways that compute the same: a loop, torch's grouped GEMM, kernels.
+"""Three implementations of the grouped products: a loop, torch's grouped GEMM, and kernels.
 
     loop         one matmul per expert, in plain torch. The definition; the host waits for counts
-    grouped_mm   torch's grouped GEMM and a plain activation: no waiting, any device that torch has
-    fused        torch's grouped GEMM where it is the faster one, our kernels around it: the
-                 activation in the first product's epilogue (or in one pass, where no tile fits), h
-                 and dp from one pass over z, weight gradients added in fp32 where they are kept
+    grouped_mm   torch's grouped GEMM and a plain activation: no wait, on any device
+    fused        torch's grouped GEMM where it is faster, and our kernels: the activation in the
+                 first product's epilogue (or in one pass, where no tile fits), h and dp from one
+                 pass over z, weight gradients added in fp32 to the memory that accumulates them
 
-Rows are sorted by expert; ``ends`` [experts] int32 says where each expert's rows end. Numbers are
-rounded at the same places on every path: see ``moe/activation.py``.
+Rows are sorted by expert; ``ends`` [experts] int32 holds where each expert's rows end. Every path
+rounds at the same places: see ``moe/activation.py``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PathName = Literal["loop", "grouped_mm", "fused"]
 
 @dataclass(frozen=True)
 class Form:
-    """What stands between the two products, and the order of gate and up before it."""
+    """The activation between the two products, and the order of gate and up before it."""
 
     activation: Activation
     block: int
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """As kernels take them."""
+        """The arguments of the kernels."""
         return {
             "gated": self.activation.gated,
             "alpha": self.activation.alpha,
@@ -49,20 +49,20 @@ class Form:
 
 @dataclass(frozen=True)
 class Into:
-    """Where a gradient goes: a new tensor of ``dtype``, or ``out``, written or added to."""
+    """The destination of a gradient: a new tensor of ``dtype``, or ``out``, written or added to."""
 
     dtype: torch.dtype
     out: Tensor | None = None
     add: bool = False
 
     def memory(self, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-        """[experts, out, in], for a product of transposed ``dy`` and ``x``."""
+        """The tensor [experts, out, in] for a product of transposed ``dy`` and ``x``."""
         if self.out is not None:
             return self.out
         return dy.new_empty(len(ends), dy.shape[1], x.shape[1], dtype=self.dtype)
 
     def take(self, value: Tensor) -> Tensor:
-        """Put a finished value there."""
+        """Write or add a finished value."""
         if self.out is None:
             return value.to(self.dtype)
         return self.out.add_(value) if self.add else self.out.copy_(value)
@@ -86,7 +86,7 @@ class LoopProducts:
         return out
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
-        """``dyᵀ·x`` [experts, out, in] of each expert's rows, zeros where it has none."""
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows; zeros for an expert without rows."""
         out = into.memory(dy, x, ends)
         for left, right, part in zip(_parts(dy, ends), _parts(x, ends), out, strict=True):
             value = wide(left).T @ wide(right)
@@ -105,7 +105,7 @@ class LoopProducts:
     def activation_backward(
         self, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dz``, ``h`` anew and ``dp``. The memory of ``dh`` may be reused."""
+        """``dz``, ``h`` again and ``dp``. The memory of ``dh`` may be reused."""
         return define.activate_backward(dh, z, p, form.activation, form.block)
 
     def bias_gradient(self, dy: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
@@ -125,18 +125,18 @@ class GroupedProducts(LoopProducts):
         return F.grouped_mm(dy, weight, offs=ends)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
-        if dy.device.type == "cpu":  # on CUDA torch has bf16 alone: the sum is rounded to it
+        if dy.device.type == "cpu":  # on CUDA torch has only bf16, and rounds the sum to it
             dy, x = dy.float(), x.float()
         return into.take(F.grouped_mm(dy.T, x, offs=ends))
 
 
 class FusedProducts(GroupedProducts):
-    """Kernels where they win, torch's grouped GEMM elsewhere."""
+    """Kernels where they are faster, torch's grouped GEMM elsewhere."""
 
     def __init__(
         self,
-        fc1_tile: GroupedTile | None = grouped.FC1_TILE,  # None: torch's product, then a pass
-        weight_tile: GroupedTile | None = None,  # None: by the dtype of the gradient
+        fc1_tile: GroupedTile | None = grouped.FC1_TILE,  # None: torch's product, then a kernel
+        weight_tile: GroupedTile | None = None,  # None: chosen by the dtype of the gradient
     ) -> None:
         self.fc1_tile, self.weight_tile = fc1_tile, weight_tile
 
@@ -154,7 +154,7 @@ class FusedProducts(GroupedProducts):
     ) -> tuple[Tensor, Tensor]:
         tile = self.fc1_tile
         if bias is not None:
-            bias = bias.contiguous()  # members of a packed buffer may lie apart
+            bias = bias.contiguous()  # biases in a packed buffer may have gaps between them
         if tile is not None and _takes_fc1(weight, form, tile):
             from shardwise.kernels import grouped_fc1
 
@@ -185,14 +185,14 @@ def _takes_fc1(weight: Tensor, form: Form, tile: GroupedTile) -> bool:
 
 
 def _aligned(value: Tensor | None) -> bool:
-    """Whether the copy engine can address it: experts at whole 16-byte words."""
+    """Whether the copy engine can address ``value``: experts start at 16-byte boundaries."""
     if value is None:
         return True
     return (value.data_ptr() | value.stride(0) * value.element_size()) % 16 == 0
 
 
 def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    if ends.is_meta:  # no counts: the shapes and FLOPs are those of one expert with all rows
+    if ends.is_meta:  # no counts: shapes and FLOPs are those of one expert with all rows
         sizes = [len(rows)] + [0] * (len(ends) - 1)
     else:
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -200,7 +200,7 @@ def _parts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 def expert_of(ends: Tensor, num_rows: int) -> Tensor:
-    """[rows]: whose each row is, on the device."""
+    """[rows]: the expert of each row, computed on the device."""
     return torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
 
 
@@ -215,7 +215,7 @@ def path_problems(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[str]:
-    """Why ``path`` cannot be taken; nothing where it can."""
+    """The reasons why ``path`` is impossible; none where it is possible."""
     if path == "loop":
         return []
     compute = torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router: which experts each token goes to, with what weight, and how evenly tokens are spread.
+"""Router: the experts of each token, their weights, and how evenly experts are used.
 
     scores    softmax or sigmoid of x·Wᵀ, in fp32                        [tokens, experts]
-    chosen    the k highest of scores + bias (the bias chooses, it does not weigh)
-    weights   the scores of the chosen; normalised to sum to ``scale``, or scaled alone
+    chosen    the k highest of scores + bias (the bias affects the choice, not the weights)
+    weights   the scores of the chosen experts, normalised to sum to ``scale``, or only scaled
 
-Three ways to keep experts evenly busy, free to combine: a load-balance loss, whose gradient pushes
-down the scores of busy experts; a bias that is moved after each step, without any loss; a capacity
-that drops a token's choice where its expert is full. The z-loss keeps logits small.
+Three ways to keep experts evenly busy, which may be combined: a load-balance loss, whose gradient
+pushes down the scores of busy experts; a bias that is moved after each step, without any loss; a
+capacity that drops a token's choice where its expert is full. The z-loss keeps logits small.
 
 Losses are means over this rank's tokens, but the shares of tokens per expert are counted over
-``axis``, the ranks that have tokens of one batch: then the mean of all ranks' losses is the loss of
-the whole batch, and the bias is the same on every rank. Nothing here waits for the device.
+``axis``, the ranks that have tokens of one batch: the mean of all ranks' losses is then the loss of
+the whole batch, and the bias is the same on every rank. The host never waits for the device here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shardwise.moe.activation import wide
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens find experts."""
+    """The settings of a router."""
 
     num_experts: int
     experts_per_token: int
     score: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True  # weights of a token's choices sum to ``scale``
+    normalise: bool = True  # whether the weights of a token's choices sum to ``scale``
     scale: float = 1.0
-    balance_loss: float = 0.0  # how much the load-balance loss counts
-    z_loss: float = 0.0
-    bias_rate: float = 0.0  # how far update_bias moves the bias of an expert; 0: no bias
-    capacity_factor: float | None = None  # of the even share of choices; None: nothing is dropped
+    balance_loss: float = 0.0  # coefficient of the load-balance loss
+    z_loss: float = 0.0  # coefficient of the z-loss
+    bias_rate: float = 0.0  # step of update_bias; 0: no bias
+    capacity_factor: float | None = None  # times the even share of choices; None: no capacity
 
     def __post_init__(self) -> None:
         problems = [
@@ -68,7 +68,7 @@ class Routing:
             raise ValueError("this routing cannot work: " + "; ".join(problems))
 
     def capacity(self, num_tokens: int) -> int | None:
-        """The most choices that one expert takes."""
+        """The largest number of choices that one expert takes; None: no limit."""
         if self.capacity_factor is None:
             return None
         even = num_tokens * self.experts_per_token / self.num_experts
@@ -77,18 +77,18 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """Where tokens go. ``loss`` is weighted already: add it to the model's."""
+    """The experts of each token. Add ``loss``, which is weighted already, to the model's loss."""
 
     experts: Tensor  # [tokens, choices] int64
     weights: Tensor  # [tokens, choices] fp32; zero where a choice was dropped
-    kept: Tensor | None  # [tokens, choices] bool; None: all
+    kept: Tensor | None  # [tokens, choices] bool; None: nothing is dropped
     counts: Tensor  # [experts] int64: choices kept on this rank
     dropped: Tensor  # [] int64
     loss: Tensor  # [] fp32
     capacity: int | None
 
     def statistics(self) -> dict[str, Tensor]:
-        """For metrics, still on the device: see :func:`statistics_of`."""
+        """Metrics, still on the device: see :func:`statistics_of`."""
         return statistics_of(self.counts, self.dropped, self.counts.sum() + self.dropped)
 
 
@@ -103,14 +103,14 @@ def statistics_of(counts: Tensor, dropped: Tensor, total: Tensor) -> dict[str, T
     }
 
 
-_TINY = torch.finfo(torch.float32).tiny  # keeps 0 / 0 away, and any score that is not 0
+_TINY = torch.finfo(torch.float32).tiny  # avoids 0 / 0, and changes no other score
 
 
 class Router(nn.Module):
-    """Scores tokens against experts and chooses. The weight may be bf16; logits are fp32.
+    """Scores experts for each token and chooses. The weight may be bf16; logits are fp32.
 
-    Choices are counted in training, once: not in a recomputation, and not without gradients, which
-    is how a reentrant checkpoint runs at first (``use_reentrant=False`` is counted).
+    Choices are counted once, in training: not in a recomputation, and not without gradients. The
+    first forward of a reentrant checkpoint has none (``use_reentrant=False`` is counted).
     """
 
     expert_bias: Tensor
@@ -134,8 +134,8 @@ class Router(nn.Module):
         zeros = torch.zeros(routing.num_experts, dtype=torch.float32, device=device)
         if routing.bias_rate:
             self.register_buffer("expert_bias", zeros.clone())
-        # Choices since the last step, for the bias and for metrics: no part of a checkpoint, which
-        # is made between steps.
+        # Choices since the last step, for the bias and for metrics. They are not saved: checkpoints
+        # are made between steps.
         self.register_buffer("load", zeros, persistent=False)
         self.register_buffer("dropped", zeros[:1].clone(), persistent=False)
         self.reset_parameters()
@@ -145,7 +145,7 @@ class Router(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """As new: ``to_empty`` leaves anything in them."""
+        """Zero the buffers, which ``to_empty`` leaves undefined."""
         if self.routing.bias_rate:
             self.expert_bias.zero_()
         self.forget_load()
@@ -154,23 +154,23 @@ class Router(nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in self._buffers.items():
-            # Counts and biases are fp32 whatever the model is cast to: bf16 counts to 256.
+            # Counts and biases stay fp32 whatever the model is cast to: bf16 counts only to 256.
             if buffer is not None and buffer.dtype != torch.float32:
                 kept = before[name]
                 assert kept is not None
                 exact = torch.empty_like(buffer, dtype=torch.float32)
                 self._buffers[name] = exact if kept.is_meta else exact.copy_(kept)
         if before["load"] is not None and before["load"].is_meta and not self.load.is_meta:
-            self.forget_load()  # born now, and no state dict brings counts
+            self.forget_load()  # the buffers have no values yet, and no state dict has counts
         return self
 
     def forward(self, tokens: Tensor) -> Routes:
-        """tokens [tokens, hidden]."""
+        """The routes of tokens [tokens, hidden]."""
         routing = self.routing
         # A dry run's tensors have no device that autocast knows.
         kind = "cpu" if tokens.is_meta else tokens.device.type
         with torch.autocast(kind, enabled=False):
-            # fp32: bf16 would tie experts that differ.
+            # fp32: in bf16, different experts would tie.
             rows = wide(tokens)
             logits = F.linear(rows, self.weight.to(rows.dtype))  # [tokens, experts]
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
@@ -210,7 +210,7 @@ class Router(nn.Module):
         loss = logits.new_zeros(())
         total = wanted.to(logits.dtype)
         if routing.balance_loss and self.axis is not None:
-            comm.all_reduce(total, self.axis).wait()  # by ranks without tokens too
+            comm.all_reduce(total, self.axis).wait()  # on ranks without tokens too
         if len(logits) == 0:
             return loss + 0 * logits.sum()
         if routing.balance_loss:
@@ -221,15 +221,15 @@ class Router(nn.Module):
         return loss
 
     def tally(self) -> Tensor:
-        """[experts + 1], still on the device: choices of each expert on this rank since the last
-        :meth:`update_bias`, dropped ones too, and how many of all were dropped."""
+        """Counts [experts + 1] of this rank since the last :meth:`update_bias`, on the device: the
+        choices of each expert, including dropped ones, then the number of dropped choices."""
         return torch.cat([self.load, self.dropped])
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """After an optimizer step: busy experts become a little less likely, idle ones more.
+        """Make busy experts a little less likely and idle ones more; call it after each step.
 
-        Without a ``bias_rate`` it only starts the counts anew.
+        Without a ``bias_rate``, only reset the counts.
         """
         if self.routing.bias_rate:
             for axis in self._bias_axes():
@@ -238,8 +238,8 @@ class Router(nn.Module):
         self.forget_load()
 
     def _bias_axes(self) -> tuple[comm.Axis, ...]:
-        """The ranks whose biases move together: ``axis``, or all that share the router's weight
-        where those are more."""
+        """The axes of ranks with the same bias: ``axis``, or all ranks that share the router's
+        weight where these are more."""
         own = () if self.axis is None else (self.axis,)
         weight = self.weight
         if not isinstance(weight, DTensor) or weight.device_mesh.size() <= sum(a.size for a in own):
@@ -247,34 +247,34 @@ class Router(nn.Module):
         return comm.mesh_axes(weight.device_mesh)
 
     def forget_load(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self.load.zero_()
         self.dropped.zero_()
 
 
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
-    """Sum over experts of (share of choices x mean score), scaled so that an even spread gives 0.
+    """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread.
 
-    ``scores`` [tokens, experts] may be sigmoids: a token's are made to sum to 1 first.
+    ``scores`` [tokens, experts] may be sigmoids: the scores of a token are scaled to sum to 1.
     """
     chances = scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
     return scores.shape[-1] * (shares * chances.mean(0)).sum() - 1
 
 
 def _recomputing() -> bool:
-    """Whether a forward runs inside a backward: what it sees has been counted."""
+    """Whether a forward runs inside a backward, so that its choices have been counted."""
     return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
 
 
 def _count(chosen: Tensor, num_experts: int) -> Tensor:
-    """[experts] int64, without waiting (``bincount`` would)."""
+    """The counts [experts] int64, without a wait for the device, unlike ``bincount``."""
     ordered = chosen.flatten().sort().values
     edges = torch.arange(num_experts, device=chosen.device)
     return torch.searchsorted(ordered, edges, right=True).diff(prepend=edges.new_zeros(1))
 
 
 def _places_in_line(chosen: Tensor, counts: Tensor) -> Tensor:
-    """Like ``chosen``: how many choices before this one, token by token, want the same expert."""
+    """The number of earlier choices, token by token, of the same expert; shaped like ``chosen``."""
     ordered, order = chosen.flatten().sort(stable=True)
     starts = counts.cumsum(0) - counts
     places = torch.arange(len(order), device=order.device) - starts[ordered]

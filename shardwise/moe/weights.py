@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert weights in memory: one tensor for all experts, or one for each at even distances.
+"""Expert weights in memory: one tensor for all experts, or one for each, evenly spaced.
 
     grouped    weight [experts, out, in]                        one Parameter
     indexed    weight0 | weight1 | weight2 | ...                a Parameter each
 
-Products want one tensor [experts, out, in]. Indexed weights are made as neighbours in one storage
-and so are packed weights of a sharded group: then that tensor is a view. Where they have been moved
-apart it is a copy, made anew for each use.
+Products need one tensor [experts, out, in]. Indexed weights are made one after the other in one
+storage, and so are the packed weights of a sharded group: the one tensor is then a view. Where the
+weights have been moved apart, it is a copy, made for each use.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
-    """[experts, ...]: a view where the parts lie at even distances, else a copy."""
+    """One tensor [experts, ...]: a view where the parts are evenly spaced, else a copy."""
     view = evenly_spaced(parts)
     return torch.stack(list(parts)) if view is None else view
 
 
 def evenly_spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """The parts as a view of their common storage, if they have one and lie evenly in it."""
+    """A view [experts, ...] of the parts, if they are evenly spaced in one storage; else None."""
     first = parts[0].detach()
     if len(parts) == 1:
         return first.unsqueeze(0)
@@ -56,16 +56,16 @@ def as_neighbours(parts: Sequence[nn.Parameter]) -> None:
 
 
 class ExpertShare(Tensor):
-    """A tensor in the state dict of spread experts, plain to all but a distributed checkpoint.
+    """A tensor in the state dict of spread experts; a distributed checkpoint of it is refused.
 
-    ``torch.distributed.checkpoint`` knows a tensor by its name alone, takes other ranks' tensors of
-    that name for copies, and would keep one rank's experts for all. Both methods that it looks for
-    refuse; they are attributes, as an asynchronous save copies attributes, but no type.
+    ``torch.distributed.checkpoint`` takes tensors of one name on other ranks for copies, and would
+    keep one rank's experts for all. The two methods that it calls raise here; they are attributes,
+    because an asynchronous save copies attributes but not the type.
     """
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """``value`` marked, torch's DTensors in their local tensor; all else as it is."""
+        """``value`` as an ExpertShare (a DTensor: its local tensor); other values unchanged."""
         from torch.distributed.tensor import DTensor
 
         if type(value) is DTensor:
@@ -95,7 +95,7 @@ _COPIES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, Tensor.detach, Tens
 def _refuse_write(name: str, value: Tensor) -> None:
     raise NotImplementedError(
         f"'{name}' holds some experts, and other ranks hold other experts under the same name: "
-        f"torch.distributed.checkpoint would keep those of one rank for all. Use sw.save and "
+        f"torch.distributed.checkpoint would keep one rank's experts for all. Use sw.save and "
         f"sw.load, or sw.full_state_dict for one plain file"
     )
 
@@ -103,22 +103,21 @@ def _refuse_write(name: str, value: Tensor) -> None:
 def _refuse_read() -> None:
     raise NotImplementedError(
         "the experts of this rank are to be loaded, and other ranks hold other experts under the "
-        "same names: torch.distributed.checkpoint would load the same ones everywhere. Use "
+        "same names: torch.distributed.checkpoint would load the same experts everywhere. Use "
         "sw.load, or sw.load_full_state_dict with the experts of all ranks"
     )
 
 
 def declare_matrices(parameter: Tensor, blocks: tuple[int, ...]) -> None:
-    """Tell optimizers that know matrices how a parameter falls into them: blocks of so many rows,
-    repeated, each kind of block a matrix of its own; none, where it is no matrix at all."""
+    """Tell matrix optimizers how a parameter is made of matrices: by the sizes of blocks of rows,
+    which repeat; the blocks of each entry form one matrix. (): the parameter is no matrix."""
     parameter.matrix_blocks = blocks  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------ their gradients
+# ------------------------------------------------------------------------------ gradients
 
-Phase = Literal["forward", "backward"]
-# ``write(None, False)`` makes a gradient [experts, ...] anew; ``write(out, add)`` leaves it in
-# ``out``, or adds it to that.
+# ``write(None, False)`` returns a new gradient [experts, ...]; ``write(out, add)`` writes the
+# gradient to ``out``, or adds it to ``out``.
 WriteGradient = Callable[[Tensor | None, bool], Tensor]
 
 
@@ -129,8 +128,10 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one for each expert
 
-    def value(self, dtype: torch.dtype, phase: Phase = "forward") -> Tensor:
-        """[experts, ...] as the products of forward or backward read it, now."""
+    def value(
+        self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward"
+    ) -> Tensor:
+        """The current values [experts, ...], as the products of ``phase`` read them."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
 
@@ -144,11 +145,11 @@ class ExpertTensor:
 
     @property
     def has_main_grad(self) -> bool:
-        """Whether gradients are to be added where the owner of the parameters keeps them."""
+        """Whether every trained parameter has a ``main_grad`` to add gradients to."""
         return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
 
     def gradients(self, write: WriteGradient) -> list[Tensor | None]:
-        """For autograd, one per parameter. None: frozen, or left in ``main_grad`` already."""
+        """The gradients for autograd, one per parameter; None: frozen, or in ``main_grad``."""
         if not self.trains:
             return [None] * len(self.parameters)
         if self.has_main_grad:
@@ -160,7 +161,7 @@ class ExpertTensor:
 
     def _fresh(self, write: WriteGradient) -> list[Tensor | None]:
         value = write(None, False)
-        # Detached: in-place work on the gradient of one expert must not look like work on a view.
+        # Detached: autograd must not see in-place work on one expert's gradient as work on a view.
         parts = [value] if self.grouped else [part.detach() for part in value]
         return [
             part if parameter.requires_grad else None
@@ -168,7 +169,7 @@ class ExpertTensor:
         ]
 
     def accumulate(self, write: WriteGradient, seen: set[int]) -> None:
-        """Do what autograd would: for gradients that come after its backward."""
+        """Add gradients to ``main_grad`` or ``.grad``, as autograd would, after its backward."""
         if not self.trains:
             return
         if self.has_main_grad:
@@ -183,7 +184,8 @@ class ExpertTensor:
                 parameter.grad.add_(gradient)
 
     def write_main_grads(self, write: WriteGradient, seen: set[int]) -> None:
-        """``seen``: written before in the same breath, so their memory is fresh no longer."""
+        """Write or add to ``main_grad``; ``seen`` are parameters already written to since the last
+        completion, whose memory counts."""
         places = [_main_grad(p, seen) if p.requires_grad else None for p in self.parameters]
         seen.update(map(id, self._trained))
         if self.grouped:
@@ -202,18 +204,18 @@ class ExpertTensor:
                 target.add_(part) if add else target.copy_(part)
 
     def delay(self) -> None:
-        """Tell owners of parameters that the gradients come after this backward, if they ask."""
+        """Tell the owners of parameters that the gradients come after this backward."""
         for parameter in self._trained:
             if hasattr(type(parameter), "delay"):
                 parameter.delay()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
-        """Gradients that autograd knows nothing of are whole: tell those who wait, once each."""
+        """Call the hooks of parameters whose delayed gradients are complete, once each."""
         for parameter in self._trained:
             if _offers_main_grad(parameter):
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
                 if hasattr(type(parameter), "fresh_main_grad"):
-                    continue  # saying so has told its owner
+                    continue  # the assignment has told its owner
             hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             for hook in list(hooks.values()) if hooks else ():
                 hook(parameter)
@@ -224,7 +226,7 @@ class ExpertTensor:
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
-    """What a node saved, its parameters among it, none of it changed since."""
+    """The tensors that a node saved; raises where one of them changed in place."""
     try:
         return ctx.saved_tensors  # type: ignore[no-any-return]
     except RuntimeError as error:
@@ -236,16 +238,16 @@ def saved_by(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-class InCodes:
-    """What a parameter is, besides, whose values are kept as ``coded`` and have no memory."""
+class QuantisedParameter:
+    """Base class of parameters whose values are stored in a quantised format only."""
 
-    coded: Any
+    quantised: Any
 
 
-def _read(parameter: Tensor, phase: Phase) -> Tensor:
-    """The values; of a parameter that is kept in codes, those that this phase has codes for."""
-    if isinstance(parameter, InCodes):
-        decoded: Tensor = parameter.coded.dequantise(phase)
+def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Tensor:
+    """The values of a parameter; a quantised one is decoded from the plane of ``phase``."""
+    if isinstance(parameter, QuantisedParameter):
+        decoded: Tensor = parameter.quantised.dequantise(phase)
         return decoded
     return parameter.detach()
 
@@ -257,7 +259,7 @@ def _offers_main_grad(parameter: Tensor) -> bool:
 
 
 def _main_grad(parameter: Tensor, seen: set[int]) -> tuple[Tensor, bool]:
-    """The memory, and whether what is in it counts."""
+    """The memory of a gradient, and whether its contents count (else they are undefined)."""
     if hasattr(type(parameter), "fresh_main_grad"):
         target, fresh = parameter.fresh_main_grad()  # type: ignore[attr-defined]
         return target, not fresh or id(parameter) in seen

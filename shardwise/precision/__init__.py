@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which formats weights, gradients and activations are kept."""
+"""The formats in which weights, gradients and activations are kept."""
 
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.precision.policy import Precision

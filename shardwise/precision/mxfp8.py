@@ -10,21 +10,21 @@
 
     value = e4m3(code) · 2^(scale - 127)
 
-What is encoded is always the value rounded to bf16, whatever dtype it comes in: so a shard encoded
-from fp32 where it lies equals the same rows encoded after they travelled as bf16. A row plane and a
-column plane are two roundings of one value; neither can be made from the other.
+Values are rounded to bf16 before they are encoded, whatever their dtype: a shard that is encoded
+from fp32 then equals the same rows encoded after they were sent as bf16. A row plane and a column
+plane are two roundings of one value; neither can be made from the other.
 
-The rules, where the standard leaves room:
+The rules, where the standard leaves a choice:
 
 - **scale**: the smallest power of two that brings the block's largest magnitude to 448 or less
   (``"rceil"``; an integer comparison, exact), or the largest magnitude's exponent less 8
   (``"floor"``: the standard's minimum, which saturates a quarter of the largest magnitudes).
-- a block of zeros has scale 0 and codes of zeros, whose signs stay.
-- a block with a NaN or an infinity has scale 255 and codes 0x7F: all 32 are NaN, never a number
-  that only looks like one.
-- values are clamped to ±448 before each cast: torch up to 2.12 casts what is larger to NaN.
-- magnitudes from 1.9375·2^127 (3.3e38) round to 2^128, which no float of 16 or 32 bits holds: they
-  come back infinite.
+- **zeros**: a block of zeros has scale 0 and codes of zeros, which keep their signs.
+- **NaN**: a block with a NaN or an infinity has scale 255 and codes 0x7F: all 32 values are NaN.
+- **clamp**: values are clamped to ±448 before each cast, because torch up to 2.12 casts larger
+  values to NaN.
+- **largest**: magnitudes from 1.9375·2^127 (3.3e38) round to 2^128, which no float of 16 or 32 bits
+  holds: they are decoded as infinity.
 
 Every product here is by a power of two and exact, so a CPU, a GPU and any torch give the same bits.
 Codes and scales are uint8, at rest and on the wire: gloo carries no float8, and float8 lacks
@@ -51,7 +51,7 @@ ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 SQUARE: Block = (SIDE, SIDE)
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 value
 NAN_SCALE, NAN_CODE = 255, 0x7F
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -62,7 +62,7 @@ class MXFP8Error(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """One encoding of a matrix; both tensors are contiguous uint8, perhaps views of a buffer."""
+    """One encoding of a matrix; both tensors are contiguous uint8, possibly views of a buffer."""
 
     codes: Tensor  # [rows, columns]
     scales: Tensor  # [rows / block[0], columns / block[1]]
@@ -87,7 +87,7 @@ class Plane:
         if self.codes.device != self.scales.device:
             problems.append(f"codes on {self.codes.device}, scales on {self.scales.device}")
         problems += [
-            f"{name} are not contiguous: planes are read and sent as they lie"
+            f"{name} are not contiguous: planes are read and sent as flat memory"
             for name, tensor in (("codes", self.codes), ("scales", self.scales))
             if not tensor.is_contiguous()
         ]
@@ -103,7 +103,7 @@ class Plane:
 
 
 def shape_problems(shape: Sequence[int]) -> list[str]:
-    """Why a tensor of this shape can't be stored in blocks of 32, if it can't. No rows is fine."""
+    """Reasons why a tensor of this shape can't be stored in blocks of 32. Zero rows can."""
     if len(shape) != 2:
         return [f"shape {tuple(shape)}: MXFP8 stores 2-D weights; reshape to [rows, columns]"]
     return [
@@ -119,17 +119,17 @@ def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
 
 
 def plane_bytes(shape: Sequence[int], block: Block) -> int:
-    """Of codes and scales together: 1.03125 bytes an element, 1.001 in squares."""
+    """Bytes of codes and scales together: 1.03125 for each element, 1.001 in squares."""
     rows, columns = shape
     scale_rows, scale_columns = scale_shape(shape, block)
     return rows * columns + scale_rows * scale_columns
 
 
 def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
-    """Scale bytes (int32) of blocks whose largest bf16 magnitude has these bits (int32).
+    """The scale bytes (int32) of blocks whose largest bf16 magnitude has these bits (int32).
 
     amax = 1.m · 2^(E-127) and 448 = 1.75 · 2^8, so amax / 448 <= 2^(scale-127) first holds for
-    scale = E - 8 where 1.m <= 1.75, and for one more where it is larger.
+    scale = E - 8 where 1.m <= 1.75, and for scale = E - 7 where 1.m is larger.
     """
     exponent = magnitudes >> 7
     scale = exponent - 8
@@ -147,7 +147,7 @@ def powers(scales: Tensor) -> Tensor:
 def encode_reference(
     x: Tensor, block: Block, rounding: Rounding = "rceil"
 ) -> tuple[Tensor, Tensor]:
-    """The definition: codes and scales, on any device."""
+    """Codes and scales by definition, on any device; kernels give the same bits."""
     rows, columns = x.shape
     high, wide = block
     values = x.to(torch.bfloat16).contiguous().view(rows // high, high, columns // wide, wide)
@@ -161,10 +161,10 @@ def encode_reference(
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """The definition: what the planes say, rounded to ``dtype`` (to bf16: exact)."""
+    """The values by definition, rounded to ``dtype`` (exact in bf16); kernels give the same."""
     rows, columns = codes.shape
     high, wide = block
-    # Looked up: four times as fast as torch's cast on a CPU.
+    # A table lookup is four times as fast as torch's cast on a CPU.
     every = torch.arange(256, dtype=torch.uint8, device=codes.device)
     table = every.view(torch.float8_e4m3fn).float()
     values = torch.index_select(table, 0, codes.reshape(-1).int())
@@ -178,7 +178,7 @@ def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.d
 def empty_planes(
     shape: Sequence[int], blocks: Sequence[Block], device: torch.device | str
 ) -> tuple[Plane, ...]:
-    """Memory for planes of a matrix, undefined."""
+    """Planes of a matrix with undefined contents, one for each of ``blocks``."""
     problems = shape_problems(shape)
     if problems:
         raise MXFP8Error("; ".join(problems))
@@ -201,7 +201,7 @@ def encode(
 ) -> tuple[Plane, ...]:
     """One plane for each of ``blocks``; on a GPU a row and a column plane take one pass.
 
-    ``out``: planes to write into, in the order of ``blocks``; they are returned.
+    ``out``: planes to write into and return, in the order of ``blocks``.
     """
     problems = shape_problems(x.shape)
     if x.dtype not in SOURCES:
@@ -243,9 +243,9 @@ def encode(
 def decode(
     plane: Plane, *, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
-    """[rows, columns] in ``dtype``, written into ``out`` where that is given.
+    """The values [rows, columns] in ``dtype``, written into ``out`` where that is given.
 
-    To bf16 and fp32 this is exact: what ``encode`` makes has at most 4 significant bits.
+    Decoding to bf16 and fp32 is exact: a code has at most 4 significant bits.
     """
     shape = plane.codes.shape
     if out is None:
@@ -270,5 +270,5 @@ def decode(
 
 @functools.cache
 def uses_kernels(device: torch.device) -> bool:
-    """Kept by device: looking for Triton takes longer than a small matrix does."""
+    """Whether kernels run on a device; cached, as the search for Triton is slow."""
     return device.type == "cuda" and has_triton()

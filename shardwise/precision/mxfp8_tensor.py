@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP8Tensor: a matrix and the planes that hold it, to print, save, load and decode.
 
-It is no ``torch.Tensor``: nothing can mistake its codes for numbers or compute with them unseen.
-Ask ``isinstance(value, MXFP8Tensor)``; every tensor has a ``dequantize``, so an attribute proves
-nothing.
+An MXFP8Tensor is no ``torch.Tensor``, so that no torch function computes with codes as if they were
+numbers. To recognise one, use ``isinstance(value, MXFP8Tensor)``.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from shardwise.precision.mxfp8 import (
     encode,
 )
 
-Matrices = Literal["mxfp8", "mxfp8_2d"]  # of what is multiplied by, in both directions
-Format = Literal[Matrices, "mxfp8_rows"]  # or whose rows are looked up, and no more
-Phase = Literal["forward", "backward"]
+Matrices = Literal["mxfp8", "mxfp8_2d"]  # formats of weights that are multiplied, both directions
+Format = Literal[Matrices, "mxfp8_rows"]  # "mxfp8_rows": the format of weights of lookups
+Reads = Literal["forward", "backward"]
 
 FORMATS: dict[Format, tuple[Block, ...]] = {
     "mxfp8": (ROW, COLUMN),
     "mxfp8_2d": (SQUARE,),
     "mxfp8_rows": (ROW,),
 }
-# What each phase reads: forward sums over columns, backward over rows. The gradient of a lookup
-# needs no weight.
-READS: dict[Format, dict[Phase, Block]] = {
+# The plane that each phase reads: forward sums over columns, backward over rows. The gradient of a
+# lookup needs no weight.
+READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
     "mxfp8_rows": {"forward": ROW},
@@ -48,8 +47,8 @@ NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square"}
 class MXFP8Tensor:
     """[rows, columns] of bf16 values as MXFP8 planes: row and column, or one of squares.
 
-    ``planes`` may hold only what a phase needs (a row plane in forward). They are never copied
-    here: where they are views of gathered memory, they say what that memory says now.
+    ``planes`` may hold only the plane that a phase reads (a row plane in forward). Planes are never
+    copied: a plane that is a view of gathered memory changes with that memory.
     """
 
     __slots__ = ("planes",)
@@ -79,14 +78,14 @@ class MXFP8Tensor:
     def encode(
         cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding = "rceil"
     ) -> MXFP8Tensor:
-        """All planes of ``x`` [rows, columns], rounded to bf16 first."""
+        """Encode all planes of ``x`` [rows, columns], rounded to bf16 first."""
         if not isinstance(x, Tensor):
             raise MXFP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
-        if format not in tuple(FORMATS):  # a list has no hash to look it up by
+        if format not in tuple(FORMATS):  # a tuple: ``format`` may be unhashable, such as a list
             raise MXFP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
         return cls(*encode(x, FORMATS[format], rounding=rounding))
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ properties
 
     @property
     def _any(self) -> Plane:
@@ -102,31 +101,31 @@ class MXFP8Tensor:
 
     @property
     def format(self) -> Format:
-        """A row plane alone is what ``mxfp8_rows`` keeps, whoever made it."""
+        """The format; a tensor with only a row plane is ``mxfp8_rows``."""
         return "mxfp8_rows" if set(self.planes) == {ROW} else _format_of(self._any.block)
 
     @property
     def nbytes(self) -> int:
         return sum(plane.nbytes for plane in self.planes.values())
 
-    def plane(self, phase: Phase) -> Plane:
-        """What ``phase`` reads."""
-        if phase not in get_args(Phase):
-            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Phase))}")
-        # Of a row plane alone backward reads none, or its column plane has not been gathered.
+    def plane(self, phase: Reads) -> Plane:
+        """The plane that ``phase`` reads."""
+        if phase not in get_args(Reads):
+            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Reads))}")
+        # A row plane on its own counts as "mxfp8" here: backward names the missing column plane.
         block = READS[_format_of(self._any.block)][phase]
         if block not in self.planes:
             raise MXFP8Error(
                 f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
-                f"plane, but only {', '.join(NAMES[b] for b in self.planes)} is here: gather that "
-                f"plane first, it can't be made from another"
+                f"plane, but only {', '.join(NAMES[b] for b in self.planes)} is here: gather the "
+                f"missing plane first, it can't be made from another"
             )
         return self.planes[block]
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ values
 
     def dequantise(
-        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
         """The values that ``phase`` computes with."""
         return decode(self.plane(phase), dtype=dtype)
@@ -135,7 +134,7 @@ class MXFP8Tensor:
         """Whether both hold the same planes with the same bytes."""
         if not isinstance(other, MXFP8Tensor):
             raise MXFP8Error(
-                f"equal() to a {type(other).__name__}: it compares codes, so give an MXFP8Tensor, "
+                f"equal() to a {type(other).__name__}: codes are compared, so give an MXFP8Tensor, "
                 f"or compare values by torch.equal(this.dequantise(), other)"
             )
         return self.planes.keys() == other.planes.keys() and all(
@@ -169,9 +168,9 @@ class MXFP8Tensor:
         plane = self._any
         if plane.codes.is_meta or plane.codes.untyped_storage().nbytes() < plane.codes.nbytes:
             return f"{head}, no values in memory)"
-        return f"{head},\n{decode(plane).view(self.shape)})"  # experts one by one
+        return f"{head},\n{decode(plane).view(self.shape)})"  # a stack as [experts, rows, columns]
 
-    # ------------------------------------------------------------------ saved and loaded
+    # ------------------------------------------------------------------ state dicts
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
         """uint8 tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
@@ -183,7 +182,7 @@ class MXFP8Tensor:
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> MXFP8Tensor:
-        """Of what ``state_dict`` gave; names that don't start with ``prefix`` are left alone."""
+        """The tensor of a :meth:`state_dict`; names without ``prefix`` are ignored."""
         if not isinstance(tensors, Mapping):
             raise MXFP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
         mine = {
@@ -230,9 +229,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def restored(tensors: Mapping[str, Tensor]) -> MXFP8Tensor:
-    """How a subclass that can't be loaded comes back; pickle finds functions by name only."""
+    """Unpickle a subclass that can't be loaded itself; pickle finds this function by its name."""
     return MXFP8Tensor.from_state_dict(tensors)
 
 
-# torch.load(weights_only=True) then takes it; what is loaded is checked like anything else.
+# So that torch.load(weights_only=True) accepts both; loaded planes are checked like any others.
 torch.serialization.add_safe_globals([MXFP8Tensor, restored])

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Precision: one frozen value that says in which format each of the three buffers lives."""
+"""Precision: one frozen value that says in which format each of the three buffers is kept, and the
+rules by which a weight is stored in MXFP8. Names and shapes decide; no tensor is read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
-from shardwise.precision.mxfp8 import MXFP8Error
-from shardwise.precision.mxfp8_choice import patterns_of
-from shardwise.precision.mxfp8_tensor import Matrices
+from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
+from shardwise.precision.mxfp8_tensor import Format, Matrices
 
 _NAMES = {
     "fp32": torch.float32,
@@ -25,7 +26,7 @@ Products = Literal["emulated", "native"]
 
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
-    """``None``, a torch floating dtype, or one of the short names."""
+    """The dtype that ``value`` names: ``None``, a torch floating dtype, or a short name."""
     if value is None:
         return None
     dtype = _NAMES.get(value) if isinstance(value, str) else value
@@ -33,43 +34,45 @@ def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
     if not known:
         raise ValueError(
             f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
-            f"16, 32 or 64 bits, or None to keep what the parameter has"
+            f"16, 32 or 64 bits, or None to keep the parameter's own"
             + ("; or 'mxfp8' or 'mxfp8_2d'" if field == "weights" else "")
         )
     return dtype
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """bf16, fp32, ...; torch's own name where there is none."""
+    """bf16, fp32, ...; torch's own name where there is no short one."""
     names = {known: name for name, known in _NAMES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What is computed, summed and kept in which dtype; ``None`` keeps the parameter's own, except
-    for ``main``.
+    """The dtypes in which weights are computed with, summed and kept; ``None`` keeps the
+    parameter's own dtype, except for ``main``.
 
     Args:
-        weights: the compute weights that forward and backward read. ``"mxfp8"`` (a plane of 1x32
-            blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store those of
-            linear layers so, where both sides are multiples of 32, and compute in bf16; an
-            embedding too where ``include`` names it; whatever else there is stays bf16.
-            ``sw.precision_report(model)`` lists which, and why.
-        reduce: gradients on the wire. ``None``: the dtype of ``weights``.
-        main: the main weights, their gradients and (by way of them) the optimizer state. ``None``:
-            fp32 for a parameter that is trained and came in bf16 or fp16 (as Hugging Face models
-            do), whose steps those dtypes would round away; any other keeps its own. Decided when
-            the module is wrapped; ``.to(dtype)`` afterwards changes main weights too.
-        outputs: floating-point outputs of a wrapped module are cast to it.
+        weights: dtype of the compute weights that forward and backward read. ``"mxfp8"`` (a plane
+            of 1x32 blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store
+            the weights of linear layers in MXFP8 where both sides are multiples of 32, and compute
+            in bf16. Embeddings are stored in MXFP8 where ``include`` names them; all other weights
+            stay bf16. ``sw.precision_report(model)`` lists the choice and its reasons.
+        reduce: dtype of gradients on the wire. ``None``: the dtype of ``weights``.
+        main: dtype of the main weights, their gradients and (through them) the optimizer state.
+            ``None``: fp32 for a trained parameter that came in bf16 or fp16 (as in Hugging Face
+            models), because those dtypes would round small steps away; any other parameter keeps
+            its own. The choice is made when the module is wrapped; ``.to(dtype)`` afterwards
+            changes main weights too.
+        outputs: dtype to which the floating-point outputs of a wrapped module are cast.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
-        include, exclude: shell patterns of the parameters that MXFP8 is for, by their names in the
-            module that is wrapped; ``exclude`` wins. ``"*"`` is every linear; an embedding is
-            meant by any other pattern that it matches: ``("*", "embedding.weight")``. It is kept as
-            one plane of rows, which backward does not gather; tied to a linear, as that one is.
-        products: of MXFP8 weights. ``"emulated"``: exact, decoded to bf16, on any device.
-            ``"native"``: by hardware that has them (compute capability 10.0), which rounds the
-            other operand to MXFP8 too: other numbers, so never chosen unasked.
+        include, exclude: shell patterns of the parameters to store in MXFP8, by their names in the
+            module that is wrapped; ``exclude`` wins. ``"*"`` means every linear; an embedding is
+            included by any other pattern that matches its name: ``("*", "embedding.weight")``. An
+            embedding is kept as one plane of rows, which backward does not gather; an embedding
+            that is tied to a linear is stored as the linear is.
+        products: how MXFP8 weights are multiplied. ``"emulated"``: exact, decoded to bf16, on any
+            device. ``"native"``: by hardware with MXFP8 products (compute capability 10.0), which
+            rounds the activations to MXFP8 too: the numbers differ, so it is never a default.
     """
 
     weights: DtypeLike = None
@@ -109,7 +112,7 @@ class Precision:
 
     @classmethod
     def from_torch(cls, policy: Any) -> Precision:
-        """From ``torch.distributed.fsdp.MixedPrecisionPolicy``."""
+        """The same policy as a ``torch.distributed.fsdp.MixedPrecisionPolicy``."""
         return cls(
             weights=policy.param_dtype,
             reduce=policy.reduce_dtype,
@@ -119,11 +122,11 @@ class Precision:
 
     @property
     def format(self) -> Matrices | None:
-        """How the weights of linear layers are stored, where that is no dtype."""
+        """The MXFP8 format of the weights of linear layers; None where they have a dtype."""
         return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
-        """Problems, of all names in a model: a pattern that matches none was meant for some."""
+        """Problems: the patterns that match no parameter, given all names in a model."""
         return [
             f"Precision({field}=...): {pattern!r} matches none of the {len(names)} parameters"
             for field, patterns in (("include", self.include), ("exclude", self.exclude))
@@ -133,30 +136,30 @@ class Precision:
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """In which they are computed with: bf16 for those in MXFP8."""
+        """The dtype in which weights are computed with: bf16 for weights in MXFP8."""
         return torch.bfloat16 if self.format else as_dtype(self.weights, "weights")
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """To which floating-point inputs of a wrapped module are cast."""
+        """The dtype to which floating-point inputs of a wrapped module are cast."""
         return self.weights_dtype if self.cast_inputs else None
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """To which its floating-point outputs are."""
+        """The dtype to which floating-point outputs of a wrapped module are cast."""
         return as_dtype(self.outputs, "outputs")
 
     def compute_dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Of the compute weight of a parameter; integer parameters are never cast."""
+        """The dtype of a parameter's compute weight; integer parameters are never cast."""
         return _choose(self.weights_dtype, parameter, parameter)
 
     def main_dtype(self, parameter: torch.dtype, trainable: bool = True) -> torch.dtype:
-        """Of the main weight of a parameter, and of its gradient as the optimizer sees it."""
+        """The dtype of a parameter's main weight, and of its gradient as the optimizer sees it."""
         narrow = trainable and parameter.itemsize < torch.float32.itemsize
         return _choose(self.main, torch.float32 if narrow else parameter, parameter)
 
     def wire_dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Of the gradient while it is reduced."""
+        """The dtype in which a parameter's gradient is reduced."""
         return _choose(self.reduce, self.compute_dtype(parameter), parameter)
 
 
@@ -165,3 +168,92 @@ def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> 
     if not parameter.is_floating_point:
         return parameter
     return default if wanted is None else wanted
+
+
+# ------------------------------------------------------------------ which weights are in MXFP8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How one parameter's compute weight is kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format | None  # None: stored in ``dtype``
+    dtype: torch.dtype  # the dtype that is computed in
+    why: str  # under an MXFP8 precision: the reason why this weight stays in a dtype
+
+
+def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
+    """Shell patterns of whole parameter names; a single string would be read letter by letter."""
+    many = isinstance(value, Iterable) and not isinstance(value, str)
+    patterns = tuple(value) if many else ()
+    if not many or not all(isinstance(each, str) and each for each in patterns):
+        raise MXFP8Error(
+            f"{field}={value!r}: give a sequence of patterns, such as ('*.mlp.*', '*.wo.weight')"
+        )
+    return patterns
+
+
+def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
+    """A problem: ``rows`` are all parameters of a model, and none of them is stored in MXFP8."""
+    if format is None or not rows or any(row.format for row in rows):
+        return []
+    reasons = [f"'{row.name}' {list(row.shape)}: {row.why}" for row in rows]
+    more = f", and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+    return [
+        f"nothing would be stored in {format} ({'; '.join(reasons[:4])}{more}): both sides of a "
+        f"weight are multiples of 32. Change them or the patterns, or train with weights='bf16'"
+    ]
+
+
+def ineligible(
+    name: str,
+    shape: Sequence[int],
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    owners: Sequence[type[nn.Module]] = (nn.Linear,),
+) -> str | None:
+    """The reason why a weight is not stored in MXFP8; None if it is. ``exclude`` beats
+    ``include``."""
+    for pattern in patterns_of(exclude, "exclude"):
+        if fnmatchcase(name, pattern):
+            return f"excluded by {pattern!r}"
+    wanted = patterns_of(include, "include")
+    if not any(fnmatchcase(name, pattern) for pattern in wanted):
+        return f"not in include={wanted}"
+    # A norm, for one, neither multiplies by a decoded matrix nor looks rows up.
+    others = sorted(
+        {owner.__name__ for owner in owners if not _multiplies(owner) and not _looks_up(owner)}
+    )
+    if others:
+        return f"read by {', '.join(others)}, not only by linears"
+    named = any(fnmatchcase(name, pattern) for pattern in wanted if pattern != _EVERYTHING)
+    if any(map(_looks_up, owners)) and not named:
+        return f"read by an embedding; include={(*wanted, name)} stores it too"
+    if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
+        return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
+    # Each matrix of a stack [experts, rows, columns] is stored separately.
+    stack = len(shape) == 3 and all(map(_multiplies_stacks, owners))
+    return "; ".join(shape_problems(shape[-2:] if stack else shape)) or None
+
+
+def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:
+    """The format of a weight in MXFP8; one that only embeddings read needs no column plane."""
+    return "mxfp8_rows" if all(map(_looks_up, owners)) else matrices
+
+
+_EVERYTHING = "*"  # names no weight in particular: embeddings must be named
+
+
+def _looks_up(owner: type[nn.Module]) -> bool:
+    return issubclass(owner, nn.Embedding)
+
+
+def _multiplies(owner: type[nn.Module]) -> bool:
+    return issubclass(owner, nn.Linear) or _multiplies_stacks(owner)
+
+
+def _multiplies_stacks(owner: type[nn.Module]) -> bool:
+    return getattr(owner, "multiplies_decoded", False)

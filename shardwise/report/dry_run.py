@@ -23,7 +23,7 @@ from shardwise.report.forward import own_forward
 from shardwise.report.plan import Plan, plan_with
 from shardwise.report.planned import Mesh
 from shardwise.shard.call import map_tensors
-from shardwise.shard.find import GrainChoice
+from shardwise.shard.wrapping import GrainChoice
 
 TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
 

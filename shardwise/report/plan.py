@@ -61,8 +61,8 @@ from shardwise.report.units import (
     recomputed_modules,
     whole_model,
 )
-from shardwise.shard.find import GrainChoice
 from shardwise.shard.group import Group
+from shardwise.shard.wrapping import GrainChoice
 
 
 @dataclass(frozen=True, kw_only=True)

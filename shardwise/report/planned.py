@@ -17,12 +17,12 @@ from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
 from shardwise.placements import SHARD, STRATEGIES, Placement, Placements, Turns, shard_range
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
 from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import bucket_problems
 
-Moment = Phase | Literal["step"]
+Moment = Reads | Literal["step"]
 
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
 OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}

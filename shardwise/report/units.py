@@ -26,11 +26,11 @@ from shardwise.precision.mxfp8_tensor import Format
 from shardwise.report.planned import Options
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.data_parallel import planned_buckets
-from shardwise.shard.find import Found, GrainChoice, grain_of, wrap_units
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
+from shardwise.shard.wrapping import Found, GrainChoice, grain_of, wrap_units
 
 
 @dataclass(eq=False)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets: which parameters of a model share a flat buffer, and where they lie in it.
 
-Arithmetic alone, the same on every rank. Parameters come in backprop order and a bucket is reduced
-once its last one has its gradient, so buckets are listed in the order in which that happens.
+Pure arithmetic, the same on every rank. Parameters are given in backprop order, and a bucket is
+reduced once its last gradient is there, so buckets are listed in the order of their completion.
 
 A matrix optimizer needs whole matrices, and shards are equal. So matrices of one size and one cost
-are put down in *rows*, one for each of the N shards: nothing is padded, no rank computes more than
-another. Whoever is left over when its row is full waits for the next row; a bucket is full when it
+are arranged in *rows*, one matrix for each of the N shards: nothing is padded, and no rank computes
+more than another. A matrix that finds its row full waits for the next row; a bucket is full when it
 has ``bucket_size`` elements:
 
     4 shards, backprop order  g0 q0 k0 g1 q1 k1 ..       (gate, query, key of a layer)
@@ -16,13 +16,13 @@ has ``bucket_size`` elements:
     shard 2  | g2    | q2  | k2 |
     shard 3  | g3    | q3  | k3 |
 
-Where N matrices of a size do not exist, or would make a bucket so large that backward has nothing
-left to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``), N/k of them to a
-bucket; k is the smallest that does. The optimizer brings the parts of one matrix together.
+Where there are fewer than N matrices of a size, or a bucket of N would leave too little of backward
+to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``) and a bucket holds N/k
+matrices; k is as small as possible. The optimizer brings the parts of one matrix together.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
-What fits in no row at all (the end of the model, a prime number of ranks) is packed whole where
+Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole where
 that pads little, else cut by rows, else by elements. A stack ``[experts, out, in]`` may be cut
 between its matrices, which keeps them whole.
 """
@@ -43,11 +43,11 @@ from shardwise.layout import (
     tensor_fraction,
 )
 
-# To keep matrices whole a bucket may grow beyond its size, as long as that many buckets remain ...
+# To keep matrices whole, a bucket may exceed ``bucket_size`` while this many buckets remain ...
 FEWEST_BUCKETS = 8
-# ... and up to that many times its size: its gradients are alive at once.
+# ... and up to this many times ``bucket_size``: the gradients of a bucket are alive at once.
 LARGEST_BUCKET = 8
-# A row of so few elements takes no time to send: its matrices are whole, however small a bucket.
+# A row of so few elements takes no time to send: its matrices stay whole however small a bucket is.
 SMALL_ROW = 1 << 20
 WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
@@ -55,14 +55,14 @@ CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may b
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one flat buffer: their positions in what was planned, and their layout."""
+    """Parameters of one flat buffer: their positions among the planned items, and their layout."""
 
     members: tuple[int, ...]
     layout: Layout
 
     @property
     def complete_at(self) -> int:
-        """The position, in backprop order, of the gradient that it waits for."""
+        """The position, in backprop order, of the last gradient that the bucket waits for."""
         return max(self.members)
 
 
@@ -79,8 +79,8 @@ def plan_matrices(
 
     Args:
         items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
-        costs: what the optimizer spends on each; shards are balanced by it.
-        bucket_size: elements from which on a bucket is large enough to be sent.
+        costs: the optimizer's work for each matrix; shards are balanced by it.
+        bucket_size: number of elements from which a bucket is large enough to be sent.
     """
     if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
         raise ValueError(
@@ -92,8 +92,8 @@ def plan_matrices(
     kinds = _kinds(items, costs, num_shards, bucket_size, limit)
     queues: dict[_Kind, list[int]] = {}
     buckets: list[Bucket] = []
-    full: list[list[int]] = []  # rows of whole matrices that wait for their bucket to be full
-    filled = 0  # their elements
+    full: list[list[int]] = []  # full rows of whole matrices in the bucket that is open
+    filled = 0  # number of elements in these rows
     loose: list[int] = []
 
     def size_of(members: Sequence[int]) -> int:
@@ -151,14 +151,14 @@ class _Kind:
 
     numel: int
     cost: int
-    shape: tuple[int, ...]  # () where they are whole: then sizes and costs alone matter
+    shape: tuple[int, ...]  # () for whole matrices: only sizes and costs matter
     parts: int
 
 
 def _kinds(
     items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int, limit: int
 ) -> list[_Kind | None]:
-    """The row of each matrix; None where a matrix fits in no row."""
+    """The kind of row that each matrix fits in; None where a matrix fits in no row."""
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
     found: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
@@ -185,7 +185,7 @@ def _grouped(keys: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]
 
 
 def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
-    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards, or 0."""
+    """The smallest k > 1 for which N/k matrices in k equal parts fill N shards; 0: none."""
     for parts in range(2, num_shards + 1):
         copies = num_shards // parts
         if num_shards % parts or copies > count or (copies > 1 and copies * item.numel > limit):
@@ -197,7 +197,7 @@ def _fewest_parts(item: Item, count: int, num_shards: int, limit: int) -> int:
 
 
 def _whole_rows(items: Sequence[Item], rows: Sequence[Sequence[int]], num_shards: int) -> Bucket:
-    """Member j of every row lies on shard j, the rows one behind the other."""
+    """The bucket of whole rows: member j of every row on shard j, one row after the other."""
     size = sum(_aligned(items[row[0]].numel) for row in rows)
     starts: dict[int, int] = {}
     offset = 0
@@ -211,7 +211,7 @@ def _whole_rows(items: Sequence[Item], rows: Sequence[Sequence[int]], num_shards
 
 
 def _cut_row(items: Sequence[Item], members: Sequence[int], parts: int, num_shards: int) -> Bucket:
-    """Every matrix fills ``parts`` shards."""
+    """The bucket of one row of cut matrices, each of which fills ``parts`` shards."""
     grain = tensor_fraction(parts)
     cut = tuple(Item(items[index].name, items[index].shape, grain) for index in members)
     size = grain.size(cut[0].shape)
@@ -223,7 +223,7 @@ def _cut_row(items: Sequence[Item], members: Sequence[int], parts: int, num_shar
 
 
 def _in_order(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
-    """Runs of neighbours, each as soon as it is large enough."""
+    """Runs of neighbours; a run ends as soon as it is large enough."""
     runs: list[list[int]] = []
     size = bucket_size
     for index, item in enumerate(items):
@@ -240,7 +240,7 @@ def _planned(items: Sequence[Item], members: Sequence[int], num_shards: int) -> 
 
 
 def _least_padding(items: Sequence[Item], members: Sequence[int], num_shards: int) -> int:
-    """A lower bound of the padding of whole matrices: cheap, and it spares most attempts."""
+    """A lower bound of the padding of whole matrices; cheap, to avoid most attempts to pack."""
     largest = max(items[index].grain_size for index in members)
     return num_shards * largest - sum(items[index].numel for index in members)
 
@@ -248,11 +248,11 @@ def _least_padding(items: Sequence[Item], members: Sequence[int], num_shards: in
 def _packed(
     items: Sequence[Item], costs: Sequence[int], members: Sequence[int], num_shards: int
 ) -> Bucket:
-    """Whole matrices, as balanced in cost as shards of that size allow."""
+    """The bucket of whole matrices, as balanced in cost as the size of its shards allows."""
     bucket = _planned(items, members, num_shards)
     size, starts = bucket.layout.shard_size, {}
     if any(items[index].grain_size < items[index].numel for index in members) or size % ALIGNMENT:
-        return bucket  # stacks lie over several shards: their matrices are as balanced as bytes
+        return bucket  # stacks span several shards: their costs are as balanced as their bytes
     loads, used = [0] * num_shards, [0] * num_shards
     for index in sorted(members, key=lambda i: (-costs[i], -items[i].numel, i)):
         numel = items[index].numel
@@ -270,7 +270,7 @@ def _packed(
 
 
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
-    """Cut by rows, or between the matrices of a stack; where that pads too much, by elements."""
+    """The bucket cut by rows, or between matrices of a stack; by elements if that pads too much."""
     by_rows = [
         Item(item.name, item.shape, ROW if len(item.shape) < 3 else item.grain)
         for item in (items[index] for index in members)

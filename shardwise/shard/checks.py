@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before anything changes: all problems at once, on every rank alike.
+"""Checks before anything changes: all problems at once, the same on every rank.
 
-A check returns sentences: the value, the reason, the fix. ``raise_together`` says them everywhere.
+A check returns sentences: the value, the reason, the fix. ``raise_together`` raises them on all
+ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shardwise.buffer import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_native import native_problem
-from shardwise.shard.find import Found, GrainChoice, grain_of
+from shardwise.precision.mxfp8_products import native_problem
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
+from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.tensor import ShardedTensor
 
 
@@ -36,7 +37,7 @@ def check_types(
     policy: Any,
     verb: str = "fully_shard",
 ) -> None:
-    """Raise for arguments with which even the exchange of problems is impossible."""
+    """Raise for arguments with which ranks can't even exchange their problems."""
     wrong = [
         f"{name} is a {type(value).__name__}, not a {kind.__name__}: {value!r}"
         for name, value, kind in (
@@ -49,7 +50,7 @@ def check_types(
         if value is not None and not isinstance(value, kind)
     ]
     if precision is not None and policy is not None:
-        wrong.append("precision and mp_policy say the same thing twice; pass one")
+        wrong.append("precision and mp_policy are two ways to say the same; pass one")
     if mesh is not None and isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
     if wrong:
@@ -60,8 +61,8 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
     problems = [] if roots else ["an empty list of modules"]
     if torch.is_inference_mode_enabled() or any(f.parameter.is_inference() for f in found):
         problems.append(
-            "parameters made under torch.inference_mode() cannot be trained, nor can what is "
-            "wrapped under it: build and wrap the model outside, or use torch.no_grad()"
+            "a module that is built or wrapped under torch.inference_mode() cannot be trained: "
+            "build and wrap the model outside, or use torch.no_grad()"
         )
     for module in roots:
         if unit_of(module) is not None:
@@ -101,12 +102,12 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
                 f"register_post_accumulate_grad_hook after wrapping, which shows reduced gradients"
             )
         elif parameter.numel() == 0:
-            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and holds nothing")
+            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and no elements")
     return problems
 
 
 def spread_linear(found: Found) -> GroupedLinear | None:
-    """The linear whose experts a parameter holds, where other ranks have other experts."""
+    """The linear that a parameter of spread experts belongs to; None for other parameters."""
     linears = [module for module in found.modules if isinstance(module, GroupedLinear)]
     return next((linear for linear in linears if linear.is_spread), None)
 
@@ -120,7 +121,8 @@ def experts_axis(found: Sequence[Found]) -> comm.Axis | None:
 def expert_problems(
     roots: Sequence[nn.Module], found: Sequence[Found], meshes: Sequence[DeviceMesh]
 ) -> list[str]:
-    """Experts are cut over ranks that hold the same ones; all else over ranks with other tokens."""
+    """Problems of experts that are spread over ranks. Experts must be sharded over ranks with the
+    same experts, other parameters over all ranks that have tokens."""
     inside = [one for root in roots for one in root.modules() if isinstance(one, GroupedLinear)]
     peers = {one.axis.peers for one in inside if one.is_spread and one.axis is not None}
     mixed: list[str] = []
@@ -132,7 +134,7 @@ def expert_problems(
             if apart:
                 partial.append(
                     f"'{f.name}' is no expert: ranks {apart[0]} exchange tokens, so its gradient "
-                    f"is summed over all of them, and this mesh has ranks {ranks}. Give it a mesh "
+                    f"is summed over all these ranks, but this mesh has ranks {ranks}. Use a mesh "
                     f"of all ranks that have tokens"
                 )
         elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
@@ -158,7 +160,7 @@ def expert_problems(
 
 
 def share_of(found: Found) -> str:
-    """Which experts a parameter holds, where other ranks have other experts."""
+    """The numbers of the experts in a parameter of spread experts, in words; else ""."""
     linear = spread_linear(found)
     if linear is None:
         return ""
@@ -210,13 +212,13 @@ def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[
 
 
 def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
-    """Problems of placements and bucket size for a whole model in buckets."""
+    """Problems of the placements and the bucket size of ``data_parallel``."""
     problems = []
     if SHARD in placements.compute:
         problems.append(
             f"{placements} shards the compute weights; data_parallel keeps them whole: use "
             f"zero(0), zero(1), zero(2) or Placements with compute=[Replicate(), ...], or "
-            f"fully_shard for this one"
+            f"fully_shard for these placements"
         )
     if not isinstance(bucket_mb, int | float) or isinstance(bucket_mb, bool) or not bucket_mb > 0:
         problems.append(f"bucket_mb={bucket_mb!r}: a number of megabytes above 0")
@@ -238,12 +240,13 @@ def placement_problems(
         if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
             problems.append(
                 f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
-                f"flat and cut along rows, so only Shard(0) or None can hold"
+                f"flat and cut along rows, so it may return only Shard(0) or None"
             )
     return problems
 
 
 def describe_parameter(found: Found, grain: GrainChoice | None, precision: Precision) -> str:
+    """One line about a parameter, which must be the same on all ranks."""
     parameter = found.parameter
     stored = stored_as(found, precision)
     return (

@@ -34,8 +34,8 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import stores_nothing
 from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.policy import stores_nothing
 from shardwise.shard.bucketed import BucketedUnit, stages_of
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.shard.checks import (
@@ -49,12 +49,11 @@ from shardwise.shard.checks import (
     product_problems,
     share_of,
 )
-from shardwise.shard.coded import GROUPS
-from shardwise.shard.find import Found, find_parameters
 from shardwise.shard.formats import stored_as
 from shardwise.shard.group import Group
-from shardwise.shard.install import device_of, install, same_values
 from shardwise.shard.module import unit_of, units_of
+from shardwise.shard.mxfp8_group import GROUPS
+from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking into a wrapped model: broken numbers with names and ranks, norms, a readable dump."""
+"""Diagnosis of a wrapped model: NaN and Inf by name and rank, norms, a readable description."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NonFinite:
 
     name: str
     kind: str  # "parameter" or "gradient"
-    coordinate: tuple[int, ...]  # of the rank on the mesh, outer to inner
+    coordinate: tuple[int, ...]  # the rank on the mesh, outer to inner axis
     num_nan: int
     num_inf: int
 
@@ -34,9 +34,9 @@ class NonFinite:
 
 
 def find_nonfinite(model: nn.Module) -> list[NonFinite]:
-    """Every NaN and Inf in parameters and gradients, of all ranks; the same list on every rank.
+    """Every NaN and Inf in parameters and gradients of all ranks; the same list on every rank.
 
-    Collective over the mesh of each unit: two small counts per parameter travel.
+    Collective over the mesh of each unit: four counts per parameter are sent.
     """
     found = []
     for unit, names in _named_units(model):
@@ -48,7 +48,7 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
                     if local is not None and local.numel() and local.is_floating_point():
                         counts[index, kind, 0] = torch.isnan(local).sum().item()
                         counts[index, kind, 1] = torch.isinf(local).sum().item()
-            everyone = _of_all_ranks(counts, group.ranks.axes, group.device)
+            everyone = _gather_counts(counts, group.ranks.axes, group.device)
             for coordinate, table in everyone:
                 for index in range(len(group.sharded)):
                     for kind, word in enumerate(("parameter", "gradient")):
@@ -60,8 +60,8 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
 
 
 def parameter_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
-    """The norm of every parameter over all ranks, and of its gradient where it has one
-    (collective)."""
+    """The norm of every parameter and of its gradient (None without one), over all ranks.
+    Collective."""
     names, tensors, grads = [], [], []
     for unit, labels in _named_units(model):
         for number, group in enumerate(unit.groups):
@@ -80,7 +80,7 @@ def parameter_norms(model: nn.Module) -> dict[str, tuple[float, float | None]]:
 
 
 def describe(model: nn.Module) -> str:
-    """Units, groups, layouts and bytes of this rank, for people."""
+    """A readable description of this rank's units, groups, layouts and bytes."""
     lines = []
     for unit, names in _named_units(model):
         lines.append(f"unit '{unit.name}' ({unit.phase.value}, {len(unit.groups)} groups)")
@@ -90,8 +90,7 @@ def describe(model: nn.Module) -> str:
             lines.append(
                 f"  group {number}: {len(group.items)} parameters, {group.parameter_dtype}, "
                 f"{layout.payload} elements + {layout.padding} padding in {layout.num_shards} "
-                f"shards "
-                f"of {layout.shard_size}; {group.placements}"
+                f"shards of {layout.shard_size}; {group.placements}"
             )
             lines.append(
                 f"    main {_size(main.block.nbytes)} {main.dtype} {sharded}; compute "
@@ -128,10 +127,10 @@ def _local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
 
 
-def _of_all_ranks(
+def _gather_counts(
     counts: Tensor, axes: tuple[comm.Axis, ...], device: torch.device
 ) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(coordinate, counts) of every rank of the mesh."""
+    """The coordinate and the counts of every rank of the mesh."""
     tables: list[tuple[tuple[int, ...], Tensor]] = [((), counts)]
     for axis in reversed(axes):
         mine = torch.stack([table for _, table in tables]).to(device)

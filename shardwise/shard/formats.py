@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters are stored in which format, what that asks of their layout, how they travel.
+"""The format of each parameter, what the format asks of the layout, and how weights are sent.
 
-    blocks of 32 rows stay together, so each shard can encode what it holds:
+    blocks of 32 rows stay together, so each shard can be encoded where it is:
 
     shard 0  main |w rows 0-63  |   --encode-->  codes |w 0-63  |  scales |w|   --all-gather-->
     shard 1  main |w rows 64-127|   --encode-->  codes |w 64-127|  scales |w|       1.03 bytes
 
-    blocks cut, or both planes wanted at once (2.06 bytes), where bf16 takes 2:
+    blocks are cut, or both planes are needed at once (2.06 bytes, where bf16 takes 2):
 
     shard 0  main |w rows 0-40  |   --cast-->  bf16 |w 0-40  |   --all-gather-->  encode everywhere
     shard 1  main |w rows 41-127|   --cast-->  bf16 |w 41-127|
 
-Names, shapes and layouts alone: no tensor is read, and every rank decides alike.
+Only names, shapes and layouts decide; no tensor is read, so every rank decides alike.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from torch import nn
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8 import SIDE, Block
-from shardwise.precision.mxfp8_choice import Stored, format_of, ineligible
-from shardwise.precision.mxfp8_embedding import lookup_problem
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Phase
-from shardwise.precision.policy import short_name
-from shardwise.shard.find import Found, GrainChoice, grain_of
+from shardwise.precision.mxfp8_functions import lookup_problem
+from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
+from shardwise.precision.policy import Stored, format_of, ineligible, short_name
+from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
-SQUARE = SIDE * SIDE  # elements; planes start at multiples of it, so that scales have addresses
-_STAGED_BYTES = 2  # of an element that travels as bf16
+SQUARE = SIDE * SIDE  # elements; weights start at multiples of it, so that scales have addresses
+_BF16_BYTES = 2  # per element that is sent as bf16
 
 
 def stored_as(found: Found, precision: Precision) -> Stored:
@@ -51,7 +50,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
         owners=found.owners,
     )
     if reason is None and not found.parameter.is_floating_point():
-        reason = f"it holds {found.parameter.dtype}"
+        reason = f"its dtype is {found.parameter.dtype}"
     for module in found.modules:
         if reason is None and isinstance(module, nn.Embedding):
             reason = lookup_problem(max_norm=module.max_norm, sparse=module.sparse)
@@ -60,9 +59,9 @@ def stored_as(found: Found, precision: Precision) -> Stored:
 
 
 def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
-    """The parameter to be laid out: where rows may be cut apart, blocks of 32 stay together."""
+    """The parameter as the layout planner takes it; in MXFP8, blocks of 32 rows stay together."""
     grain, shape = grain_of(found, choice), tuple(found.parameter.shape)
-    # A row of a stack [experts, rows, columns] is a whole member: its blocks are together anyway.
+    # A row of a stack [experts, rows, columns] is a whole matrix: its blocks are together anyway.
     return Item(found.name, shape, in_blocks(grain) if format and len(shape) == 2 else grain)
 
 
@@ -71,8 +70,7 @@ def in_blocks(grain: Grain) -> Grain:
 
 
 def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
-    """The layout of a group; in MXFP8 at addresses that its scales have too, if grains allow
-    that."""
+    """The layout of a group; in MXFP8, at addresses that scales have too where grains allow."""
     unit = SQUARE // ALIGNMENT if format else 1
     fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
     return plan(items, num_shards, unit=unit if fits else 1)
@@ -81,15 +79,15 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
 # ------------------------------------------------------------------------------------ transport
 
 
-def planes_of(format: Format, phase: Phase, persistent: bool) -> tuple[Block, ...]:
-    """The planes of one gather: the phase's, or all where weights stay from step to step."""
+def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ...]:
+    """The planes of one gather: those of the phase, or all where weights are kept between steps."""
     if persistent:
         return FORMATS[format]
     return (READS[format][phase],) if phase in READS[format] else ()
 
 
 def encodes_locally(layout: Layout) -> bool:
-    """Whether every shard holds whole 32x32 blocks, at addresses that their scales have too."""
+    """Whether every shard holds whole 32x32 blocks, at addresses that scales have too."""
     if layout.num_shards > 1 and layout.shard_size % SQUARE:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
@@ -101,16 +99,17 @@ def encodes_locally(layout: Layout) -> bool:
 
 
 def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
-    """Encode and gather codes, or gather bf16 and encode: what can be done, with fewer bytes."""
+    """Whether codes are gathered, rather than bf16 that is encoded afterwards: where shards can be
+    encoded and codes take fewer bytes."""
     if not encodes_locally(layout):
         return False
     planes = planes_of(format, "forward", persistent)
     nbytes = sum(1 + 1 / math.prod(block) for block in planes)
-    return layout.num_shards == 1 or nbytes < _STAGED_BYTES
+    return layout.num_shards == 1 or nbytes < _BF16_BYTES
 
 
 def plane_layout(layout: Layout, direct: bool) -> Layout:
-    """The layout of the codes: main's if they travel, else one matrix behind the other."""
+    """The layout of the codes: main's if codes are sent, else one matrix after the other."""
     if direct:
         return layout
     starts, end = [], 0
@@ -121,8 +120,7 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
 
 
 def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
-    """The bytes of one plane of all weights: codes, then scales, padded to ``parts`` equal
-    parts."""
+    """The bytes of a plane of all weights: codes and scales, padded to ``parts`` equal parts."""
     nbytes = layout.numel + layout.numel // math.prod(block)
     return -(-nbytes // parts) * parts
 
@@ -138,24 +136,24 @@ class PrecisionReport:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of those in MXFP8."""
+        """The names of the parameters in MXFP8."""
         return tuple(row.name for row in self.rows if row.format)
 
     @property
     def kept(self) -> dict[str, str]:
-        """The others under an MXFP8 precision, and why they are not."""
+        """Under an MXFP8 precision: the parameters that are not in MXFP8, and the reasons."""
         return {row.name: row.why for row in self.rows if row.why}
 
     @property
     def elements(self) -> tuple[int, int]:
-        """(of those in MXFP8, of all)."""
+        """(number of elements in MXFP8, number of all elements)."""
         sizes = [(math.prod(row.shape), row.format) for row in self.rows]
         return sum(size for size, format in sizes if format), sum(size for size, _ in sizes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, short: layers that are alike are named once, as ``blocks.*.norm.weight``.
+        """Plain values for logs; layers that are alike share a name, ``blocks.*.norm.weight``.
 
-        Empty where nothing is stored in MXFP8 nor was meant to be.
+        Empty under a precision without MXFP8.
         """
         if not self.stored and not self.kept:
             return {}
@@ -200,7 +198,7 @@ def precision_report(model: nn.Module) -> PrecisionReport:
     """How each parameter of a wrapped model is stored; names as the model has them."""
     if all(getattr(module, "_shardwise_unit", None) is None for module in model.modules()):
         raise ValueError(
-            f"nothing of this {type(model).__name__} is wrapped yet: call fully_shard or "
+            f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
     stored = {

@@ -22,8 +22,8 @@ from shardwise.layout import Layout, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
 from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.policy import Stored
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,
@@ -36,12 +36,19 @@ from shardwise.shard.checks import (
     placement_problems,
     product_problems,
 )
-from shardwise.shard.coded import GROUPS
-from shardwise.shard.find import Found, GrainChoice, find_parameters, outermost
 from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.group import Group
-from shardwise.shard.install import device_of, install, same_values
+from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
+from shardwise.shard.wrapping import (
+    Found,
+    GrainChoice,
+    device_of,
+    find_parameters,
+    install,
+    outermost,
+    same_values,
+)
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 

@@ -31,7 +31,7 @@ from shardwise.layout import Item, Layout, plan
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format, Phase
+from shardwise.precision.mxfp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, WholeParameter
@@ -262,7 +262,7 @@ class Group:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
         return self._pending is not None
 
-    def gather(self, runtime: Runtime, phase: Phase = "forward") -> None:
+    def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
         """Begin to gather the whole weights, unless they are there. :meth:`wait` ends it.
 
         ``phase``: what will read the weights; here both read the same.
@@ -341,19 +341,21 @@ class Group:
         self._filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Keep 1/k of the whole weights beyond a release, so that only k ranks gather them
-        again."""
-        if self.persistent or self.aliased:
-            return
-        whole = self.whole.flat
+        """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
+        them again."""
+        if not (self.persistent or self.aliased):
+            self._copy_part(self.whole.flat, self._filled, runtime, axis)
+
+    def _copy_part(self, whole: Tensor, filled: Any, runtime: Runtime, axis: comm.Axis) -> None:
         length = whole.numel() // axis.size
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
+            self._arrive()
             if self._kept is None:
                 self._kept = Block(length, whole.dtype, whole.device, "compute", lane="gather")
             self._kept.acquire(runtime.source)
             self._kept.tensor.copy_(whole[axis.rank * length : (axis.rank + 1) * length])
-        self._kept_axis, self._kept_filled = axis, self._filled
+        self._kept_axis, self._kept_filled = axis, filled
 
     def _source(self) -> Buffer:
         """The buffer that a gather starts from, up to date."""

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
-from shardwise.precision.mxfp8_linear import Emulated, Workspace
-from shardwise.precision.mxfp8_tensor import Phase
+from shardwise.precision.mxfp8_products import Emulated, Workspace
+from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.first_forward import check_first_forward
 from shardwise.shard.order import InTurn, Order
-from shardwise.shard.starting import refuse_problems
 from shardwise.streams import Lanes
 
 
@@ -94,7 +94,7 @@ class Member(InTurn, Protocol):
 
     def tidy(self) -> None: ...
 
-    def prefetch(self, reads: Phase) -> None: ...
+    def prefetch(self, reads: Reads) -> None: ...
 
     def end_forward(self) -> None: ...
 
@@ -146,6 +146,7 @@ class Runtime:
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
         self.in_forward = False  # whether that forward runs now (or has raised)
+        self.gated = False  # whether inputs of any call needed gradients
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
@@ -165,7 +166,7 @@ class Runtime:
             inner = getattr(module, "_shardwise_unit", None)
             if inner is not None:
                 units.setdefault(inner, name)
-        refuse_problems(list(units), list(units.values()))
+        check_first_forward(list(units), list(units.values()))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),
@@ -303,7 +304,7 @@ class Runtime:
 
     def _is_for_inputs(self) -> bool:
         """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
-        if reaches_all_leaves():
+        if reaches_all_leaves() or not self.gated:
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))

@@ -2,9 +2,9 @@
 """State dicts of wrapped models: sharded as they are, or whole and plain for exchange.
 
 ``model.state_dict()`` holds DTensors over the main weights and costs nothing;
-``torch.distributed.checkpoint`` saves and loads it under any layout, unless experts are spread over
-ranks: it would take those of one rank for all (``sw.save`` stores them one by one). The functions
-here are for one file that anybody can read.
+``torch.distributed.checkpoint`` saves and loads these under any layout, unless experts are spread
+over ranks: it would take one rank's experts for all (``sw.save`` stores each expert by itself). The
+functions here are for one plain file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.tensor import ShardedTensor
 def full_state_dict(
     model: nn.Module, *, device: torch.device | str | None = "cpu", only_first_rank: bool = False
 ) -> dict[str, Any]:
-    """The state dict with whole, plain tensors, one parameter at a time (collective).
+    """The state dict with whole, plain tensors, gathered one parameter at a time. Collective.
 
-    With ``only_first_rank`` the other ranks take part and return an empty dictionary.
+    With ``only_first_rank`` all ranks take part, and the others return an empty dictionary.
     """
     keep = not only_first_rank or torch.distributed.get_rank() == 0
     spread = _spread_linears(model)
@@ -38,17 +38,17 @@ def full_state_dict(
         values = {name: value}
         path, _, last = name.rpartition(".")
         if path in spread and isinstance(value, Tensor):
-            values = _of_all_ranks(name, last, value, *spread[path])
+            values = _gather_experts(name, last, value, *spread[path])
         for key, each in values.items() if keep else ():
             if isinstance(each, Tensor):
-                # Never a view of what training goes on to change.
+                # A copy: training goes on to change the original.
                 each = each.detach().to(device or each.device, copy=True)
             result[key] = each
     return result
 
 
 def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axis]]:
-    """The linears of whose experts this rank has a share, by name, and the axis of the spread."""
+    """The linears whose experts are spread over ranks, by name, with the axis of the spread."""
     axes = {
         linear: mixture.axis
         for mixture in mixtures_of(model)
@@ -61,17 +61,17 @@ def _spread_linears(model: nn.Module) -> dict[str, tuple[GroupedLinear, comm.Axi
             if axis is None:
                 raise ValueError(
                     f"'{name}' has {module.num_experts} of {module.total_experts} experts, and "
-                    f"nothing says which ranks have the others: spread them with "
+                    f"the ranks that have the others are not known: spread them with "
                     f"MixtureOfExperts.spread(axis), or save with sw.save"
                 )
             found[name] = module, axis
     return found
 
 
-def _of_all_ranks(
+def _gather_experts(
     name: str, last: str, value: Tensor, linear: GroupedLinear, axis: comm.Axis
 ) -> dict[str, Tensor]:
-    """One state of a linear as a model with all experts has it: stacked, or numbered anew."""
+    """One tensor of a linear with the experts of all ranks: stacked, or one entry per expert."""
     value = value.detach().contiguous()
     together = value.new_empty(axis.size, *value.shape)
     comm.all_gather(together.view(-1), value.view(-1), axis).wait()
@@ -86,14 +86,14 @@ def _of_all_ranks(
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load whole main weights: every rank passes them all and keeps its pieces. No communication.
+    """Load whole main weights: every rank passes all values and keeps its pieces. No communication.
 
-    They become those that the optimizer updates: it has no others. All keys may bear one prefix
-    more than the model's (``module.``, ``model.``), and experts may be in the other layout.
+    The optimizer updates the loaded weights. All keys may have one prefix more than the model's
+    (``module.``, ``model.``), and experts may be in the other layout.
     """
     names = set(model.state_dict())
     for path, module in model.named_modules():
-        if isinstance(module, GroupedLinear):  # experts in either layout, here or elsewhere
+        if isinstance(module, GroupedLinear):  # experts of any rank, in either layout
             stem = f"{path}." if path else ""
             for name in module.layouts:
                 names |= {f"{stem}{name}", *indexed_keys(stem, name, module.total_experts)}
@@ -104,8 +104,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
 
 def _prefix_of(state: Mapping[str, Any], names: set[str]) -> str:
-    """The prefix of every key before a name of the model. With several answers, or none, nothing:
-    which one is meant cannot be told, and loading says what is missing."""
+    """The prefix that every key has before a name of the model; "" where there is none or more than
+    one, and loading then names the missing keys."""
     found = set()
     for key in state:
         parts = key.split(".")

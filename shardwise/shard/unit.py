@@ -52,8 +52,8 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import weakly
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored
-from shardwise.precision.mxfp8_tensor import Phase as Reads
+from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.policy import Stored
 from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
@@ -317,6 +317,7 @@ class Unit:
                 runtime.end_forward()
         if call is not None and call.recorded and self._watch(call, output):
             self.calls.wait_for(call, 0 if runtime.in_backward else runtime.forward)
+            runtime.gated = runtime.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:

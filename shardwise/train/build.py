@@ -23,9 +23,9 @@ from shardwise.optim.muon import muon
 from shardwise.optim.optimizers import optimizer
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
-from shardwise.shard.find import wrap_units
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
+from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus, load_corpus
 from shardwise.train.sampler import HeldOut, Sampler

@@ -16,7 +16,7 @@ from shardwise import comm
 from shardwise.layout import ELEMENT
 from shardwise.placements import STRATEGIES
 from shardwise.report.plan import Plan, plan
-from shardwise.shard.find import wrap_units
+from shardwise.shard.wrapping import wrap_units
 from tests.memory.helpers import Books
 from tests.models import Layer, Model, loss_of, mesh_for, tokens
 from tests.ranks import run_ranks

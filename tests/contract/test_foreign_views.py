@@ -192,7 +192,7 @@ def dump_codes(rank: int, world_size: int, weights: str) -> None:
     shown: list[tuple[numpy.ndarray, numpy.ndarray]] = []
 
     def show(module: Any, *_: Any) -> None:
-        for plane in module.weight.coded.planes.values():
+        for plane in module.weight.quantised.planes.values():
             codes = plane.codes.view(torch.uint8).numpy()
             shown.append((codes, codes.copy()))
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
-from shardwise.precision import mxfp8_native
+from shardwise.precision import mxfp8_products
 from shardwise.precision.mxfp8 import ROW, MXFP8Error
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import checks
-from shardwise.shard.coded_parameter import CodedParameter
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.module import units_of
+from shardwise.shard.mxfp8_parameter import MXFP8Parameter
 from tests.contract.helpers import raised
 from tests.models import mesh_of
 from tests.parity.mxfp8_helpers import (
@@ -130,7 +130,7 @@ def check_report(rank: int, world_size: int) -> str:
 
 
 def test_nothing_is_decided_before_something_is_wrapped() -> None:
-    with pytest.raises(ValueError, match="nothing of this Linear is wrapped yet"):
+    with pytest.raises(ValueError, match="no module of this Linear is wrapped yet"):
         sw.precision_report(nn.Linear(32, 32))
 
 
@@ -149,8 +149,8 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     with mock.patch.object(checks, "native_problem", return_value=None):
         lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
     (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
-    with mock.patch.object(mxfp8_native, "native_problem", return_value=None):
-        assert isinstance(group.matmul, mxfp8_native.Native), "where there is hardware for it"
+    with mock.patch.object(mxfp8_products, "native_problem", return_value=None):
+        assert isinstance(group.matmul, mxfp8_products.Native), "where there is hardware for it"
     return [
         raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
@@ -249,8 +249,8 @@ class Reader(nn.Module):
         self.seen: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.one.weight, CodedParameter)
-        self.seen = self.one.weight.coded, repr(self.one.weight)
+        assert isinstance(self.one.weight, MXFP8Parameter)
+        self.seen = self.one.weight.quantised, repr(self.one.weight)
         return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
 
 
@@ -268,7 +268,7 @@ def check_reading(rank: int, world_size: int) -> None:
     assert model.one.weight.grad.full_tensor().abs().sum() > 0
     assert model.two.weight.grad.full_tensor().abs().sum() > 0
     coded, text = model.seen
-    assert text == "CodedParameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
+    assert text == "MXFP8Parameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
     model.unshard()
     assert coded.dequantise().equal(MXFP8Tensor.encode(first).dequantise())
     model.reshard()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.models.gpt import GPT, GPTConfig, RopeScaling
-from shardwise.models.llama import (
+from shardwise.models.hugging_face import (
     config_from_hf,
     from_hf,
     hf_config,
@@ -212,7 +212,7 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
     with pytest.raises(ValueError, match=r"num_experts .*is missing"):
         config_from_hf({key: value for key, value in experts.items() if key != "num_experts"})
     for name, value in (("shared_hidden_dim", 8), ("bias_rate", 0.1), ("expert_score", "sigmoid")):
-        with pytest.raises(ValueError, match=f"Qwen3MoeFor.* has nothing for .*{name}"):
+        with pytest.raises(ValueError, match=f"Qwen3MoeFor.* has no option for .*{name}"):
             hf_config(replace(MODELS["qwen3 experts"], **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sliding_window=4096"):
         config_from_hf(LLAMA_405B | {"model_type": "mistral"})

@@ -12,7 +12,7 @@ import torch
 import shardwise as sw
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.shard.find import wrap_units
+from shardwise.shard.wrapping import wrap_units
 from tests.ranks import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.precision.mxfp8 import Plane, encode
-from shardwise.precision.mxfp8_linear import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Phase
-from shardwise.shard.coded import GROUPS
-from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
+from shardwise.precision.mxfp8_functions import mxfp8_linear
+from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Reads
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
+from shardwise.shard.mxfp8_group import GROUPS
+from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from tests.models import mesh_for
 
 WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 30
@@ -50,10 +50,10 @@ class AtUse(Group):
     format: Format = "mxfp8"
     matmul = None
 
-    def _whole_parameter(self, index: int, requires_grad: bool) -> CodedParameter:
-        return CodedParameter.of(CodedWeight(weakref.ref(self), index), requires_grad)
+    def _whole_parameter(self, index: int, requires_grad: bool) -> MXFP8Parameter:
+        return MXFP8Parameter.of(MXFP8Weight(weakref.ref(self), index), requires_grad)
 
-    def plane(self, index: int, phase: Phase) -> Plane:
+    def plane(self, index: int, phase: Reads) -> Plane:
         return encode(self.whole.view(index), (READS[self.format][phase],))[0]
 
 
@@ -200,7 +200,7 @@ def planes_seen(model: nn.Module) -> dict[str, Tensor]:
                 group.gather(unit.runtime, phase=phase)
                 group.wait(unit.runtime)
             for item, parameter in zip(group.items, group.unsharded, strict=True):
-                for name, tensor in parameter.coded.state_dict().items():
+                for name, tensor in parameter.quantised.state_dict().items():
                     found[f"{unit.name} {item.name} {name}"] = tensor.clone()
             group.release(unit.runtime)
     return found

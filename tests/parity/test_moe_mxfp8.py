@@ -108,7 +108,7 @@ def train(
 def members_are_coded_one_by_one(net: Net) -> None:
     whole = net.moe.experts.fc1.weight.full_tensor().detach()  # type: ignore[union-attr]
     net.moe.experts.unshard()  # type: ignore[operator]
-    members = net.moe.experts.fc1.weight.coded.members()  # type: ignore[union-attr]
+    members = net.moe.experts.fc1.weight.quantised.members()  # type: ignore[union-attr]
     assert len(members) == len(whole) == net.moe.experts.num_experts
     for member, value in zip(members, whole, strict=True):
         alone = MXFP8Tensor.encode(value, "mxfp8")

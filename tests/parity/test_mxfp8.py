@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
-from shardwise.shard import coded
+from shardwise.shard import mxfp8_group
 from shardwise.shard.formats import planes_of
 from shardwise.shard.module import units_of
 from tests.models import mesh_for
@@ -164,7 +164,7 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
     sent = []
     runs = []
     for direct in (True, False):
-        with mock.patch.object(coded, "sends_codes", lambda *_, d=direct: d):
+        with mock.patch.object(mxfp8_group, "sends_codes", lambda *_, d=direct: d):
             with sw.comm.record() as calls:
                 model, seen = run(rank, world_size, strategy, "adamw", True, format)
             groups = [g for unit in units_of(model) for g in unit.groups if g.format]
@@ -360,7 +360,7 @@ def staged_before(self: Any, planes: Any, runtime: Any) -> None:
     source.flat.data.copy_(now)
 
 
-RIGHT = coded.CodedGroup._gather_staged
+RIGHT = mxfp8_group.MXFP8Group._gather_staged
 
 
 def check_control(rank: int, world_size: int, mistake: str) -> str:
@@ -368,10 +368,12 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
     _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
-            stack.enter_context(mock.patch.object(coded.CodedGroup, "_missing", never_made_anew))
+            stack.enter_context(
+                mock.patch.object(mxfp8_group.MXFP8Group, "_missing", never_made_anew)
+            )
         if mistake == "outside":
             stack.enter_context(
-                mock.patch.object(coded.CodedGroup, "_gather_staged", staged_before)
+                mock.patch.object(mxfp8_group.MXFP8Group, "_gather_staged", staged_before)
             )
         model = make(True)
         if mistake == "init":

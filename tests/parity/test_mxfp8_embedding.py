@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.precision import mxfp8_embedding
+from shardwise.precision import mxfp8_functions
 from shardwise.precision.mxfp8 import Plane
-from shardwise.precision.mxfp8_embedding import rows_of
+from shardwise.precision.mxfp8_functions import rows_of
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
-from shardwise.shard import coded
+from shardwise.shard import mxfp8_group
 from tests.contract.helpers import raised
 from tests.models import mesh_for, mesh_of
 from tests.parity.mxfp8_embedding_helpers import STORED, WIDTH, WORDS, make, precision_of
@@ -228,7 +228,7 @@ def check_reading(rank: int, world_size: int) -> list[str]:
 
 def test_other_readers_and_what_is_refused() -> None:
     for *said, renormalised, sparse in run_ranks(check_reading, 2):
-        assert all("'embedding.weight' is stored in MXFP8, so not with" in one for one in said)
+        assert all("'embedding.weight' is stored in MXFP8, which excludes" in one for one in said)
         assert "max_norm=1.0 rewrites rows" in said[0] and "use sparse=False" in said[1]
         assert "max_norm=1.0 rewrites rows" in renormalised and "use sparse=False" in sparse
 
@@ -258,8 +258,8 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
     few = range(6)  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", False, "mxfp8", False, steps=few)
     wrong = {
-        "stale rows": (coded.CodedGroup, "_missing", never_made_anew),
-        "scales": (mxfp8_embedding, "rows_of", next_scales),
+        "stale rows": (mxfp8_group.MXFP8Group, "_missing", never_made_anew),
+        "scales": (mxfp8_functions, "rows_of", next_scales),
     }
     model = make(True)
     if mistake == "init":

@@ -138,7 +138,7 @@ def copy_and_print(rank: int, world_size: int) -> None:
     model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), world_size)
     model.unshard()
     weight = model[0].weight
-    values, coded = weight.detach(), weight.coded
+    values, coded = weight.detach(), weight.quantised
     copies = [copy.deepcopy(coded), pickle.loads(pickle.dumps(coded)), saved(coded)]
     parameters = [copy.deepcopy(weight), saved(weight)]
     assert len(pickle.dumps(coded)) < 1.5 * WIDTH * WIDTH, "without the other weights of the group"
@@ -166,7 +166,7 @@ def print_stack(rank: int, world_size: int) -> str:
     experts = Routing(num_experts=4, experts_per_token=2)
     model = MixtureOfExperts(experts, WIDTH, 32, activation=swiglu(), weight_layout="grouped")
     shard(model, world_size).unshard()
-    return repr(next(p.coded for p in model.parameters() if hasattr(p, "coded")))
+    return repr(next(p.quantised for p in model.parameters() if hasattr(p, "quantised")))
 
 
 def test_a_stack_of_experts_prints() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.checkpoint import MismatchError
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
-from shardwise.shard.coded import CodedGroup
+from shardwise.shard.mxfp8_group import MXFP8Group
 from tests.parity.mxfp8_helpers import (
     STORED,
     assert_same_bits,
@@ -100,14 +100,14 @@ def check_stale(rank: int, world_size: int, path: str) -> str:
         for parameter in model.parameters():
             parameter.mul_(-2.0)
         model(torch.zeros(1, 1, dtype=torch.long))
-    right = CodedGroup._missing
-    CodedGroup._missing = lambda self, phase: []  # type: ignore[method-assign]
+    right = MXFP8Group._missing
+    MXFP8Group._missing = lambda self, phase: []  # type: ignore[method-assign]
     try:
         sw.load(path, model, optimizer)
         with pytest.raises(AssertionError) as caught:
             assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "stale codes")
     finally:
-        CodedGroup._missing = right  # type: ignore[method-assign]
+        MXFP8Group._missing = right  # type: ignore[method-assign]
     assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "made anew")
     return str(caught.value)
 

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, generate
-from shardwise.models.norm import RMSNorm
-from shardwise.models.rotary import Rotary, rotate, stretch
+from shardwise.models.layers import RMSNorm, Rotary, rotate, stretch
 from shardwise.moe import MixtureOfExperts
 from tests.models import mesh_of
 from tests.ranks import run_ranks

@@ -190,7 +190,7 @@ def test_the_order_of_gate_and_up_is_recorded_and_never_guessed() -> None:
     assert state["fc1._extra_state"] == {"gate_up_block": 4}
     foreign = {key: value for key, value in state.items() if "extra" not in key}
     for strict in (True, False):
-        with pytest.raises(RuntimeError, match="does not say in which order gate and up stand"):
+        with pytest.raises(RuntimeError, match="does not hold the order of gate and up"):
             make().load_state_dict(dict(foreign), strict=strict)
     keys.declare_gate_up(foreign, "fc1.", 4)
     second = make(block=0)

@@ -138,7 +138,7 @@ def test_delayed_gradients_after_a_first_evaluation() -> None:
 
 def test_an_attribute_of_a_user_is_nobody_elses() -> None:
     mlp = experts()
-    mlp.fc1.weight.coded = True  # type: ignore[union-attr]
+    mlp.fc1.weight.quantised = True  # type: ignore[union-attr]
     mlp(torch.randn(20, 8), ENDS, torch.rand(20))
 
 

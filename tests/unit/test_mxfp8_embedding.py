@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, MXFP8Error, decode, encode
-from shardwise.precision.mxfp8_embedding import lookup, lookup_problem, mxfp8_embedding, rows_of
+from shardwise.precision.mxfp8_functions import lookup, lookup_problem, mxfp8_embedding, rows_of
 from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
 
 VOCAB, COLUMNS = 96, 64

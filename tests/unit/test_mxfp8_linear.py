@@ -14,22 +14,21 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.memory import ledger
-from shardwise.precision import mxfp8_native
+from shardwise.precision import mxfp8_products
 from shardwise.precision.mxfp8 import COLUMN, ROW, MXFP8Error, encode
-from shardwise.precision.mxfp8_linear import (
+from shardwise.precision.mxfp8_functions import mxfp8_linear, weight_gradient
+from shardwise.precision.mxfp8_products import (
     Emulated,
+    Native,
     Workspace,
-    add_weight_gradient,
-    mxfp8_linear,
+    native_problem,
+    swizzle,
     through_mxfp8,
 )
-from shardwise.precision.mxfp8_native import Native, native_problem, swizzle
 from shardwise.precision.mxfp8_tensor import Format, Matrices, MXFP8Tensor
-from shardwise.shard.whole_parameter import WholeParameter
 from tests.ranks import run_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10
-NAN = float("nan")
 formats = pytest.mark.parametrize("format", get_args(Matrices))
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
@@ -42,27 +41,6 @@ def spread(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
     """Over many powers of two: else row and column planes decode to the same values."""
     powers = torch.randint(-12, 4, (rows, columns), generator=torch.Generator().manual_seed(9))
     return made(rows, columns) * torch.exp2(powers)
-
-
-class Target:
-    """Keeps the protocol of a gathered parameter, and what it was asked."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.memory = torch.full((ROWS, COLUMNS), NAN, dtype=dtype)
-        self.fresh, self.log = True, list[str]()
-
-    def fresh_main_grad(self) -> tuple[Tensor, bool]:
-        self.log.append("asked")
-        return self.memory, self.fresh
-
-    @property
-    def grad_added_to_main_grad(self) -> bool:
-        return not self.fresh
-
-    @grad_added_to_main_grad.setter
-    def grad_added_to_main_grad(self, value: bool) -> None:
-        self.log.append("written" if not self.memory.isnan().any() else "announced too early")
-        self.fresh = not value
 
 
 # ------------------------------------------------------------------------------- the products
@@ -188,35 +166,30 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
 @dtypes
-def test_gradients_go_where_the_caller_says(dtype: torch.dtype, into: torch.dtype) -> None:
+def test_gradients_add_up_in_the_dtype_of_the_parameter(
+    dtype: torch.dtype, into: torch.dtype
+) -> None:
     stored = MXFP8Tensor.encode(made(ROWS, COLUMNS))
-    parameter, target = nn.Parameter(made(ROWS, COLUMNS)), Target(into)
+    parameter = nn.Parameter(made(ROWS, COLUMNS, dtype=into))
     exact = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
     for micro in range(3):
         x = made(TOKENS, COLUMNS, dtype=dtype, seed=micro)
         grad = made(TOKENS, ROWS, dtype=dtype, seed=10 + micro)
-        mxfp8_linear(x, stored, parameter=parameter, main_grad=target).backward(grad)
+        mxfp8_linear(x, stored, parameter=parameter).backward(grad)
         exact += grad.double().t() @ x.double()
-    assert parameter.grad is None
-    assert target.log == ["asked", "written"] * 3
-    error = (target.memory.double() - exact).norm() / exact.norm()
+    assert parameter.grad is not None and parameter.grad.dtype == into
+    error = (parameter.grad.double() - exact).norm() / exact.norm()
     assert error < (1e-6 if into == torch.float32 else 1e-2)
 
 
-def test_fresh_memory_is_overwritten_and_other_memory_added_to() -> None:
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_gradient_is_rounded_once(into: torch.dtype) -> None:
     x, grad = made(TOKENS, COLUMNS), made(TOKENS, ROWS, seed=1)
-    product = grad.t() @ x
-    for into in (torch.float32, torch.bfloat16):
-        memory = torch.full((ROWS, COLUMNS), NAN, dtype=into)
-        add_weight_gradient(memory, grad, x, fresh=True)
-        assert torch.equal(memory, product.to(into))
-        memory.fill_(100)
-        add_weight_gradient(memory, grad, x, fresh=False)
-        torch.testing.assert_close(memory, (product + 100).to(into))
+    assert torch.equal(weight_gradient(grad, x, into), (grad.t() @ x).to(into))
 
 
 class AtUse(nn.Module):
-    """A linear that encodes its bf16 weight when it is used and writes its own gradient."""
+    """A linear that encodes its weight when it is used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +197,7 @@ class AtUse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         stored = MXFP8Tensor.encode(self.weight, "mxfp8")
-        gathered = self.weight if isinstance(self.weight, WholeParameter) else None
-        return mxfp8_linear(x, stored, parameter=self.weight, main_grad=gathered)
+        return mxfp8_linear(x, stored, parameter=self.weight)
 
 
 def train_gathered(rank: int, world_size: int, level: int) -> None:
@@ -255,7 +227,7 @@ def train_gathered(rank: int, world_size: int, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 3])
-def test_gathered_parameters_keep_the_protocol(level: int) -> None:
+def test_gathered_parameters_get_the_same_gradients(level: int) -> None:
     run_ranks(train_gathered, 2, level, timeout=110)
 
 
@@ -356,7 +328,7 @@ def test_native_products_hand_the_right_operands_over(
     format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(mxfp8_native, "native_problem", lambda device: None)
+    monkeypatch.setattr(mxfp8_products, "native_problem", lambda device: None)
     stored, bias = MXFP8Tensor.encode(spread(160), format), made(160, seed=5)
     results = []
     for products in (Native(torch.device("cpu")), Emulated(activations=through_mxfp8)):
@@ -393,8 +365,7 @@ def test_native_products_are_refused_where_there_are_none(monkeypatch: pytest.Mo
         ({"x": made(TOKENS, 64)}, ["(10, 64)", "must be 96"]),
         ({"x": made(TOKENS, COLUMNS).half()}, ["torch.float16", "bf16 and fp32"]),
         ({"bias": made(COLUMNS)}, ["bias", "(64,)"]),
-        ({"parameter": nn.Parameter(made(COLUMNS, ROWS))}, ["(96, 64)", "64x96"]),
-        ({"main_grad": Target()}, ["main_grad without a parameter"]),
+        ({"parameter": nn.Parameter(made(COLUMNS, ROWS))}, ["(96, 64)", "a weight of (64, 96)"]),
         ({"x": made(TOKENS, 64).half(), "bias": made(3)}, ["must be 96", "float16", "bias"]),
     ],
 )

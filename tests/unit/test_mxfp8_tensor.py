@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, MXFP8Error, Plane, decode, encode
-from shardwise.precision.mxfp8_choice import format_of, ineligible
 from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Matrices, MXFP8Tensor
-from shardwise.precision.policy import Precision
+from shardwise.precision.policy import Precision, format_of, ineligible
 
 formats = pytest.mark.parametrize("format", get_args(Matrices))
 
@@ -250,7 +249,7 @@ def test_what_is_no_dtype_is_refused_by_name(field: str, value: Any) -> None:
 
 
 def test_nothing_here_imports_triton() -> None:
-    modules = "mxfp8, mxfp8_tensor, mxfp8_linear, mxfp8_native, mxfp8_choice, mxfp8_embedding"
+    modules = "mxfp8, mxfp8_tensor, mxfp8_products, mxfp8_functions, policy"
     program = (
         f"import sys; import torch; before = set(sys.modules); "
         f"from shardwise.precision import {modules}; "

@@ -29,7 +29,7 @@ from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, parse_size, size_text
 from shardwise.report.table import plan_text, print_plan
 from shardwise.shard import fully_shard as wrapping
-from shardwise.shard.find import wrap_units
+from shardwise.shard.wrapping import wrap_units
 from tests.models import Model
 from tests.ranks import run_ranks
 

@@ -278,7 +278,7 @@ def test_a_plan_takes_the_precision_of_the_recipe_or_the_flag(
 
 def test_the_console_says_once_what_stays_bf16() -> None:
     stream = io.StringIO()
-    kept = {"read by RMSNorm, not by linears alone": ["norm.weight"]}
+    kept = {"read by RMSNorm, not only by linears": ["norm.weight"]}
     weights = {"format": "mxfp8", "stored": 28, "parameters": 47, "share": 0.923, "kept": kept}
     corpus = {"name": "text", "text": "1M tokens", "sha256": "0" * 64}
     model = {"parameters": 10**6, "text": "4 layers"}
@@ -286,4 +286,4 @@ def test_the_console_says_once_what_stays_bf16() -> None:
     Console(3, stream=stream).log(event | {"strategy": "zero3", "out": ".", "weights": weights})
     said = stream.getvalue()
     assert "28 of 47 parameters in mxfp8, 92.3 % of all elements" in said
-    assert "norm.weight: read by RMSNorm, not by linears alone" in said
+    assert "norm.weight: read by RMSNorm, not only by linears" in said

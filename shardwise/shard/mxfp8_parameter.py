@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters whose values are MXFP8 planes, as forward sees them.
 
-    nn.Linear: F.linear(x, weight, bias)  -->  mxfp8_linear(x, planes, bias)     multiplies by codes
-    nn.Embedding: F.embedding(ids, weight) --> mxfp8_embedding(ids, planes)      decodes those rows
-    any other function of the weight      -->  the same of decode(planes)        in bf16
+    nn.Linear: F.linear(x, weight, bias)    -->  mxfp8_linear(x, planes, bias)   multiplies by codes
+    nn.Embedding: F.embedding(ids, weight)  -->  mxfp8_embedding(ids, planes)    decodes some rows
+    any other function of the weight        -->  the same of decode(planes)      in bf16
 
-Autograd sees an ordinary leaf of the weight's shape in bf16: its gradient comes whole, once per
+Autograd sees an ordinary leaf of the weight's shape in bf16: the gradient arrives whole, once per
 backward, however often the weight was used. The leaf itself has no memory for values.
 """
 
@@ -23,11 +23,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
-from shardwise.moe.weights import InCodes
+from shardwise.moe.weights import QuantisedParameter
 from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
-from shardwise.precision.mxfp8_embedding import lookup_problem, mxfp8_embedding
-from shardwise.precision.mxfp8_linear import Matmul, mxfp8_linear
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Phase, restored
+from shardwise.precision.mxfp8_functions import lookup_problem, mxfp8_embedding, mxfp8_linear
+from shardwise.precision.mxfp8_products import Matmul
+from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
 
 
@@ -43,14 +43,14 @@ class PlaneOwner(Protocol):
     @property
     def _whole_device(self) -> torch.device: ...
 
-    def plane(self, index: int, phase: Phase) -> Plane: ...
+    def plane(self, index: int, phase: Reads) -> Plane: ...
 
-    def planes_here(self, index: int) -> dict[Block, Plane]: ...
+    def gathered(self, index: int) -> dict[Block, Plane]: ...
 
 
-class CodedWeight(MXFP8Tensor):
-    """One weight of a group: planes are looked up when they are read, so that they may be released
-    and gathered again in between."""
+class MXFP8Weight(MXFP8Tensor):
+    """One weight of a group. Planes are looked up at each read, so that they may be released and
+    gathered again in between."""
 
     __slots__ = ("_group", "_index")
 
@@ -67,7 +67,7 @@ class CodedWeight(MXFP8Tensor):
     @property
     def planes(self) -> dict[Block, Plane]:  # type: ignore[override]
         """The planes that are gathered now."""
-        return self.group.planes_here(self._index)
+        return self.group.gathered(self._index)
 
     @property
     def name(self) -> str:
@@ -85,36 +85,35 @@ class CodedWeight(MXFP8Tensor):
     def format(self) -> Format:
         return self.group.format
 
-    def plane(self, phase: Phase) -> Plane:
+    def plane(self, phase: Reads) -> Plane:
         return self.group.plane(self._index, phase)
 
     def dequantise(
-        self, phase: Phase = "forward", *, dtype: torch.dtype = torch.bfloat16
+        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and saved as a plain ``MXFP8Tensor`` of the planes that are here, which belongs to
-        no group; a stack as one high matrix."""
+        """Copy and save as a plain ``MXFP8Tensor`` of the planes that are gathered, which belongs
+        to no group; a stack of matrices becomes one high matrix."""
         self._require_a_plane()
-        # Clones: a view would take the planes of the whole group along.
+        # Clones: pickling a view would save the planes of the whole group.
         return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
 
     def to(self, device: torch.device | str) -> MXFP8Tensor:
-        """A plain tensor; see ``__reduce__``."""
+        """A plain ``MXFP8Tensor`` on ``device``; see ``__reduce__``."""
         self._require_a_plane()
         return super().to(device)
 
     def _require_a_plane(self) -> None:
         if not self.planes:
             raise RuntimeError(
-                f"no plane of '{self.name}' is here to copy or save: do it inside its module's "
+                f"no plane of '{self.name}' is here to copy or save: do so inside its module's "
                 f"forward or after unshard(), or take the main weights from sw.full_state_dict"
             )
 
     def members(self) -> list[MXFP8Tensor]:
-        """The members of a stack [experts, rows, columns], each as a view of its gathered
-        planes."""
+        """The matrices of a stack [experts, rows, columns], each a view of the gathered planes."""
         count = self.shape[0]
         pairs = {
             block: zip(plane.codes.chunk(count), plane.scales.chunk(count), strict=True)
@@ -127,26 +126,26 @@ class CodedWeight(MXFP8Tensor):
         return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
 
 
-class CodedParameter(WholeParameter, InCodes):
-    """A parameter as forward sees it, whose values are planes.
+class MXFP8Parameter(WholeParameter, QuantisedParameter):
+    """A parameter as forward sees it, whose values are the planes of ``quantised``.
 
-    ``F.linear`` multiplies by them, ``F.embedding`` looks rows up. Anything else that reads values
-    gets them decoded to bf16, as forward computes with them, and its gradient is this parameter's.
-    What is decoded (``.data``, ``.detach()``, a slice) is a copy: writing to the parameter itself
-    is refused, and writing to a copy changes nothing else. ``coded`` are the planes.
+    ``F.linear`` multiplies by the planes, ``F.embedding`` looks rows up. Any other function that
+    reads values gets them decoded to bf16, as forward computes with them, and the gradient of the
+    decoded values is this parameter's. Decoded values (``.data``, ``.detach()``, a slice) are a
+    copy: writing to the parameter itself is refused, and writing to a copy changes nothing else.
     """
 
-    coded: CodedWeight
+    quantised: MXFP8Weight
 
     @staticmethod
-    def of(weight: CodedWeight, requires_grad: bool) -> CodedParameter:
-        parameter = CodedParameter(torch.empty(0), requires_grad=requires_grad)
+    def of(weight: MXFP8Weight, requires_grad: bool) -> MXFP8Parameter:
+        parameter = MXFP8Parameter(torch.empty(0), requires_grad=requires_grad)
         parameter._gradients, parameter._index, parameter._added = None, 0, False
-        parameter.coded = weight
+        parameter.quantised = weight
         return parameter
 
     @classmethod
-    @_disable_dynamo  # a trace ends before this: planes come and go, and it has no such tensors
+    @_disable_dynamo  # no trace enters this function: planes come and go, and are no tensors to it
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
@@ -156,14 +155,14 @@ class CodedParameter(WholeParameter, InCodes):
         if _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if any(isinstance(each, CodedParameter) for each in _written(func, args, kwargs)):
+        if any(isinstance(each, MXFP8Parameter) for each in _written(func, args, kwargs)):
             raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter of the decoded values: a copy has no group that would gather it."""
-        copied = nn.Parameter(self.coded.dequantise(), self.requires_grad)
+        """A plain parameter with the decoded values: no group would gather a copy's planes."""
+        copied = nn.Parameter(self.quantised.dequantise(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -171,18 +170,20 @@ class CodedParameter(WholeParameter, InCodes):
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return f"CodedParameter({'x'.join(map(str, self.coded.shape))}, {self.coded.format})"
+        return (
+            f"MXFP8Parameter({'x'.join(map(str, self.quantised.shape))}, {self.quantised.format})"
+        )
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, CodedParameter) or weight.coded.format == "mxfp8_rows":
+    if not isinstance(weight, MXFP8Parameter) or weight.quantised.format == "mxfp8_rows":
         return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
     return mxfp8_linear(
         _decoded(input),
-        weight.coded,
+        weight.quantised,
         _decoded(bias),
         parameter=weight if weight.requires_grad else None,
-        matmul=weight.coded.group.matmul,
+        matmul=weight.quantised.group.matmul,
     )
 
 
@@ -195,13 +196,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    assert isinstance(weight, CodedParameter), "ids are integers, and those are never coded"
+    assert isinstance(weight, MXFP8Parameter), "ids are integers, which are never stored in MXFP8"
     problem = lookup_problem(max_norm=max_norm, sparse=sparse)
     if problem is not None:
-        raise MXFP8Error(f"'{weight.coded.name}' is stored in MXFP8, so not with {problem}")
+        raise MXFP8Error(f"'{weight.quantised.name}' is stored in MXFP8, which excludes {problem}")
     return mxfp8_embedding(
         input,
-        weight.coded,
+        weight.quantised,
         parameter=weight if weight.requires_grad else None,
         padding_idx=padding_idx,
         scale_grad_by_freq=scale_grad_by_freq,
@@ -209,7 +210,7 @@ def _embedding(
     )
 
 
-# What of a tensor has values in it, of all its attributes.
+# The attributes of a tensor that hold values; all others are facts about it.
 _VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
 _FACTS = (
     "dim",
@@ -232,7 +233,7 @@ _FACTS = (
 )
 
 
-# Beside all that ends in one "_", to which torch turns most augmented assignments.
+# Methods that write, beside those whose names end in one "_".
 _WRITES = ("__setitem__", "__idiv__", "__ifloordiv__", "__imod__", "__ipow__", "__itruediv__")
 
 
@@ -249,10 +250,10 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> lis
 
 def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
     written = _written(func, args, kwargs)
-    coded = next(each.coded for each in written if isinstance(each, CodedParameter))
+    weight = next(each.quantised for each in written if isinstance(each, MXFP8Parameter))
     return RuntimeError(
-        f"{func.__name__} writes to '{coded.name}', which is stored in {coded.format}: its codes "
-        f"are made from the main weight by every gather, so what is written here would be lost. "
+        f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: every "
+        f"gather encodes it from the main weight, so the written values would be lost. "
         f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
         f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
     )
@@ -266,18 +267,18 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    if not isinstance(value, CodedParameter):
+    if not isinstance(value, MXFP8Parameter):
         return value
     if torch.is_grad_enabled() and value.requires_grad:
-        return _Decode.apply(value, value.coded)  # type: ignore[no-untyped-call]
-    return value.coded.dequantise("forward")
+        return _Decode.apply(value, value.quantised)  # type: ignore[no-untyped-call]
+    return value.quantised.dequantise("forward")
 
 
 class _Decode(torch.autograd.Function):
     """The values that forward computes with; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: CodedWeight) -> Tensor:
+    def forward(ctx: Any, parameter: nn.Parameter, weight: MXFP8Weight) -> Tensor:
         return weight.dequantise("forward")
 
     @staticmethod

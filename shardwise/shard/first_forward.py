@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that only all units of a model together show, looked for when its first forward
-begins."""
+"""Checks of all units of a model together, when its first forward begins."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_choice import Stored, stores_nothing
+from shardwise.precision.policy import Stored, stores_nothing
 
 logger = logging.getLogger(__name__)
 
 
-class Starting(Protocol):
-    """A unit, as far as this is concerned."""
+class CheckedUnit(Protocol):
+    """The parts of a unit that are checked here."""
 
     precision: Precision
     stored: dict[tuple[int, int], Stored]
@@ -30,25 +29,25 @@ class Starting(Protocol):
     def groups(self) -> Sequence[Any]: ...
 
 
-def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
-    """Raise for what no unit could see alone; ``names``: the units' in the model."""
-    unborn = [
+def check_first_forward(units: Sequence[CheckedUnit], names: Sequence[str]) -> None:
+    """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
+    without_values = [
         f"{name}.{item.name}" if name else item.name
         for name, unit in zip(names, units, strict=True)
         for group in unit.groups
         if group.main.flat.is_meta
         for item in group.items
     ]
-    if unborn:
+    if without_values:
         raise RuntimeError(
-            f"parameters {unborn} are on the meta device and have no values yet: call "
+            f"parameters {without_values} are on the meta device and have no values yet: call "
             f"model.to_empty(device=...) and initialise or load them before the first forward"
         )
     for precision in dict.fromkeys(unit.precision for unit in units):
         _check_patterns(precision, [unit for unit in units if unit.precision == precision])
-    coded = [unit for unit in units if unit.precision.format is not None]
-    stored = [one for unit in coded for one in unit.stored.values()]
-    for problem in stores_nothing(coded[0].precision.format, stored) if coded else ():
+    quantised = [unit for unit in units if unit.precision.format is not None]
+    stored = [one for unit in quantised for one in unit.stored.values()]
+    for problem in stores_nothing(quantised[0].precision.format, stored) if quantised else ():
         raise ValueError(problem)
     _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
     devices = {group.device for unit in units for group in unit.groups}
@@ -58,16 +57,16 @@ def refuse_problems(units: Sequence[Starting], names: Sequence[str]) -> None:
         )
 
 
-def _check_patterns(precision: Precision, units: Sequence[Starting]) -> None:
-    """Patterns that match nothing: refused where that leaves nothing in MXFP8. Else they may be
-    meant for units that run elsewhere."""
+def _check_patterns(precision: Precision, units: Sequence[CheckedUnit]) -> None:
+    """Warn of patterns that match nothing, which may be meant for units that run elsewhere; raise
+    where nothing is left in MXFP8."""
     stored = [one for unit in units for one in unit.stored.values()]
     problems = precision.unmatched([one.name for one in stored])
     if not problems:
         return
     text = (
         f"{'; '.join(problems)} of this model. fully_shard knows parameters by their names in the "
-        f"module that it is given, so without that module's own"
+        f"module that is wrapped, without the name of that module itself"
     )
     if not any(one.format for one in stored):
         raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
@@ -75,7 +74,7 @@ def _check_patterns(precision: Precision, units: Sequence[Starting]) -> None:
 
 
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
-    """An optimizer built before wrapping holds tensors that no longer belong to the model."""
+    """Raise for an optimizer that was built before wrapping: its tensors left the model."""
     alive = {
         id(parameter): name
         for name, reference in originals

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From checked parameters to a wrapped module: the same values everywhere, then the module's class
-and hooks."""
+"""The steps of wrapping a module: find its parameters, make their values the same on all ranks, and
+give the module its class and hooks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +18,90 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
 from shardwise.buffer import Ranks
-from shardwise.shard.find import Found
+from shardwise.layout import ROW, Grain
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)
+
+GrainChoice = Grain | Callable[[str, nn.Parameter], Grain]
+
+
+# ------------------------------------------------------------------------------ finding parameters
+
+
+@dataclass(eq=False)
+class Found:
+    """One parameter and every place where it is registered."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[dict[str, Any], str]]
+    modules: list[nn.Module] = field(default_factory=list)  # the modules that register it
+
+    @property
+    def owners(self) -> tuple[type[nn.Module], ...]:
+        return tuple(type(module) for module in self.modules)
+
+
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """``modules`` without repetitions and without modules inside another one of the list."""
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    unique: list[nn.Module] = []
+    for module in modules:
+        if id(module) not in inner and all(module is not other for other in unique):
+            unique.append(module)
+    return unique
+
+
+def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
+    """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
+    found: dict[int, Found] = {}
+    skipped = {id(parameter) for parameter in ignored}
+    seen: set[int] = set()
+    several = len(roots) > 1
+    waiting = [(root, f"{number}." if several else "") for number, root in enumerate(roots)][::-1]
+    while waiting:
+        module, path = waiting.pop()
+        if id(module) in seen or unit_of(module) is not None:
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in skipped:
+                continue
+            entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
+            entry.places.append((module._parameters, name))
+            entry.modules.append(module)
+        waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
+    return list(found.values())
+
+
+def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
+    """The grain of one parameter: the given one, or the one that the given function returns."""
+    if choice is None or isinstance(choice, Grain):
+        return choice or ROW
+    return choice(found.name, found.parameter)
+
+
+def wrap_units(model: nn.Module) -> list[nn.Module]:
+    """The modules to wrap, inner before outer: every block of the outermost lists, then the model.
+
+    A block is an entry of a ``ModuleList`` that holds parameters; lists inside a block, such as its
+    experts, stay with it.
+    """
+    blocks: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, nn.ModuleList):
+            blocks += [block for block in module if any(True for _ in block.parameters())]
+        else:
+            waiting += list(module.children())[::-1]
+    return [*outermost(blocks), model]
+
+
+# ------------------------------------------------------------------------------ initial values
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -32,7 +111,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
-    """Initial values, the same on every rank: where they differ, the first rank's are taken."""
+    """The initial values, the same on every rank: where ranks differ, those of the first rank."""
     values: list[Tensor] = [f.parameter for f in found]
     sums = [_checksum(value) for value in values]
     for axis in ranks.axes:
@@ -45,8 +124,7 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
         if differing:
             logger.warning(
                 "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking "
-                "the "
-                "values of its rank 0. Seed all ranks alike to avoid the broadcast",
+                "the values of its rank 0. Seed all ranks alike to avoid the broadcast",
                 axis.name,
                 len(differing),
                 found[differing[0]].name,
@@ -69,17 +147,20 @@ def _checksum(value: Tensor) -> int:
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
     total, first = 0, 1
-    for part in bits.split(1 << 22):  # the weights of positions take memory too
+    for part in bits.split(1 << 22):  # in parts: the positions take memory too
         places = torch.arange(first, first + part.numel(), device=part.device)
         total += int((part.to(torch.int64) * places).sum().item())
         first += part.numel()
     return total % (1 << 63)
 
 
+# ------------------------------------------------------------------------------ class and hooks
+
+
 def install(
     roots: Sequence[nn.Module], unit: Unit, device: torch.device, found: Sequence[Found]
 ) -> None:
-    """Swap parameters, move buffers, change classes, add hooks. Undone if anything fails."""
+    """Swap parameters, move buffers, change classes and add hooks; undo all if anything fails."""
     classes = [type(root) for root in roots]
     before = [(parameters, name, parameters[name]) for parameters, name, *_ in unit.places]
     try:
@@ -99,9 +180,9 @@ def install(
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
         root.register_forward_hook(_after_failure, always_call=True)
-        root.register_state_dict_pre_hook(_rest_first)
-        root.register_state_dict_post_hook(_go_on)
-        root.register_load_state_dict_pre_hook(_rest_before_load)
+        root.register_state_dict_pre_hook(_before_state_dict)
+        root.register_state_dict_post_hook(_after_state_dict)
+        root.register_load_state_dict_pre_hook(_before_load)
     unit.members = Members(unit)
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
@@ -125,12 +206,12 @@ def _wrapped_class(original: type) -> type:
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook as it is, also inside a model that torch.compile traces: gathers change storages."""
+    """``hook``, which torch.compile does not trace inside a model: gathers change storages."""
     skipped = _disable_dynamo(hook)
 
     @functools.wraps(hook)
     def run(*args: Any) -> Any:
-        # Outside a trace the plain hook: `skipped` imports the compiler, which takes seconds.
+        # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
         return (skipped if torch.compiler.is_compiling() else hook)(*args)
 
     return run
@@ -152,28 +233,28 @@ def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
 
 @_uncompiled
 def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward is over, or raised: then the parameters at rest come back at once. Whoever catches
-    the exception and calls ``model.zero_grad()`` means those."""
+    """Put the sharded parameters back after a forward that raised: code that catches the exception
+    and calls ``model.zero_grad()`` means the sharded parameters."""
     unit = unit_of(module)
     if unit is not None and unit.calls.running and not unit.runtime.in_backward:
         unit.drop_dead_calls(entering=True)
 
 
-def _rest_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """A state dict shows the parameters at rest, whatever was kept gathered."""
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Show the sharded parameters to the state dict, even while whole weights are gathered."""
     unit = unit_of(module)
     if unit is not None:
         unit.hide()
 
 
-def _go_on(module: nn.Module, *_: Any) -> None:
-    """A state dict was asked for inside forward or backward, which needs the whole weights."""
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    """Show the whole weights again to a forward or backward that made the state dict."""
     unit = unit_of(module)
     if unit is not None:
         unit.show_again()
 
 
-def _rest_before_load(
+def _before_load(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
     unit = unit_of(module)
@@ -182,18 +263,18 @@ def _rest_before_load(
     _refuse_codes(module, state_dict, prefix)
     if metadata.get("assign_to_params_buffers", False):
         raise NotImplementedError(
-            "load_state_dict(assign=True) would replace views of the flat buffers by strangers; "
-            "load with assign=False"
+            "load_state_dict(assign=True) would replace views of the flat buffers by other "
+            "tensors; load with assign=False"
         )
 
 
 def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """``copy_`` would take bytes for numbers, and nobody would notice before the loss does."""
+    """Raise for 8-bit codes, which ``copy_`` would silently read as numbers."""
     for name, parameter in module.named_parameters():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and value.itemsize == 1 < parameter.itemsize:
             raise ValueError(
                 f"'{prefix}{name}' is {value.dtype}: codes, not values, and main weights are never "
-                f"made from codes unasked. Load the values that were encoded, or decode them "
-                f"yourself (shardwise.precision.MXFP8Tensor)"
+                f"decoded from codes without being asked. Load the values that were encoded, or "
+                f"decode them yourself (shardwise.precision.MXFP8Tensor)"
             )

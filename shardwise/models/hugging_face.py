@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights and configurations under the names that the Hugging Face ecosystem reads.
 
-    qk_norm   num_experts   is there called
+    qk_norm   num_experts   Hugging Face class
     False     0             LlamaForCausalLM
     True      0             Qwen3ForCausalLM
     False     > 0           MixtralForCausalLM
     True      > 0           Qwen3MoeForCausalLM
 
-Dictionaries in, dictionaries out: no file is read or written and `transformers` is not needed.
-Nothing is transposed or permuted either; experts, one stacked tensor here, are views of it there:
+Functions from dictionaries to dictionaries: no file is read or written, `transformers` is not
+needed, and nothing is transposed or permuted. Experts are one stacked tensor here, and there one
+view of it for each matrix:
 
     experts.fc1.weight [experts, gate and up, dim]     experts.3.gate_proj.weight, .up_proj.weight
     experts.fc2.weight [experts, dim, width]           experts.3.down_proj.weight
@@ -32,7 +33,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# Where a config.json leaves something out, its class has a default.
+# The defaults of each class for keys that a config.json leaves out.
 _THETA = {"mixtral": 1e6}
 _EPS = {"mixtral": 1e-5}
 
@@ -54,7 +55,7 @@ _INNER = {
     "feed_forward.up.weight": "mlp.up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
-# Of the matrices that an expert's rows of a stacked tensor hold, `{}` stands for the expert.
+# The matrices in an expert's rows of a stacked tensor; `{}` stands for the expert's number.
 _EXPERTS = {
     "qwen3_moe": {
         "feed_forward.router.weight": ["mlp.gate.weight"],
@@ -75,13 +76,13 @@ _EXPERTS = {
 }
 _QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _FC1 = "feed_forward.experts.fc1."
-# All experts, or (as checkpoints hold them) the one whose number follows.
+# The tensor of all experts, or (in checkpoints) of the expert whose number follows.
 _STACK = re.compile(r"(.*feed_forward\.experts\.fc[12]\.weight)(\d*)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def model_type(config: GPTConfig) -> str:
-    """Which of their models this one is; refused where none computes the same."""
+    """The Hugging Face model type that computes the same; raises where there is none."""
     if not config.num_experts:
         return "qwen3" if config.qk_norm else "llama"
     kind = "qwen3_moe" if config.qk_norm else "mixtral"
@@ -99,8 +100,8 @@ def model_type(config: GPTConfig) -> str:
         )
     if problems:
         raise ValueError(
-            f"{_ARCHITECTURES[kind]} has nothing for {'; '.join(problems)}: such a model has no "
-            f"Hugging Face form; export it with names as they are (convert=, config=)"
+            f"{_ARCHITECTURES[kind]} has no option for {'; '.join(problems)}: such a model has no "
+            f"Hugging Face form; export it under its own names (convert=, config=)"
         )
     return kind
 
@@ -109,7 +110,7 @@ def model_type(config: GPTConfig) -> str:
 
 
 def hf_names(name: str, config: GPTConfig) -> list[str]:
-    """Their names of one of our parameters: one, or those of all experts' matrices in it."""
+    """The Hugging Face names of one parameter: one, or one for each matrix of its experts."""
     if name in _OUTER:
         return [_OUTER[name]]
     found = _BLOCK.fullmatch(name)
@@ -127,7 +128,7 @@ def hf_names(name: str, config: GPTConfig) -> list[str]:
 
 
 def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor]:
-    """One of our parameters, whole, under their names: to convert a large model bit by bit."""
+    """One whole parameter under its Hugging Face names, to convert a large model in parts."""
     names, parts = hf_names(name, config), [tensor]
     stack = _STACK.fullmatch(name)
     if stack is not None:
@@ -138,12 +139,12 @@ def hf_tensors(name: str, tensor: Tensor, config: GPTConfig) -> dict[str, Tensor
 
 
 def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
-    """A full state dict of ``GPT(config)`` under their names; the tensors are views."""
+    """A full state dict of ``GPT(config)`` under Hugging Face names; the tensors are views."""
     _check_names(state.keys(), _our_names(config), "a state dict of this GPT")
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if name.endswith("_extra_state"):
-            continue  # says in which order gate and up stand, for the tensor beside it
+            continue  # the order of gate and up, read with the tensor that it belongs to
         if _FC1 in name:
             order = state[f"{name.partition(_FC1)[0]}{_FC1}_extra_state"]["gate_up_block"]
             tensor = convert_gate_up(tensor, order, 0, -2)
@@ -152,10 +153,11 @@ def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
 
 
 def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
-    """Their weights as a state dict of ``GPT(config)``; experts are stacked, the rest is shared."""
+    """Hugging Face weights as a state dict of ``GPT(config)``; experts are stacked copies, all
+    other tensors are shared."""
     ours = [name for name in _our_names(config) if not name.endswith("_extra_state")]
     needed = {name: hf_names(name, config) for name in ours}
-    # Old files carry the rotary frequencies, some the tied head: both follow from the rest.
+    # Old files have the rotary frequencies, some the tied head: neither is needed.
     given = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
     if config.tied:
         given = [name for name in given if name != "lm_head.weight"]
@@ -196,7 +198,7 @@ def _check_names(given: Any, expected: Any, what: str) -> None:
             if names
         ]
         raise ValueError(
-            f"these are not {what}: {' and '.join(parts)}; use the configuration that is theirs"
+            f"these are not {what}: {' and '.join(parts)}; use the configuration of these weights"
         )
 
 
@@ -206,11 +208,11 @@ def _check_names(given: Any, expected: Any, what: str) -> None:
 def hf_config(
     config: GPTConfig, *, dtype: str = "float32", end_token: int | None = None
 ) -> dict[str, Any]:
-    """What belongs in ``config.json`` beside the weights of :func:`to_hf`.
+    """The contents of ``config.json`` for the weights of :func:`to_hf`.
 
     Args:
-        dtype: that the weights are stored in, as torch spells it.
-        end_token: the token that ends a text, at which their ``generate`` stops.
+        dtype: dtype in which the weights are stored, as torch spells it.
+        end_token: the token that ends a text, at which ``generate`` of transformers stops.
     """
     kind = model_type(config)
     if kind == "llama" and config.dim % config.num_heads:
@@ -245,7 +247,7 @@ def hf_config(
         "bos_token_id": None,
         "eos_token_id": end_token,
         "torch_dtype": dtype,
-        # Before version 5 two keys, since then one.
+        # transformers reads the first two keys before version 5, the third since then.
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else rope,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
@@ -267,16 +269,17 @@ def hf_config(
     if config.num_experts:
         values |= {
             "num_experts_per_tok": config.experts_per_token,
-            # Their loss counts tokens per expert, ours choices: it is so many times as large.
+            # Theirs counts tokens per expert, ours choices: it is experts_per_token times as large.
             "router_aux_loss_coef": config.balance_coefficient / config.experts_per_token,
         }
     return values
 
 
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """The GPT that computes what a ``config.json`` describes, or every reason why none does."""
+    """The config of a GPT that computes what a ``config.json`` describes; raises with all reasons
+    where there is none."""
     kind = values.get("model_type")
-    if kind == "mistral":  # Llama with a window, which has to be as long as the context
+    if kind == "mistral":  # Llama with a window, which must be as long as the context
         kind = "llama"
     if kind not in _ARCHITECTURES:
         raise ValueError(
@@ -291,7 +294,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     if kind in _EXPERTS and not num_experts:
         problems.append("num_experts (num_local_experts) is missing")
     problems += _unlike(values, kind)
-    # transformers lets the older key win: what people add to a config.json by hand is that one.
+    # The older key wins, as in transformers: people add it to a config.json by hand.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaling = _scaling(rope, problems)
     if problems:
@@ -329,7 +332,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 
 
 def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
-    """Options that change what is computed and that a GPT does not have."""
+    """Problems: options that change the computation and that a GPT does not have."""
     problems = []
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         problems.append(f"hidden_act is {values['hidden_act']!r}, a GPT has silu")
@@ -342,7 +345,7 @@ def _unlike(values: Mapping[str, Any], kind: str) -> list[str]:
     used = values.get("use_sliding_window", not kind.startswith("qwen3"))
     if used and window is not None and window < (values.get("max_position_embeddings") or 0):
         problems.append(
-            f"sliding_window={window} is less than the context, which a GPT sees all of"
+            f"sliding_window={window} is less than the context; a GPT attends to all of it"
         )
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         problems.append(f"layer_types {values['layer_types']}: a GPT has full_attention everywhere")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``F.linear`` and ``F.embedding`` over a weight in MXFP8, and their gradients.
+
+::
+
+    linear      forward    y  = x · Wᵀ         reads the row plane
+                backward   dx = dy · W         reads the column plane
+                           dW = dyᵀ · x        full precision, to autograd
+    embedding   forward    ids [5, 0, 5]       rows 5, 0, 5 of codes and scales  --decode-->  y
+                backward   dW = rows of dy, added up by id: the weight is not read or gathered
+
+A plane is looked up when it is read: between forward and backward its memory may be released and
+gathered again. An embedding decodes only the rows that are looked up, each as it would be in the
+whole matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.precision.mxfp8 import ROW, SIDE, MXFP8Error, Plane, decode
+from shardwise.precision.mxfp8_products import Emulated, Matmul
+from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+
+COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
+
+
+# ----------------------------------------------------------------------------------------- linear
+
+
+def mxfp8_linear(
+    x: Tensor,  # [..., columns], bf16 or fp32
+    weight: MXFP8Tensor,  # [rows, columns]
+    bias: Tensor | None = None,  # [rows]
+    *,
+    parameter: Tensor | None = None,
+    matmul: Matmul | None = None,
+) -> Tensor:  # [..., rows], in the dtype of x
+    """``F.linear`` over a weight in MXFP8; ``torch.autocast`` casts x and bias as it does there.
+
+    Args:
+        parameter: receives the weight's gradient, in its own dtype, rounded once; None: frozen.
+        matmul: the products; by default ``Emulated()``.
+    """
+    rows, columns = weight.shape
+    x, bias = _autocast(x), None if bias is None else _autocast(bias)
+    problems = []
+    if x.dim() == 0 or x.shape[-1] != columns:
+        problems.append(f"x of shape {tuple(x.shape)}: its last dimension must be {columns}")
+    if x.dtype not in COMPUTE:
+        problems.append(
+            f"x of {x.dtype}: MXFP8 weights decode exactly to bf16 and fp32; cast x, or autocast "
+            f"to torch.bfloat16"
+        )
+    if x.device != weight.device:
+        problems.append(f"x on {x.device}, the weight on {weight.device}")
+    if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != x.dtype):
+        problems.append(
+            f"bias of shape {tuple(bias.shape)}, {bias.dtype}: expected ({rows},), {x.dtype}"
+        )
+    problems += _parameter_problems(parameter, weight)
+    if problems:
+        raise MXFP8Error("; ".join(problems))
+    return _Linear.apply(x, parameter, bias, weight, matmul or Emulated())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _autocast(value: Tensor) -> Tensor:
+    """``value`` as torch casts operands of ``F.linear``: checks, decoding and what is saved for
+    backward then all have the dtype that is computed in."""
+    kind = value.device.type
+    known = torch.amp.is_autocast_available(kind)  # not for a dry run's tensors, of no device
+    if not known or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
+        return value
+    return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
+
+
+def _parameter_problems(parameter: Tensor | None, weight: MXFP8Tensor) -> list[str]:
+    if parameter is None or parameter.shape == weight.shape:
+        return []
+    return [f"a parameter of shape {tuple(parameter.shape)} for a weight of {tuple(weight.shape)}"]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        parameter: Tensor | None,
+        bias: Tensor | None,
+        weight: MXFP8Tensor,
+        matmul: Matmul,
+    ) -> Tensor:
+        # Not saved as tensors: planes may be released and gathered again before backward.
+        ctx.weight, ctx.matmul = weight, matmul
+        ctx.weight_dtype = None if parameter is None else parameter.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        rows, columns = weight.shape
+        y = matmul.forward(x.reshape(-1, columns), weight.plane("forward"), bias)
+        return y.view(*x.shape[:-1], rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, columns = ctx.weight.shape
+        grad = grad.reshape(-1, rows)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = ctx.matmul.backward(grad, ctx.weight.plane("backward")).view(ctx.x_shape)
+        if ctx.needs_input_grad[2]:
+            of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
+            of_weight = weight_gradient(grad, x.reshape(-1, columns), ctx.weight_dtype)
+        return of_x, of_weight, of_bias, None, None
+
+
+def weight_gradient(
+    grad: Tensor,  # [tokens, rows]
+    x: Tensor,  # [tokens, columns]
+    dtype: torch.dtype,
+) -> Tensor:
+    """dyᵀ · x [rows, columns] in ``dtype``, summed in fp32 and rounded once."""
+    left = grad.t()
+    if dtype == x.dtype:
+        return torch.mm(left, x)
+    if dtype == torch.float32 and x.is_cuda:
+        out = torch.empty(left.shape[0], x.shape[1], dtype=dtype, device=x.device)
+        return torch.mm(left, x, out_dtype=dtype, out=out)
+    return torch.mm(left.float(), x.float()).to(dtype)
+
+
+# -------------------------------------------------------------------------------------- embedding
+
+
+def mxfp8_embedding(
+    ids: Tensor,  # [...], integers
+    weight: MXFP8Tensor,  # [vocab, columns]
+    *,
+    parameter: Tensor | None = None,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:  # [..., columns]
+    """``F.embedding`` over a weight in MXFP8.
+
+    Args:
+        parameter: receives the weight's gradient, in its own dtype; None for a frozen weight.
+        padding_idx: a row that gets no gradient; counted from the end where it is negative.
+        scale_grad_by_freq: divide each row's gradient by how often the row was looked up.
+        dtype: dtype of the result where there is no parameter.
+    """
+    vocab = weight.shape[0]
+    problems = []
+    if ids.dtype not in (torch.int32, torch.int64):
+        problems.append(f"ids of {ids.dtype}: row numbers are int32 or int64")
+    if ids.device != weight.device:
+        problems.append(f"ids on {ids.device}, the weight on {weight.device}")
+    if padding_idx is not None and not -vocab <= padding_idx < vocab:
+        problems.append(f"padding_idx={padding_idx}: the weight has {vocab} rows")
+    problems += _parameter_problems(parameter, weight)
+    if problems:
+        raise MXFP8Error("; ".join(problems))
+    if parameter is None:
+        return lookup(weight.plane("forward"), ids, dtype=dtype)
+    padding = -1 if padding_idx is None else padding_idx % vocab
+    return _Embedding.apply(parameter, ids, weight, padding, scale_grad_by_freq)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def lookup_problem(*, max_norm: float | None, sparse: bool) -> str | None:
+    """The option of an embedding that a weight in MXFP8 does not allow; None where all are fine."""
+    if max_norm is not None:
+        return (
+            f"max_norm={max_norm} rewrites rows of the weight in forward, and codes are made from "
+            f"main weights only: renormalise the main weights after the optimizer's step"
+        )
+    return "sparse=True: a gradient that is reduced is dense; use sparse=False" if sparse else None
+
+
+def rows_of(plane: Plane, ids: Tensor) -> Plane:
+    """The rows ``ids`` [n] (n a multiple of 32) of a plane of rows or squares: a plane of rows."""
+    high, wide = plane.block
+    if wide != SIDE:
+        raise MXFP8Error(f"blocks {plane.block}: rows are looked up in planes of rows or squares")
+    return Plane(
+        codes=plane.codes.index_select(0, ids),
+        scales=plane.scales.index_select(0, ids if high == 1 else ids // high),
+        block=ROW,
+    )
+
+
+def lookup(plane: Plane, ids: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The decoded rows [..., columns] for ids [...]."""
+    flat = ids.reshape(-1)
+    whole_blocks = F.pad(flat, (0, -flat.numel() % SIDE))
+    rows = decode(rows_of(plane, whole_blocks), dtype=dtype)[: flat.numel()]
+    return rows.view(*ids.shape, plane.codes.shape[1])
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: Tensor, ids: Tensor, weight: MXFP8Tensor, padding_idx: int, scale: bool
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = weight.shape[0], padding_idx, scale
+        return lookup(weight.plane("forward"), ids, dtype=parameter.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        # The function that F.embedding's own backward calls, so the gradient has the same bits.
+        summed = torch.ops.aten.embedding_dense_backward(grad, ids, *ctx.options)
+        return summed, None, None, None, None
