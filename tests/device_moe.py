@@ -127,7 +127,7 @@ def check(case: tuple[Activation, int, bool, str], spread: str, fuse: bool, grad
         nn.init.normal_(parameter, std=1.0 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
         if grads == "main":
             parameter.main_grad = torch.ones(parameter.shape, device="cuda")
-    mlp._chosen = "fused", FusedProducts(FC1_TILE if fuse else None)
+    mlp.choice.chosen = "fused", FusedProducts(FC1_TILE if fuse else None)
     rows = sum(counts)
     x = torch.randn(rows, HIDDEN, device="cuda").bfloat16().requires_grad_()
     p = torch.rand(rows, device="cuda").requires_grad_()
@@ -204,7 +204,7 @@ def check_model(weights: str) -> None:
             model = GPT(config)
         for module in model.modules():
             if isinstance(module, GroupedMLP):
-                module._asked_path = path
+                module.choice.asked = path
         mesh = sw.init_mesh(device_type="cuda")
         precision = sw.Precision(weights=weights, reduce="fp32")  # type: ignore[arg-type]
         for unit in [*model.blocks, model]:

@@ -46,7 +46,7 @@ class Polynomial:
     name: str = "custom"
     norm: Norm = "frobenius"
     safety: float = 1.0  # the bound is multiplied by it
-    restart: int | None = None  # Gram form: steps before X is formed anew; None: half; 0: never
+    restart: int | None = None  # Gram form: steps before X is formed again; None: half; 0: never
 
     def __post_init__(self) -> None:
         steps = tuple(tuple(map(float, step)) for step in self.coefficients)

@@ -36,8 +36,7 @@ class DelayedGradients:
         self._anchor: Tensor | None = None
         self._module: weakref.ref[nn.Module] | None = None  # the module of the gradients
         self._done = True  # whether this backward has passed all uses of the module
-        # Of gradients that are computed in part: the parameters that have been written to, and
-        # their completions.
+        # The parameters that were written to since the last completion, and their completions.
         self._seen: set[int] = set()
         self._completions: dict[tuple[int, ...], Callable[[], None]] = {}
 

@@ -27,15 +27,8 @@ from shardwise import comm
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up, wide
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.inputs import (
-    apply,
-    check_inputs,
-    check_path,
-    check_sizes,
-    choose_path,
-    compute_dtype,
-)
-from shardwise.moe.products import Into, LoopProducts, PathName, expert_of, make_products
+from shardwise.moe.inputs import ProductChoice, apply, check_inputs, check_sizes, compute_dtype
+from shardwise.moe.products import Into, LoopProducts, PathName, expert_of
 from shardwise.moe.weights import (
     ExpertShare,
     ExpertTensor,
@@ -100,10 +93,8 @@ class GroupedLinear(nn.Module):
         self._declare()
         self.delay_weight_gradient = delay_weight_gradient
         self.delayed = DelayedGradients()
-        self._asked_path = path
-        self._products: LoopProducts | None = None
-        self._products_for: torch.dtype | None = None
-        check_path(path, in_features, out_features, self.experts("weight").parameters[0])
+        weight = self.experts("weight").parameters[0]
+        self.choice = ProductChoice(path, in_features, out_features, weight)
         self.reset_parameters()
 
     def _register(self, name: str, values: Tensor) -> None:
@@ -195,21 +186,14 @@ class GroupedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._products = None  # another device or dtype may need another path
-        self._declare()  # on parameters that torch made anew
+        self.choice.reset()
+        self._declare()  # on parameters that torch has replaced
         for name, layout in self.layouts.items():
             if layout == "indexed":
                 as_neighbours(self.experts(name).parameters)  # type: ignore[arg-type]
         return self
 
     # ------------------------------------------------------------------ forward and backward
-
-    def products_for(self, x: Tensor) -> LoopProducts:
-        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
-        if self._products is None or self._products_for != dtype:
-            path = choose_path(self._asked_path, self.in_features, self.out_features, x)
-            self._products, self._products_for = make_products(path), dtype
-        return self._products
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [rows, in] sorted by expert, ends [experts] int32 -> [rows, out]."""
@@ -219,9 +203,8 @@ class GroupedLinear(nn.Module):
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
             inputs = [delayed.anchor(x, self)]
-        return apply(  # type: ignore[no-any-return]
-            _Linear, x, ends.contiguous(), bundles, self.products_for(x), delayed, *inputs
-        )
+        products = self.choice.products(x)
+        return apply(_Linear, x, ends.contiguous(), bundles, products, delayed, *inputs)  # type: ignore[no-any-return]
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the backwards so far."""

@@ -33,15 +33,8 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import (
-    apply,
-    check_inputs,
-    check_path,
-    check_sizes,
-    choose_path,
-    compute_dtype,
-)
-from shardwise.moe.products import Form, LoopProducts, PathName, expert_of, make_products
+from shardwise.moe.inputs import ProductChoice, apply, check_inputs, check_sizes, compute_dtype
+from shardwise.moe.products import Form, LoopProducts, PathName, expert_of
 from shardwise.moe.weights import ExpertTensor, saved_by
 
 
@@ -107,19 +100,16 @@ class GroupedMLP(nn.Module):
         self.fc2 = GroupedLinear(num_experts, width, hidden, **options)
         self.delay_weight_gradient = delay_weight_gradient
         self.delayed = DelayedGradients()
-        self._asked_path = path
-        # Chosen in the first forward: parameters may be swapped, moved or cast before.
-        self._chosen: tuple[PathName, LoopProducts] | None = None
-        self._chosen_for: torch.dtype | None = None
-        check_path(path, hidden, width, self.fc1.experts("weight").parameters[0])
+        weight = self.fc1.experts("weight").parameters[0]
+        self.choice = ProductChoice(path, hidden, width, weight)
 
     @property
     def path(self) -> PathName | None:
         """The path that computes the products; before the first forward, the one asked for."""
-        return self._asked_path if self._chosen is None else self._chosen[0]
+        return self.choice.path
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._chosen = None
+        self.choice.reset()
         return super()._apply(fn, recurse)
 
     def forward(
@@ -143,17 +133,14 @@ class GroupedMLP(nn.Module):
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
-        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
-        if self._chosen is None or self._chosen_for not in (None, dtype):
-            path = choose_path(self._asked_path, self.hidden, self.width, x)
-            self._chosen, self._chosen_for = (path, make_products(path)), dtype
+        products = self.choice.products(x)
         delays = self.delay_weight_gradient if delay is None else delay
         delayed = self.delayed if delays else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
             inputs = [delayed.anchor(x, self)]
         form = Form(self.activation, self.gate_up_block)
-        spec = _Spec(bundles, self._chosen[1], form, delayed)
+        spec = _Spec(bundles, products, form, delayed)
         return apply(_MLP, x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
 
     @property

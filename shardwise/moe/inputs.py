@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from shardwise.kernels.grouped import interpreted
-from shardwise.moe.products import PathName, path_problems
+from shardwise.moe.products import LoopProducts, PathName, make_products, path_problems
 from shardwise.moe.weights import ExpertTensor, QuantisedParameter
 
 
@@ -114,17 +114,42 @@ def _untraced(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return function.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
-def check_path(path: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
-    """Raise for a path that is impossible, with every reason, at construction."""
-    if path is None:
-        return
-    if path not in get_args(PathName):
-        raise ValueError(f"path={path!r}: choose from {', '.join(get_args(PathName))}, or None")
-    problems = path_problems(
-        path, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
-    )
-    if problems:
-        raise ValueError(f"path={path!r} is impossible here: " + "; ".join(problems))
+class ProductChoice:
+    """The products of a grouped module, on the path asked for or on the first possible one.
+
+    The choice is made in the first forward: parameters may be swapped, moved or cast before. An
+    impossible path is refused at construction, with every reason.
+    """
+
+    def __init__(self, asked: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
+        self.asked, self._sizes = asked, (hidden, width)
+        self.chosen: tuple[PathName, LoopProducts] | None = None
+        self._chosen_for: torch.dtype | None = None
+        if asked is not None and asked not in get_args(PathName):
+            choices = ", ".join(get_args(PathName))
+            raise ValueError(f"path={asked!r}: choose from {choices}, or None")
+        if asked is not None:
+            problems = path_problems(
+                asked, hidden=hidden, width=width, device=weight.device, dtype=weight.dtype
+            )
+            if problems:
+                raise ValueError(f"path={asked!r} is impossible here: " + "; ".join(problems))
+
+    @property
+    def path(self) -> PathName | None:
+        """The path that computes the products; before the first forward, the one asked for."""
+        return self.asked if self.chosen is None else self.chosen[0]
+
+    def products(self, x: Tensor) -> LoopProducts:
+        dtype = compute_dtype(x)  # autocast may change the dtype between forwards
+        if self.chosen is None or self._chosen_for not in (None, dtype):
+            path = choose_path(self.asked, *self._sizes, x)
+            self.chosen, self._chosen_for = (path, make_products(path)), dtype
+        return self.chosen[1]
+
+    def reset(self) -> None:
+        """Choose again in the next forward: another device or dtype may need another path."""
+        self.chosen = None
 
 
 def choose_path(asked: PathName | None, hidden: int, width: int, x: Tensor) -> PathName:

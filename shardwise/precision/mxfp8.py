@@ -118,13 +118,6 @@ def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
     return rows // block[0], columns // block[1]
 
 
-def plane_bytes(shape: Sequence[int], block: Block) -> int:
-    """Bytes of codes and scales together: 1.03125 for each element, 1.001 in squares."""
-    rows, columns = shape
-    scale_rows, scale_columns = scale_shape(shape, block)
-    return rows * columns + scale_rows * scale_columns
-
-
 def scales_of(magnitudes: Tensor, rounding: Rounding) -> Tensor:
     """The scale bytes (int32) of blocks whose largest bf16 magnitude has these bits (int32).
 

@@ -175,7 +175,7 @@ def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How one parameter's compute weight is kept."""
+    """The format of one parameter's compute weight."""
 
     name: str
     shape: tuple[int, ...]

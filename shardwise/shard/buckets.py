@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: which parameters of a model share a flat buffer, and where they lie in it.
+"""Buckets: the parameters of a model that share a flat buffer, and their places in it.
 
 Pure arithmetic, the same on every rank. Parameters are given in backprop order, and a bucket is
 reduced once its last gradient is there, so buckets are listed in the order of their completion.

@@ -32,7 +32,7 @@ from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import Stored, format_of, ineligible, short_name
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
-SQUARE = SIDE * SIDE  # elements; weights start at multiples of it, so that scales have addresses
+SQUARE_ELEMENTS = SIDE * SIDE  # weights start at multiples of it, so that scales have addresses
 _BF16_BYTES = 2  # per element that is sent as bf16
 
 
@@ -71,7 +71,7 @@ def in_blocks(grain: Grain) -> Grain:
 
 def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
     """The layout of a group; in MXFP8, at addresses that scales have too where grains allow."""
-    unit = SQUARE // ALIGNMENT if format else 1
+    unit = SQUARE_ELEMENTS // ALIGNMENT if format else 1
     fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
     return plan(items, num_shards, unit=unit if fits else 1)
 
@@ -88,12 +88,12 @@ def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ..
 
 def encodes_locally(layout: Layout) -> bool:
     """Whether every shard holds whole 32x32 blocks, at addresses that scales have too."""
-    if layout.num_shards > 1 and layout.shard_size % SQUARE:
+    if layout.num_shards > 1 and layout.shard_size % SQUARE_ELEMENTS:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
         block_rows = SIDE * item.shape[-1]
         cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
-        if start % SQUARE or any(cut % block_rows for cut in cuts):
+        if start % SQUARE_ELEMENTS or any(cut % block_rows for cut in cuts):
             return False
     return True
 
@@ -130,7 +130,7 @@ def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """How every parameter of a wrapped model is stored, in registration order; printable."""
+    """The format of every parameter of a wrapped model, in registration order; printable."""
 
     rows: tuple[Stored, ...]
 
@@ -195,7 +195,7 @@ class PrecisionReport:
 
 
 def precision_report(model: nn.Module) -> PrecisionReport:
-    """How each parameter of a wrapped model is stored; names as the model has them."""
+    """The format of each parameter of a wrapped model, by its name in the model."""
     if all(getattr(module, "_shardwise_unit", None) is None for module in model.modules()):
         raise ValueError(
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "

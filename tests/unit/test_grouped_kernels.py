@@ -47,7 +47,7 @@ def through(mlp: GroupedMLP, path: str, fuse: bool) -> tuple[Tensor, Tensor, Ten
     """Forward and backward; fused, by small tiles, and the first product with its activation."""
     if path == "fused":
         tile = grouped.SMALL_FC1_TILE if fuse else None
-        mlp._chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
+        mlp.choice.chosen = "fused", FusedProducts(tile, grouped.SMALL_WEIGHT_TILE)
     x, p, dy = data(COUNTS)
     y = mlp(x, ends_of(COUNTS), p)
     y.backward(dy)

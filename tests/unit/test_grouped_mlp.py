@@ -218,7 +218,7 @@ def test_z_is_given_back_before_the_gradients_of_the_first_linear() -> None:
             return super().weight_gradient(*args)
 
     mlp = make(path="grouped_mm")
-    mlp._chosen = "grouped_mm", Watching()
+    mlp.choice.chosen = "grouped_mm", Watching()
     x, p, dy = data(UNEVEN)
     y = mlp(x, ends_of(UNEVEN), p)
     first = torch.autograd.grad(y, [x, p, mlp.fc1.weight], dy, retain_graph=True)
@@ -283,8 +283,8 @@ def mlp_products(mlp: GroupedMLP) -> Any:
     x, p, _ = data(UNEVEN)
     with torch.no_grad():
         mlp(x, ends_of(UNEVEN), p)
-    assert mlp._chosen is not None
-    return mlp._chosen[1]
+    assert mlp.choice.chosen is not None
+    return mlp.choice.chosen[1]
 
 
 def test_delayed_gradients_reach_weights_though_the_rows_need_none() -> None:
