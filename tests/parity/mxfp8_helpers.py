@@ -20,13 +20,9 @@ from shardwise.shard.coded import GROUPS
 from shardwise.shard.coded_parameter import CodedParameter, CodedWeight
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
-from tests.models import mesh_for
+from tests.models import STRATEGIES, mesh_for
 
-WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 30
-STRATEGIES = {f"zero{stage}": sw.zero(stage) for stage in range(4)} | {
-    "hsdp": sw.hsdp(),
-    "hfsdp": sw.hfsdp(),
-}
+WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 8
 
 
 class QuantisedAtUse(nn.Linear):

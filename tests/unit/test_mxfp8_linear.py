@@ -26,7 +26,7 @@ from shardwise.precision.mxfp8_linear import (
 from shardwise.precision.mxfp8_native import Native, native_problem, swizzle
 from shardwise.precision.mxfp8_tensor import Format, Matrices, MXFP8Tensor
 from shardwise.shard.whole_parameter import WholeParameter
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10
 NAN = float("nan")
@@ -228,7 +228,9 @@ class AtUse(nn.Module):
         return mxfp8_linear(x, stored, parameter=self.weight, main_grad=gathered)
 
 
-def train_gathered(rank: int, world_size: int, level: int) -> None:
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2, timeout=110)
+def test_gathered_parameters_keep_the_protocol(rank: int, world_size: int, level: int) -> None:
     losses: list[list[Tensor]] = []
     weights = []
     for wrapped in (True, False):
@@ -252,11 +254,6 @@ def train_gathered(rank: int, world_size: int, level: int) -> None:
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert len(weights[0]) == 2
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*weights, strict=True))
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_gathered_parameters_keep_the_protocol(level: int) -> None:
-    run_ranks(train_gathered, 2, level, timeout=110)
 
 
 # ------------------------------------------------------------------------------- workspace
