@@ -13,6 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 
+ZERO = {f"zero{stage}": sw.zero(stage) for stage in range(4)}
+STRATEGIES = ZERO | {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}
+PRECISIONS: dict[str, sw.Precision | None] = {
+    "fp32": None,
+    "bf16": sw.Precision(weights="bf16", reduce="fp32"),
+}
 WORDS = 17  # rows that do not divide by 2, 3 or 4
 BATCH = 12  # sequences of all ranks together: divides by 1, 2, 3 and 4
 
@@ -90,6 +96,11 @@ def tokens(step: int, microbatch: int = 0, rank: int = 0, world_size: int = 1) -
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     """The mean over this rank's tokens; the mean over ranks is the mean over all."""
     return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
+
+
+def ranks_for(strategy: str) -> int:
+    """How many ranks show what is particular to a strategy."""
+    return 4 if strategy in ("hsdp", "hfsdp") else 2
 
 
 @cache

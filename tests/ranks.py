@@ -9,6 +9,15 @@
     def test_sum_of_ranks() -> None:
         assert run_ranks(sum_of_ranks, 4, 2.0) == [12.0] * 4
 
+A test that needs no result of its ranks is itself the function that every rank runs:
+
+    @pytest.mark.parametrize("scale", [1.0, 2.0])
+    @on_ranks(4)
+    def test_sum_of_ranks(rank: int, world_size: int, scale: float) -> None:
+        value = torch.tensor(rank * scale)
+        dist.all_reduce(value)
+        assert value.item() == 6 * scale
+
 The first call for a world size spawns its ranks and joins them in a process group (seconds, for
 `import torch`); later calls send the next function to the same processes (milliseconds):
 
@@ -33,7 +42,10 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import os
 import pickle
 import random
@@ -108,6 +120,45 @@ def run_ranks(
         else:
             pool.kill()
     return results
+
+
+def on_ranks(
+    ranks: int | Callable[[Any], int] | None = None, *, of: str = "strategy", **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function `fn(rank, world_size, ...)` that `run_ranks` runs on every rank.
+
+    `ranks` is their number, or a function of the test's parameter `of`; None: the test has a
+    parameter `world_size`. `options` go to `run_ranks`.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        _, size, *names = signature = inspect.signature(fn).parameters
+
+        @functools.wraps(fn)
+        def test(**case: Any) -> None:
+            __tracebackhide__ = True
+            count = ranks(case[of]) if callable(ranks) else ranks or case[size]
+            run_ranks(_RankTest(fn), count, *(case[name] for name in names), **options)
+
+        kept = names if ranks is not None else [size, *names]
+        test.__signature__ = inspect.Signature([signature[name] for name in kept])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+class _RankTest:
+    """The function under `on_ranks`: its module knows its name as that of the test."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn, self.__qualname__ = fn, fn.__qualname__
+
+    def __reduce__(self) -> Any:
+        return _find_rank_test, (self.fn.__module__, self.__qualname__)
+
+
+def _find_rank_test(module: str, name: str) -> Callable[..., None]:
+    return inspect.unwrap(getattr(importlib.import_module(module), name))
 
 
 def rank_context() -> Any:

@@ -85,18 +85,18 @@ def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[
     """Follow what ``model`` computes on meta tensors, with a ledger that counts the rest."""
     ledger.watchers.append(follower.note)
     ledger.adopted = follower.adopt
-    experts = [module for module in model.modules() if isinstance(module, GroupedMLP)]
-    before = [(module._chosen, module._chosen_for) for module in experts]
-    for module in experts:
-        module._chosen, module._chosen_for = ("fused", _SizedProducts()), None
+    choices = [module.choice for module in model.modules() if isinstance(module, GroupedMLP)]
+    before = [(choice.chosen, choice._chosen_for) for choice in choices]
+    for choice in choices:
+        choice.chosen, choice._chosen_for = ("fused", _SizedProducts()), None
     try:
         with follower, _StandIns():
             yield
     finally:
         ledger.watchers.remove(follower.note)
         ledger.adopted = None
-        for module, (chosen, dtype) in zip(experts, before, strict=True):
-            module._chosen, module._chosen_for = chosen, dtype
+        for choice, (chosen, dtype) in zip(choices, before, strict=True):
+            choice.chosen, choice._chosen_for = chosen, dtype
 
 
 # ------------------------------------------------------------------------------ stand-ins

@@ -19,7 +19,7 @@ import torch
 import shardwise as sw
 from shardwise import comm
 from tests.models import Model, loss_of, make_model, mesh_for, mesh_of, shard_model, tokens
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DEPTH = 3
 Calls = list[tuple[str, str, int]]  # (operation, axis, bytes)
@@ -182,7 +182,8 @@ def test_the_outer_axis_is_used_once_per_step(strategy: str, precision: str) -> 
     assert run_ranks(check_hsdp, 2, strategy, precision) == [4] * 2  # inner axis of one rank
 
 
-def check_hand_written(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_hand_written_strategy_costs_what_its_placements_say(rank: int, world_size: int) -> None:
     """ZeRO-1 over two axes: gradients are scattered inside at once, outside at the end."""
     r, p, s = sw.Replicate(), sw.Partial(), sw.Shard()
     placements = sw.Placements(compute=[r, r], grad=[p, s], main=[s, s])
@@ -197,10 +198,6 @@ def check_hand_written(rank: int, world_size: int) -> None:
                 expected += [("all_gather", "dp_outer", size * 2), ("all_gather", "dp", size * 4)]
             assert_equal_calls(one_step(model, rank, world_size, microbatches), expected)
             forget_gradients_and_step(model)
-
-
-def test_a_hand_written_strategy_costs_what_its_placements_say() -> None:
-    run_ranks(check_hand_written, 4)
 
 
 # ------------------------------------------------------------------------------ without a step
@@ -238,7 +235,8 @@ def test_forwards_without_gradients_gather_only_what_was_released(strategy: str)
         assert Counter(after_write) == Counter(everything + once)
 
 
-def check_at_rest(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_the_optimizer_communicates_nothing(rank: int, world_size: int) -> None:
     model = make(sw.zero(3), world_size)
     one_step(model, rank, world_size, 1)
     with comm.record() as calls:
@@ -248,11 +246,7 @@ def check_at_rest(rank: int, world_size: int) -> int:
         model.eval()
         model.train()
         list(model.state_dict())
-    return len(calls)
-
-
-def test_the_optimizer_communicates_nothing() -> None:
-    assert run_ranks(check_at_rest, 2) == [0, 0]
+    assert len(calls) == 0
 
 
 def check_reshard(rank: int, world_size: int, reshard: object) -> tuple[Calls, list[int]]:

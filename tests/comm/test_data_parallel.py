@@ -23,7 +23,7 @@ from shardwise import comm
 from shardwise.optim import muon_step
 from shardwise.shard.unit import Unit
 from tests.models import Model, loss_of, make_model, mesh_of, tokens
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 DEPTH = 4
 SMALL = 0.004  # megabytes: a row of two or three matrices fills a bucket
@@ -139,7 +139,8 @@ def test_parts_of_a_matrix_travel_to_its_owner_and_back() -> None:
 # ------------------------------------------------------------------------------ when
 
 
-def check_overlap(rank: int, world_size: int) -> dict[str, int]:
+@on_ranks(2)
+def test_buckets_are_reduced_while_backward_runs(rank: int, world_size: int) -> None:
     """How many buckets have been reduced when the gradient of a layer's input comes."""
     model = make(world_size)
     seen: dict[str, int] = {}
@@ -155,16 +156,12 @@ def check_overlap(rank: int, world_size: int) -> dict[str, int]:
             layer.register_forward_pre_hook(watch(f"layer {number}"))
         loss_of(model, tokens(0, 0, rank, world_size)).backward()
     seen["end"] = sum(call.operation == "reduce_scatter" for call in calls)
-    return seen
+    # The two matrices of a layer fill a bucket; elements come last, with the embedding.
+    assert seen == {"layer 3": 1, "layer 2": 2, "layer 1": 3, "layer 0": 4, "end": 5}
 
 
-def test_buckets_are_reduced_while_backward_runs() -> None:
-    for seen in run_ranks(check_overlap, 2):
-        # The two matrices of a layer fill a bucket; elements come last, with the embedding.
-        assert seen == {"layer 3": 1, "layer 2": 2, "layer 1": 3, "layer 0": 4, "end": 5}
-
-
-def check_order(rank: int, world_size: int) -> list[list[str]]:
+@on_ranks(2)
+def test_a_bucket_is_awaited_by_the_first_module_that_reads_it(rank: int, world_size: int) -> None:
     """Which buckets are still on their way when a layer runs, with and without overlap."""
     found = []
     for overlap in (False, True):
@@ -180,14 +177,10 @@ def check_order(rank: int, world_size: int) -> list[list[str]]:
             layer.register_forward_pre_hook(note)
         model(tokens(0, 0, rank, world_size))
         found.append(pending)
-    return found
-
-
-def test_a_bucket_is_awaited_by_the_first_module_that_reads_it() -> None:
-    for together, overlapped in run_ranks(check_order, 2):
-        assert together == ["....."] * DEPTH
-        # Bucket 4 (elements) is the embedding's; then layer 0 awaits bucket 3, and so on.
-        assert overlapped == ["???..", "??...", "?....", "....."]
+    together, overlapped = found
+    assert together == ["....."] * DEPTH
+    # Bucket 4 (elements) is the embedding's; then layer 0 awaits bucket 3, and so on.
+    assert overlapped == ["???..", "??...", "?....", "....."]
 
 
 def make_units(world_size: int, stage: int, early: bool) -> Model:
@@ -269,7 +262,8 @@ def test_units_are_gathered_between_the_rounds_of_the_exchange() -> None:
     assert sent[0] == "all_gather" and "all_gather" in sent[1:last]
 
 
-def check_nothing_twice(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_weights_are_gathered_once_after_a_step(rank: int, world_size: int) -> None:
     """Evaluation after a step gathers once; nothing changed, nothing is sent."""
     model = make(world_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -282,17 +276,14 @@ def check_nothing_twice(rank: int, world_size: int) -> list[int]:
             with comm.record() as calls, torch.no_grad():
                 model(tokens(step, 0, rank, world_size))
             counts.append(len(calls))
-    return counts
-
-
-def test_weights_are_gathered_once_after_a_step() -> None:
-    assert run_ranks(check_nothing_twice, 2) == [[5, 0, 5, 0]] * 2
+    assert counts == [5, 0, 5, 0]
 
 
 # ------------------------------------------------------------------------------ where
 
 
-def check_owners(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_owners_are_the_layouts_and_parameters_are_views(rank: int, world_size: int) -> None:
     """The report's owners are the layout's; parameters are views of their buckets, nothing else."""
     model = make(world_size)
     groups = model._shardwise_unit.groups
@@ -321,8 +312,4 @@ def check_owners(rank: int, world_size: int) -> tuple[int, int]:
     for layer in model.layers:
         layer.register_forward_pre_hook(look)
     model(tokens(0, 0, rank, world_size))
-    return len(owners), views
-
-
-def test_owners_are_the_layouts_and_parameters_are_views() -> None:
-    assert run_ranks(check_owners, 2) == [(2 * DEPTH, 6 * DEPTH)] * 2
+    assert (len(owners), views) == (2 * DEPTH, 6 * DEPTH)

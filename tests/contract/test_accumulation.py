@@ -29,7 +29,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 MICROBATCHES = 3
@@ -81,7 +81,6 @@ def accumulate(
 
 WAYS = [
     ("no sync", True),
-    ("last backward", True),
     ("last backward", False),
     ("both", False),
     ("all reduce", True),
@@ -103,7 +102,12 @@ def test_microbatches_add_up_in_mixed_precision(strategy: str, how: str) -> None
     run_ranks(accumulate, ranks_for(strategy), strategy, how, True, True)
 
 
-def outer_reductions(rank: int, world_size: int, strategy: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["all reduce", "last backward"])
+@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
+@on_ranks(4)
+def test_the_outer_axis_is_reduced_on_the_last_microbatch_only(
+    rank: int, world_size: int, strategy: str, how: str
+) -> None:
     """Over the outer axis gradients go once per step; over the inner one every time."""
     net = wrap(Net(), world_size, strategy)
     inner: list[int] = []
@@ -117,12 +121,6 @@ def outer_reductions(rank: int, world_size: int, strategy: str, how: str) -> Non
         outer.append(sum(call.axis == "dp_outer" for call in reductions))
     assert inner[0] == inner[1] == inner[2] > 0, inner
     assert outer[0] == outer[1] == 0 and outer[2] > 0, outer
-
-
-@pytest.mark.parametrize("how", ["all reduce", "last backward"])
-@pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
-def test_the_outer_axis_is_reduced_on_the_last_microbatch_only(strategy: str, how: str) -> None:
-    run_ranks(outer_reductions, 4, strategy, how)
 
 
 class Late(nn.Module):
@@ -140,7 +138,14 @@ class Late(nn.Module):
         return self.branch(x) if self.taken else x
 
 
-def first_used_last(rank: int, world_size: int, strategy: str, mixed: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "mixed"),
+    [(name, False) for name in STRATEGIES] + [(name, True) for name in ("zero0", "zero3", "hfsdp")],
+)
+@on_ranks(ranks_for)
+def test_a_parameter_first_used_on_the_last_microbatch(
+    rank: int, world_size: int, strategy: str, mixed: bool
+) -> None:
     net, plain = pair(Late)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mp_policy": policy} if mixed else {}
@@ -164,19 +169,19 @@ def first_used_last(rank: int, world_size: int, strategy: str, mixed: bool) -> N
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_first_used_on_the_last_microbatch(strategy: str, mixed: bool) -> None:
-    run_ranks(first_used_last, ranks_for(strategy), strategy, mixed)
-
-
 def optimizer_of(net: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "sgd":
         return torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
     return sw.optimizer(net, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=0.01))
 
 
-def stepped_too_early(rank: int, world_size: int, strategy: str, kind: str, first: bool) -> str:
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_stepping_while_gradients_wait_unreduced_is_refused(
+    rank: int, world_size: int, strategy: str, kind: str, first: bool
+) -> None:
     net = wrap(Net(), world_size, strategy)
     optimizer = optimizer_of(net, kind)
     if not first:  # with grads of before: those of the last microbatch are still unreduced
@@ -190,20 +195,23 @@ def stepped_too_early(rank: int, world_size: int, strategy: str, kind: str, firs
     net.set_requires_gradient_sync(True)
     word_loss(net, rank).backward()  # the last one after all
     optimizer.step()
-    return message
+    assert "before the last microbatch" in message and "'embedding.weight'" in message
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("kind", ["sgd", "muon"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_stepping_while_gradients_wait_unreduced_is_refused(
-    strategy: str, kind: str, first: bool
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        ("zero0", "last backward"),
+        ("zero1", "no sync"),
+        ("zero3", "no sync"),
+        ("hfsdp", "all reduce"),
+    ],
+)
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+@on_ranks(ranks_for)
+def test_zero_grad_drops_microbatches_that_wait(
+    rank: int, world_size: int, strategy: str, how: str, by: str
 ) -> None:
-    for message in run_ranks(stepped_too_early, 2, strategy, kind, first):
-        assert "before the last microbatch" in message and "'embedding.weight'" in message
-
-
-def dropped_microbatches(rank: int, world_size: int, strategy: str, how: str, by: str) -> None:
     """A batch is given up between its microbatches: nothing of it comes back."""
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
@@ -221,20 +229,6 @@ def dropped_microbatches(rank: int, world_size: int, strategy: str, how: str, by
             one.step()
             one.zero_grad()
         assert_parameters_equal(net, plain, 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "how"),
-    [
-        ("zero0", "last backward"),
-        ("zero1", "no sync"),
-        ("zero3", "no sync"),
-        ("hfsdp", "all reduce"),
-    ],
-)
-@pytest.mark.parametrize("by", ["optimizer", "model"])
-def test_zero_grad_drops_microbatches_that_wait(strategy: str, how: str, by: str) -> None:
-    run_ranks(dropped_microbatches, ranks_for(strategy), strategy, how, by)
 
 
 def divide(rank: int, world_size: int, strategy: str, microbatches: int, how: str) -> None:
@@ -262,18 +256,15 @@ def divide(rank: int, world_size: int, strategy: str, microbatches: int, how: st
 
 
 @pytest.mark.parametrize(
-    ("how", "microbatches"),
-    [("divisor", 1), ("divisor", 3), ("sum", 3), ("divisor and sum", 3)],
+    ("strategy", "how", "microbatches"),
+    [(strategy, how, 3) for strategy in STRATEGIES for how in ("divisor", "divisor and sum")]
+    + [("zero0", "sum", 3), ("zero3", "sum", 3), ("hfsdp", "sum", 3), ("zero3", "divisor", 1)],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_custom_divisor_is_applied_once(strategy: str, how: str, microbatches: int) -> None:
     run_ranks(divide, ranks_for(strategy), strategy, microbatches, how)
 
 
-def one_rank_divide(rank: int, world_size: int, strategy: str) -> None:
-    divide(rank, world_size, strategy, 3, "divisor")
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-def test_a_custom_divisor_on_a_single_rank(strategy: str) -> None:
-    run_ranks(one_rank_divide, 1, strategy)
+@on_ranks(1)
+def test_a_custom_divisor_on_a_single_rank(rank: int, world_size: int, strategy: str) -> None:
+    divide(rank, world_size, strategy, 3, "divisor")

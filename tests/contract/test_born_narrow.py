@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from tests.contract.helpers import STRATEGIES, Net, full, mesh_for, ranks_for, word_loss, wrap
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 PATIENCE = 240.0  # seconds, on a machine that others use too
 WAYS = (*STRATEGIES, "data_parallel")
@@ -78,7 +78,8 @@ def test_small_steps_move_a_model_that_came_in_bf16(way: str) -> None:
     assert not any(logged for _, logged in found), "nothing to warn about"
 
 
-def choose(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=PATIENCE)
+def test_the_choice_of_the_user_holds(rank: int, world_size: int) -> None:
     """What is asked for is done; ``.to`` follows; fp64 and integers keep their dtype."""
     net = wrap(born(torch.bfloat16), world_size, precision=sw.Precision(main="bf16"))
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
@@ -88,10 +89,6 @@ def choose(rank: int, world_size: int) -> None:
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     net = wrap(born(torch.float64), world_size)
     assert {p.dtype for p in net.parameters()} == {torch.float64}
-
-
-def test_the_choice_of_the_user_holds() -> None:
-    run_ranks(choose, 2, timeout=PATIENCE)
 
 
 def test_plain_narrow_parameters_are_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:

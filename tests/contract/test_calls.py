@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     WIDTH,
     Block,
     Loss,
@@ -22,6 +22,7 @@ from tests.contract.helpers import (
     assert_close,
     assert_gradients_equal,
     average_gradients,
+    check_backward,
     options_for,
     pair,
     ranks_for,
@@ -32,16 +33,16 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+
+WITH_BUCKETS = (*MAIN_STRATEGIES, "data_parallel")
 
 
 def check(
     net: Any, plain: Any, loss: Loss, rank: int, world_size: int, before: dict[str, int]
 ) -> None:
     """One backward on both sides; gradients equal, everything at rest, gradients dropped."""
-    loss(net, rank).backward()
-    average_gradients(plain, loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, loss, rank, world_size)
     assert_at_rest(net, before)
     for model in (net, plain):
         model.zero_grad()
@@ -50,7 +51,11 @@ def check(
 # ------------------------------------------------------------------------------ without gradients
 
 
-def without_gradients(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
+@on_ranks(ranks_for)
+def test_forwards_without_gradients_between_training_steps(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -68,12 +73,10 @@ def without_gradients(rank: int, world_size: int, strategy: str) -> None:
     check(net, plain, word_loss, rank, world_size, before)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forwards_without_gradients_between_training_steps(strategy: str) -> None:
-    run_ranks(without_gradients, ranks_for(strategy), strategy)
-
-
-def validation_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_without_gradients_between_forward_and_backward(
+    rank: int, world_size: int
+) -> None:
     """A no_grad forward between a forward and its backward."""
     net, plain = pair(Net)
     wrap(net, world_size)
@@ -85,10 +88,6 @@ def validation_between(rank: int, world_size: int) -> None:
     average_gradients(plain, word_loss, world_size)
     assert_gradients_equal(net, plain)
     assert_at_rest(net, before)
-
-
-def test_a_forward_without_gradients_between_forward_and_backward() -> None:
-    run_ranks(validation_between, 2)
 
 
 class Detached(nn.Module):
@@ -104,17 +103,14 @@ class Detached(nn.Module):
         return self.blocks[2](second) + first
 
 
-def detached(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_detached_inputs(rank: int, world_size: int, strategy: str) -> None:
     net, plain = pair(Detached)
     wrap(net, world_size, strategy)
     before = transient_bytes()
     for _ in range(2):
         check(net, plain, vector_loss, rank, world_size, before)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3", "hfsdp"])
-def test_detached_inputs(strategy: str) -> None:
-    run_ranks(detached, ranks_for(strategy), strategy)
 
 
 # ------------------------------------------------------------------------------ how often
@@ -144,27 +140,29 @@ def planned(rank: int, world_size: int, strategy: str, plans: tuple[tuple[int, .
         check(net, plain, vector_loss, rank, world_size, before)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
 def test_a_unit_called_twice_in_one_forward(strategy: str) -> None:
     plans = ((0, 1, 0, 2), (0, 0, 1, 2), (2, 1, 2, 1, 0))
     run_ranks(planned, ranks_for(strategy), strategy, plans)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_units_called_in_another_order_or_not_at_all(strategy: str) -> None:
     plans = ((0, 1, 2), (0, 2), (2, 0), (1,), (0, 1, 2), (2, 1, 0))
     run_ranks(planned, ranks_for(strategy), strategy, plans)
 
 
-def first_forward_partial(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_left_out_of_the_very_first_forward(rank: int, world_size: int) -> None:
     planned(rank, world_size, "zero3", ((1,), (0, 1, 2)))
 
 
-def test_units_left_out_of_the_very_first_forward() -> None:
-    run_ranks(first_forward_partial, 2)
-
-
-def two_forwards(rank: int, world_size: int, strategy: str, order: tuple[int, int]) -> None:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "last first"])
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
+@on_ranks(ranks_for)
+def test_two_forwards_before_two_backwards(
+    rank: int, world_size: int, strategy: str, order: tuple[int, int]
+) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -181,13 +179,9 @@ def two_forwards(rank: int, world_size: int, strategy: str, order: tuple[int, in
             model.zero_grad()
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "last first"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_forwards_before_two_backwards(strategy: str, order: tuple[int, int]) -> None:
-    run_ranks(two_forwards, ranks_for(strategy), strategy, order)
-
-
-def backward_twice(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", WITH_BUCKETS)
+@on_ranks(ranks_for)
+def test_backward_twice_over_a_retained_graph(rank: int, world_size: int, strategy: str) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -203,12 +197,8 @@ def backward_twice(rank: int, world_size: int, strategy: str) -> None:
     check(net, plain, word_loss, rank, world_size, before)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_backward_twice_over_a_retained_graph(strategy: str) -> None:
-    run_ranks(backward_twice, ranks_for(strategy), strategy)
-
-
-def never_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_forwards_whose_backward_never_comes(rank: int, world_size: int) -> None:
     net, plain = pair(Net)
     wrap(net, world_size)
     before = transient_bytes()
@@ -217,11 +207,8 @@ def never_backward(rank: int, world_size: int) -> None:
     check(net, plain, word_loss, rank, world_size, before)
 
 
-def test_forwards_whose_backward_never_comes() -> None:
-    run_ranks(never_backward, 2)
-
-
-def inner_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_inner_unit_called_by_itself(rank: int, world_size: int) -> None:
     """A wrapped module inside a wrapped model, called by itself before and after the model."""
     net, plain = pair(Net)
     wrap(net, world_size)
@@ -235,11 +222,8 @@ def inner_alone(rank: int, world_size: int) -> None:
     check(net, plain, word_loss, rank, world_size, before)
 
 
-def test_an_inner_unit_called_by_itself() -> None:
-    run_ranks(inner_alone, 2)
-
-
-def inner_first(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_inner_unit_that_ran_before_its_root(rank: int, world_size: int) -> None:
     """An inner unit that ran before the root did; the root then takes it over."""
     net, plain = pair(Net)
     wrap(net, world_size)
@@ -249,10 +233,6 @@ def inner_first(rank: int, world_size: int) -> None:
     assert_close(ours, theirs, "output", 1e-6)
     for _ in range(2):
         check(net, plain, word_loss, rank, world_size, before)
-
-
-def test_an_inner_unit_that_ran_before_its_root() -> None:
-    run_ranks(inner_first, 2)
 
 
 # ------------------------------------------------------------------------------ inputs and outputs
@@ -319,7 +299,15 @@ class StructuredNet(nn.Module):
         return sum((o.square().sum() for o in out), torch.zeros(()))
 
 
-def structured(rank: int, world_size: int, strategy: str, kind: str) -> None:
+KINDS = ("tuple", "list", "dict", "dataclass", "plain dataclass", "view")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_inputs_and_outputs_of_any_structure(
+    rank: int, world_size: int, strategy: str, kind: str
+) -> None:
     net, plain = pair(lambda: StructuredNet(kind))
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -330,15 +318,6 @@ def structured(rank: int, world_size: int, strategy: str, kind: str) -> None:
     assert type(got) is type(want)
     for ours, theirs in zip(tensors_of(got), tensors_of(want), strict=True):
         assert_close(ours.detach(), theirs.detach(), kind, 1e-6)
-
-
-KINDS = ("tuple", "list", "dict", "dataclass", "plain dataclass", "view")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-def test_inputs_and_outputs_of_any_structure(strategy: str, kind: str) -> None:
-    run_ranks(structured, 2, strategy, kind)
 
 
 class Frozen(nn.Module):
@@ -366,17 +345,16 @@ class KeywordNet(nn.Module):
         return box["x"]
 
 
-def keywords(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_a_frozen_weight_with_inputs_in_a_nested_keyword(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(KeywordNet)
     wrap(net, world_size, strategy)
     before = transient_bytes()
     for _ in range(2):
         check(net, plain, vector_loss, rank, world_size, before)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_a_frozen_weight_with_inputs_in_a_nested_keyword(strategy: str) -> None:
-    run_ranks(keywords, ranks_for(strategy), strategy)
 
 
 class InPlace(nn.Module):
@@ -394,16 +372,13 @@ class InPlace(nn.Module):
         return x
 
 
-def in_place(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_output_changed_in_place(rank: int, world_size: int) -> None:
     net, plain = pair(InPlace)
     wrap(net, world_size)
     before = transient_bytes()
     for _ in range(2):
         check(net, plain, vector_loss, rank, world_size, before)
-
-
-def test_an_output_changed_in_place() -> None:
-    run_ranks(in_place, 2)
 
 
 class Recursive(nn.Module):
@@ -418,14 +393,11 @@ class Recursive(nn.Module):
         return self(x, depth - 1) if depth else x
 
 
-def recursive(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_unit_that_calls_itself(rank: int, world_size: int) -> None:
     net, plain = pair(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Recursive()))
     sw.fully_shard(net[1], **options_for("zero3", world_size))
     sw.fully_shard(net, **options_for("zero3", world_size))
     before = transient_bytes()
     for _ in range(2):
         check(net, plain, vector_loss, rank, world_size, before)
-
-
-def test_a_unit_that_calls_itself() -> None:
-    run_ranks(recursive, 2)

@@ -23,6 +23,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     options_for,
     pair,
     raised,
@@ -33,7 +34,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # ------------------------------------------------------------------------------ other parameters
 
@@ -149,7 +150,8 @@ class Restless(nn.Module):
         return y
 
 
-def elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_replaced_at_other_times_are_named(rank: int, world_size: int) -> None:
     """Not before forward, but inside it, before backward, before unshard()."""
     net = sw.fully_shard(Restless(), **options_for("zero3", world_size))
     x = vectors(rank)
@@ -170,11 +172,11 @@ def elsewhere(rank: int, world_size: int) -> None:
     net(x)
 
 
-def test_parameters_replaced_at_other_times_are_named() -> None:
-    run_ranks(elsewhere, 2)
-
-
-def allowed(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_modules_without_parameters_may_come_and_go(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Modules without parameters, modules wrapped themselves, the same weight tied again."""
     net, plain = pair(Net)
     for model in (net, plain):
@@ -182,9 +184,7 @@ def allowed(rank: int, world_size: int, strategy: str) -> None:
     wrap(net, world_size, strategy)
     before = transient_bytes()
     for step in range(3):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         for model in (net, plain):
             model.zero_grad()
             model.head.weight = model.embedding.weight
@@ -192,11 +192,6 @@ def allowed(rank: int, world_size: int, strategy: str) -> None:
             model.blocks[0].register_parameter(f"none{step}", None)
             model.blocks[0].register_buffer(f"counter{step}", torch.zeros(1))
     assert_at_rest(net, before)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_modules_without_parameters_may_come_and_go(strategy: str) -> None:
-    run_ranks(allowed, 2, strategy)
 
 
 class Grown(Net):
@@ -207,7 +202,8 @@ class Grown(Net):
         return self.head(self.blocks[1](x))
 
 
-def grown(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_module_with_a_unit_of_its_own_may_be_added(rank: int, world_size: int) -> None:
     """A module that is wrapped itself may be added at any time."""
     net, plain = pair(Grown)
     wrap(net, world_size)
@@ -219,16 +215,11 @@ def grown(rank: int, world_size: int) -> None:
                 model.adapter = nn.Linear(WIDTH, WIDTH)
         if step == 1:
             sw.fully_shard(net.adapter, **options_for("zero3", world_size))
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
 
 
-def test_a_module_with_a_unit_of_its_own_may_be_added() -> None:
-    run_ranks(grown, 2)
-
-
-def deleted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_deleted_model_is_gone_at_once(rank: int, world_size: int) -> None:
     """What is remembered of modules keeps none of them alive."""
     net = wrap(Net(), world_size)
     word_loss(net, rank).backward()
@@ -240,10 +231,6 @@ def deleted(rank: int, world_size: int) -> None:
         assert len(parts) > 10 and not any(part() is not None for part in parts)
     finally:
         gc.enable()
-
-
-def test_a_deleted_model_is_gone_at_once() -> None:
-    run_ranks(deleted, 2)
 
 
 # ------------------------------------------------------------------------------ written too early
@@ -298,9 +285,7 @@ def written(rank: int, world_size: int, strategy: str, how: str, options: dict[s
     del loss
     plain.load_state_dict(sw.full_state_dict(net))
     plain.zero_grad()
-    word_loss(net, rank, 1).backward()
-    average_gradients(plain, lambda m, r: word_loss(m, r, 1), world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, word_loss, rank, world_size, 1)
     assert_at_rest(net, before)
 
 
@@ -315,7 +300,11 @@ def test_weights_that_stay_after_forward_are_watched_too() -> None:
     run_ranks(written, 2, "zero3", "sgd", {"reshard_after_forward": False})
 
 
-def kept_graph(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+@on_ranks(2)
+def test_a_second_backward_after_a_step_is_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """The second backward of a graph whose weights the first one's step changed."""
     net = wrap(Net(), world_size, strategy)
     loss = word_loss(net, rank)
@@ -325,18 +314,14 @@ def kept_graph(rank: int, world_size: int, strategy: str) -> None:
     assert "between a forward" in raised(loss.backward, RuntimeError)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_a_second_backward_after_a_step_is_refused(strategy: str) -> None:
-    run_ranks(kept_graph, 2, strategy)
-
-
-def written_in_backward(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_an_optimizer_inside_backward_is_not_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """An optimizer inside backward writes what backward is done with."""
     net, plain = pair(Net)
-    if strategy == "data_parallel":
-        sw.data_parallel(net, **options_for("zero1", world_size), bucket_mb=0.001)
-    else:
-        wrap(net, world_size, strategy)
+    wrap(net, world_size, strategy)
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in net.parameters()}
 
     def update(parameter: Tensor) -> None:
@@ -352,11 +337,6 @@ def written_in_backward(rank: int, world_size: int, strategy: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_parameters_equal(net, plain)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
-def test_an_optimizer_inside_backward_is_not_refused(strategy: str) -> None:
-    run_ranks(written_in_backward, 2, strategy)
 
 
 def saved_in_between(rank: int, world_size: int, folder: str) -> None:

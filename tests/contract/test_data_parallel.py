@@ -24,6 +24,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     full,
     mesh_for,
     pair,
@@ -33,7 +34,7 @@ from tests.contract.helpers import (
     word_loss,
     words,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SMALL = 0.003  # megabytes: several buckets
 
@@ -53,7 +54,8 @@ def assert_at_rest(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------ accumulation
 
 
-def check_accumulation(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_accumulation_clipping_zero_grad_and_evaluation(rank: int, world_size: int) -> None:
     compared = 0
     for stage in (0, 1, 2):
         for how in ("sync", "last"):
@@ -89,11 +91,7 @@ def check_accumulation(rank: int, world_size: int) -> int:
                     assert_at_rest(model)
                 assert_parameters_equal(model, plain, 1e-4)
                 compared += 1
-    return compared
-
-
-def test_accumulation_clipping_zero_grad_and_evaluation() -> None:
-    assert run_ranks(check_accumulation, 2) == [12, 12]
+    assert compared == 12
 
 
 # ------------------------------------------------------------------------------ odd parameters
@@ -121,7 +119,8 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def check_tied(rank: int, world_size: int) -> int:
+@on_ranks(3)
+def test_tied_frozen_and_thawed_parameters(rank: int, world_size: int) -> None:
     compared = 0
     for stage in (0, 1, 2):
         model, plain = pair(Tied)
@@ -136,15 +135,9 @@ def check_tied(rank: int, world_size: int) -> int:
             one.zero_grad()
             one.frozen.up.weight.requires_grad_(True)
             one.scale.requires_grad_(False)
-        word_loss(model, rank).backward()
-        average_gradients(plain, word_loss, world_size)
-        assert assert_gradients_equal(model, plain) == compared
+        assert check_backward(model, plain, word_loss, rank, world_size) == compared
         assert model.scale.grad is None
-    return compared
-
-
-def test_tied_frozen_and_thawed_parameters() -> None:
-    assert run_ranks(check_tied, 3) == [15] * 3
+    assert compared == 15
 
 
 class Sometimes(nn.Module):
@@ -163,7 +156,10 @@ class Sometimes(nn.Module):
         return x
 
 
-def check_unused(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_unused_parameters_are_zeros_or_an_error_that_names_them(
+    rank: int, world_size: int
+) -> None:
     model, plain = pair(Sometimes)
     wrap(model, world_size, unused_parameters="zeros")
     for step in range(2):
@@ -182,13 +178,9 @@ def check_unused(rank: int, world_size: int) -> str:
     model, _ = pair(Sometimes)
     wrap(model, world_size)
     model.chosen = (0, 1)
-    return raised(lambda: vector_loss(model, rank).backward(), RuntimeError)
-
-
-def test_unused_parameters_are_zeros_or_an_error_that_names_them() -> None:
-    for message in run_ranks(check_unused, 2):
-        assert "no gradient reached" in message and "'blocks.2.up.weight'" in message
-        assert "blocks.1" not in message and "unused_parameters='zeros'" in message
+    message = raised(lambda: vector_loss(model, rank).backward(), RuntimeError)
+    assert "no gradient reached" in message and "'blocks.2.up.weight'" in message
+    assert "blocks.1" not in message and "unused_parameters='zeros'" in message
 
 
 # ------------------------------------------------------------------------------ recomputation
@@ -212,7 +204,8 @@ class Recomputed(nn.Module):
         return x
 
 
-def check_recomputed(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_activation_checkpointing(rank: int, world_size: int) -> None:
     compared = 0
     for reentrant in (False, True):
         for overlap in (False, True):
@@ -231,17 +224,14 @@ def check_recomputed(rank: int, world_size: int) -> int:
                         for parameter in one.parameters():
                             parameter.mul_(0.9)
                     one.zero_grad()
-    return compared
-
-
-def test_activation_checkpointing() -> None:
-    assert run_ranks(check_recomputed, 2) == [8 * 20] * 2
+    assert compared == 8 * 20
 
 
 # ------------------------------------------------------------------------------ values
 
 
-def check_meta(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_models_that_get_their_values_later(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     plain = Net()
     with torch.device("meta"):
@@ -253,11 +243,7 @@ def check_meta(rank: int, world_size: int) -> int:
     sw.load_full_state_dict(model, plain.state_dict())
     word_loss(model, rank).backward()
     average_gradients(plain, word_loss, world_size)
-    return assert_gradients_equal(model, plain)
-
-
-def test_models_that_get_their_values_later() -> None:
-    assert run_ranks(check_meta, 2) == [15, 15]
+    assert assert_gradients_equal(model, plain) == 15
 
 
 def check_states(rank: int, world_size: int, folder: str) -> int:

@@ -25,7 +25,7 @@ from tests.contract.helpers import (
     ranks_for,
     transient_bytes,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 32  # whole blocks
 WHERE = ("nowhere", "inside", "around", "around two")
@@ -228,7 +228,8 @@ class Delayed(nn.Module):
         return self.exit(self.experts(x, ends, torch.ones(len(x))))
 
 
-def delayed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_wait_for_gradients_that_no_graph_knows_of(rank: int, world_size: int) -> None:
     net, plain = pair(Delayed)
     options = options_for("zero1", world_size) | {"unused_parameters": "zeros"}
     sw.data_parallel(net, **options, bucket_mb=0.005)
@@ -240,10 +241,6 @@ def delayed(rank: int, world_size: int) -> None:
             (loss / len(ranks)).backward()
     net.experts.backward_dw()
     assert_gradients_equal(net, plain)
-
-
-def test_buckets_wait_for_gradients_that_no_graph_knows_of() -> None:
-    run_ranks(delayed, 2)
 
 
 # ------------------------------------------------------------------------------- entries

@@ -23,6 +23,7 @@ from tests.contract.helpers import (
     Net,
     assert_gradients_equal,
     average_gradients,
+    check_backward,
     mesh_for,
     options_for,
     pair,
@@ -32,7 +33,7 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class DataParallelMeshDims:
 # ------------------------------------------------------------------------------ meshes
 
 
-def wrong_meshes(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(4)
+def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     one, two = mesh_for("zero", world_size), mesh_for("hsdp", world_size)
     unnamed = DeviceMesh("cpu", torch.arange(world_size).view(2, -1))
     cases: dict[str, Callable[[], Any]] = {
@@ -58,26 +60,19 @@ def wrong_meshes(rank: int, world_size: int) -> dict[str, str]:
         "no rank": lambda: sw.init_mesh(dp=0),
         "outside": lambda: sw.init_mesh(dp_outer=2 * world_size),
     }
-    return {name: raised(call, ValueError) for name, call in cases.items()}
+    found = {name: raised(call, ValueError) for name, call in cases.items()}
+    assert "1" in found["hsdp on one axis"] and "zero" in found["hsdp on one axis"]
+    assert "hsdp()" in found["zero on two axes"]
+    assert "mesh_dim_names" in found["unnamed"]
+    assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
+    assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
 
 
-def test_meshes_that_do_not_fit_are_refused() -> None:
-    for found in run_ranks(wrong_meshes, 4):
-        assert "1" in found["hsdp on one axis"] and "zero" in found["hsdp on one axis"]
-        assert "hsdp()" in found["zero on two axes"]
-        assert "mesh_dim_names" in found["unnamed"]
-        assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
-        assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
-
-
-def three_axes(rank: int, world_size: int) -> str:
+@on_ranks(4)
+def test_three_axes_need_placements_of_three(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
-    return raised(lambda: sw.fully_shard(Block(), mesh=mesh), ValueError)
-
-
-def test_three_axes_need_placements_of_three() -> None:
-    for message in run_ranks(three_axes, 4):
-        assert "3" in message
+    message = raised(lambda: sw.fully_shard(Block(), mesh=mesh), ValueError)
+    assert "3" in message
 
 
 def not_a_member(rank: int, world_size: int) -> str | None:
@@ -87,9 +82,7 @@ def not_a_member(rank: int, world_size: int) -> str | None:
         return raised(lambda: sw.fully_shard(Block(), mesh=mesh), ValueError)
     net, plain = pair(Block)
     sw.fully_shard(net, mesh=mesh)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, 2)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, 2)
     return None
 
 
@@ -99,27 +92,24 @@ def test_a_rank_outside_the_mesh_is_told() -> None:
     assert all("not part of the mesh" in message for message in outside)
 
 
-def chosen_axes(rank: int, world_size: int) -> str:
+@on_ranks(4)
+def test_dp_mesh_dims_choose_axes_by_name(rank: int, world_size: int) -> None:
     """``dp_mesh_dims`` picks data-parallel axes out of a larger mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     net, plain = pair(Block)
     dims = DataParallelMeshDims(shard="y", replicate="x")
     sw.fully_shard(net, mesh=mesh, dp_mesh_dims=dims)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, world_size)
     local = sum(parameter.to_local().numel() for parameter in net.parameters())
     assert local < sum(parameter.numel() for parameter in net.parameters())
     wrong = DataParallelMeshDims(shard="z")
-    return raised(lambda: sw.fully_shard(Block(), mesh=mesh, dp_mesh_dims=wrong), ValueError)
+    message = raised(lambda: sw.fully_shard(Block(), mesh=mesh, dp_mesh_dims=wrong), ValueError)
+    assert "'z'" in message and "'x'" in message
 
 
-def test_dp_mesh_dims_choose_axes_by_name() -> None:
-    for message in run_ranks(chosen_axes, 4):
-        assert "'z'" in message and "'x'" in message
-
-
-def one_of_two_axes(rank: int, world_size: int, shard: bool) -> None:
+@pytest.mark.parametrize("shard", [True, False], ids=["named", "by the name dp"])
+@on_ranks(4)
+def test_only_the_data_parallel_axis_is_used(rank: int, world_size: int, shard: bool) -> None:
     """Only one axis of the mesh is data parallel; the ranks of the other hold other models."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = mesh.get_local_rank("tp")
@@ -136,25 +126,15 @@ def one_of_two_axes(rank: int, world_size: int, shard: bool) -> None:
     assert_gradients_equal(net, plain)
 
 
-@pytest.mark.parametrize("shard", [True, False], ids=["named", "by the name dp"])
-def test_only_the_data_parallel_axis_is_used(shard: bool) -> None:
-    run_ranks(one_of_two_axes, 4, shard)
-
-
-def replicate_only(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dp_mesh_dims_that_only_replicate_shard_nothing(rank: int, world_size: int) -> None:
     """torch: only-replicate is data parallelism. The mesh has one axis, and nothing is cut."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("x",))
     net, plain = pair(Block)
     sw.fully_shard(net, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="x"))
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, world_size)
     for parameter in net.parameters():
         assert parameter.to_local().numel() == parameter.numel(), "every rank holds all of it"
-
-
-def test_dp_mesh_dims_that_only_replicate_shard_nothing() -> None:
-    run_ranks(replicate_only, 2)
 
 
 # ------------------------------------------------------------------------------ parameters
@@ -170,13 +150,14 @@ class Odd(nn.Module):
         return self.linear(x)
 
 
-def wrong_parameters(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(rank: int, world_size: int) -> None:
     mesh = mesh_for("zero", world_size)
 
     def wrap_with(parameter: Tensor) -> Callable[[], Any]:
         return lambda: sw.fully_shard(Odd(parameter.requires_grad_()), mesh=mesh)
 
-    return {
+    found = {
         "empty": raised(wrap_with(torch.empty(0, 3)), ValueError),
         "narrow": raised(wrap_with(torch.empty(3, 0)), ValueError),
         "complex": raised(wrap_with(torch.ones(3, dtype=torch.complex64)), ValueError),
@@ -188,19 +169,16 @@ def wrong_parameters(rank: int, world_size: int) -> dict[str, str]:
             NotImplementedError,
         ),
     }
+    assert len(found) == 5
+    for message in found.values():
+        assert "'odd'" in message
+        assert "linear" not in message
+    assert "[0, 3]" in found["empty"] and "complex64" in found["complex"]
+    assert "float8" in found["float8"] and "DTensor" in found["dtensor"]
 
 
-def test_parameters_that_cannot_be_sharded_are_refused_by_name() -> None:
-    for found in run_ranks(wrong_parameters, 2):
-        assert len(found) == 5
-        for message in found.values():
-            assert "'odd'" in message
-            assert "linear" not in message
-        assert "[0, 3]" in found["empty"] and "complex64" in found["complex"]
-        assert "float8" in found["float8"] and "DTensor" in found["dtensor"]
-
-
-def scalar(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scalars_and_transposed_parameters_work(rank: int, world_size: int) -> None:
     """A 0-d and a non-contiguous parameter, which torch's own refuses."""
 
     class Scaled(nn.Module):
@@ -216,13 +194,7 @@ def scalar(rank: int, world_size: int) -> None:
     assert not plain.turned.is_contiguous()
     wrap(net, world_size)
     assert net.scale.shape == () and net.turned.shape == (7, WIDTH)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert assert_gradients_equal(net, plain) == 2
-
-
-def test_scalars_and_transposed_parameters_work() -> None:
-    run_ranks(scalar, 2)
+    assert check_backward(net, plain, vector_loss, rank, world_size) == 2
 
 
 # ------------------------------------------------------------------------------ ranks disagree
@@ -317,13 +289,14 @@ def test_a_problem_on_one_rank_alone_raises_on_all() -> None:
 # ------------------------------------------------------------------------------ options
 
 
-def wrong_options(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_unknown_options_are_refused(rank: int, world_size: int) -> None:
     mesh = mesh_for("zero", world_size)
 
     def attempt(**options: Any) -> Callable[[], Any]:
         return lambda: sw.fully_shard(Block(), mesh=mesh, **options)
 
-    return {
+    found = {
         "unused": raised(attempt(unused_parameters="ignore"), ValueError),
         "memory": raised(attempt(memory="pool"), ValueError),
         "empty": raised(lambda: sw.fully_shard([], mesh=mesh), ValueError),
@@ -333,22 +306,19 @@ def wrong_options(rank: int, world_size: int) -> dict[str, str]:
         "not a module": raised(lambda: sw.fully_shard(torch.ones(2), mesh=mesh), ValueError),
         "not a mesh": raised(lambda: sw.fully_shard(Block(), mesh=[0, 1]), ValueError),
     }
+    assert "ignore" in found["unused"] and "zeros" in found["unused"]
+    assert "pool" in found["memory"] and "empty" in found["empty"]
+    assert "shard" in found["argument"]
+    assert "mp_policy" in found["mp_policy"]
+    assert "placements" in found["placements"]
+    assert "Tensor" in found["not a module"]
+    assert "mesh" in found["not a mesh"]
 
 
-def test_unknown_options_are_refused() -> None:
-    for found in run_ranks(wrong_options, 2):
-        assert "ignore" in found["unused"] and "zeros" in found["unused"]
-        assert "pool" in found["memory"] and "empty" in found["empty"]
-        assert "shard" in found["argument"]
-        assert "mp_policy" in found["mp_policy"]
-        assert "placements" in found["placements"]
-        assert "Tensor" in found["not a module"]
-        assert "mesh" in found["not a mesh"]
-
-
-def several_at_once(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_all_problems_are_told_at_once(rank: int, world_size: int) -> None:
     mesh = mesh_for("zero", world_size)
-    return raised(
+    message = raised(
         lambda: sw.fully_shard(
             nn.ModuleList([Block()]),
             mesh=mesh,
@@ -358,26 +328,21 @@ def several_at_once(rank: int, world_size: int) -> str:
         ),
         ValueError,
     )
+    assert all(word in message for word in ("ModuleList", "axes", "'x'", "'y'"))
 
 
-def test_all_problems_are_told_at_once() -> None:
-    for message in run_ranks(several_at_once, 2):
-        assert all(word in message for word in ("ModuleList", "axes", "'x'", "'y'"))
-
-
-def placements_by_function(rank: int, world_size: int) -> dict[str, str]:
+@on_ranks(2)
+def test_placement_functions_may_ask_for_rows_only(rank: int, world_size: int) -> None:
     mesh = mesh_for("zero", world_size)
     for wanted in (None, Shard(0)):
         net, plain = pair(Block)
         sw.fully_shard(net, mesh=mesh, shard_placement_fn=lambda parameter, w=wanted: w)
-        vector_loss(net, rank).backward()
-        average_gradients(plain, vector_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, vector_loss, rank, world_size)
 
     def columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.shape == (30, WIDTH) else None
 
-    return {
+    found = {
         "Shard(1)": raised(
             lambda: sw.fully_shard(Block(), mesh=mesh, shard_placement_fn=columns),
             NotImplementedError,
@@ -387,12 +352,8 @@ def placements_by_function(rank: int, world_size: int) -> dict[str, str]:
             NotImplementedError,
         ),
     }
-
-
-def test_placement_functions_may_ask_for_rows_only() -> None:
-    for found in run_ranks(placements_by_function, 2):
-        assert "up.weight" in found["Shard(1)"] and "Shard(0)" in found["Shard(1)"]
-        assert "norm.weight" in found["Replicate"]
+    assert "up.weight" in found["Shard(1)"] and "Shard(0)" in found["Shard(1)"]
+    assert "norm.weight" in found["Replicate"]
 
 
 # ------------------------------------------------------------------------------ every method
@@ -436,9 +397,7 @@ def call_method(rank: int, world_size: int, name: str, first_forward: bool) -> s
         return raised(lambda: method(*arguments), NotImplementedError)
     assert method(*arguments) is None
     for _ in range(2):
-        word_loss(net, rank).backward()
-        average_gradients(plain, word_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size)
     return None
 
 
@@ -472,20 +431,18 @@ def test_fully_shard_takes_all_of_torchs_arguments() -> None:
         assert ours[name].kind == parameter.kind, name
 
 
-def bad_values(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_values_that_cannot_work_are_refused(rank: int, world_size: int) -> None:
     net = wrap(Net(), world_size)
-    return [
+    divisor, buffers = [
         raised(lambda: net.set_gradient_divide_factor(0.0), ValueError),
         raised(lambda: net.set_reduce_scatter_max_input_buffers(0), ValueError),
     ]
+    assert "0" in divisor and "0" in buffers
 
 
-def test_values_that_cannot_work_are_refused() -> None:
-    for divisor, buffers in run_ranks(bad_values, 2):
-        assert "0" in divisor and "0" in buffers
-
-
-def many_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_number_of_reductions_in_flight_changes_no_bit(rank: int, world_size: int) -> None:
     """Reductions in flight: one, two, many; the same bits."""
     grads = []
     for count in (1, 2, 5):
@@ -501,31 +458,19 @@ def many_buffers(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
-def test_the_number_of_reductions_in_flight_changes_no_bit() -> None:
-    run_ranks(many_buffers, 2)
-
-
-def full_in_forward_only(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_parameters_used_outside_forward_raise(rank: int, world_size: int) -> None:
     """Using a unit's parameters outside its forward: an error, not a wrong number."""
     net = wrap(Net(), world_size)
     net(torch.zeros(1, 2, dtype=torch.long))
-    return raised(lambda: vectors(rank) @ net.blocks[0].up.weight.t(), Exception)
+    message = raised(lambda: vectors(rank) @ net.blocks[0].up.weight.t(), Exception)
+    assert message
 
 
-def test_parameters_used_outside_forward_raise() -> None:
-    for message in run_ranks(full_in_forward_only, 2):
-        assert message
-
-
-def test_without_a_process_group_a_mesh_of_one_is_made() -> None:
-    assert run_ranks(alone, 1, fresh=True) == [True]
-
-
-def alone(rank: int, world_size: int) -> bool:
+@on_ranks(1, fresh=True)
+def test_without_a_process_group_a_mesh_of_one_is_made(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     net, plain = pair(Block)
     sw.fully_shard(net)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, 1)
-    assert_gradients_equal(net, plain)
-    return dist.is_initialized()
+    check_backward(net, plain, vector_loss, rank, 1)
+    assert dist.is_initialized()

@@ -24,7 +24,7 @@ from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from tests.contract.helpers import raised
 from tests.models import mesh_of
 from tests.moe_models import EXPERTS, HIDDEN, WIDTH, Net, Way, batch, whole
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def grid(dp: int, ep: int) -> Any:
@@ -48,7 +48,8 @@ def wrapped(mesh: Any, placements: Any = None, **way: Any) -> Net:
 # ------------------------------------------------------------------------------------- wrapping
 
 
-def wrap_wrongly(rank: int, world_size: int) -> list[str]:
+@on_ranks(4)
+def test_spread_experts_are_not_wrapped_with_the_rest(rank: int, world_size: int) -> None:
     mesh, everybody = grid(world_size // 2, 2), mesh_of(world_size)
     ways: list[Any] = [
         lambda net: sw.fully_shard(net, mesh=everybody),
@@ -66,32 +67,24 @@ def wrap_wrongly(rank: int, world_size: int) -> list[str]:
     sw.fully_shard(net.moe.experts, mesh=mesh["dp"])
     messages.append(raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError))
     messages.append(raised(lambda: sw.fully_shard(spread_net(mesh).moe, mesh=mesh), ValueError))
-    return messages
+    for message in messages[:4]:
+        assert "of 4, and" in message and "ranks [0, 1, 2, 3]" in message, message
+        assert "fully_shard(layer.experts, mesh=grid['dp'])" in message
+        assert "meshes={'*.experts': grid['dp']}" in message
+    assert "'moe.experts.fc1.weight' holds" in messages[0]
+    assert "'moe.experts.fc2.weight' holds" in messages[3] and "fc1" not in messages[3]
+    for message in messages[4:]:
+        assert "is no expert" in message and "[0, 1] exchange tokens" in message
+    assert "'before.weight'" in messages[4] and "'router.weight'" in messages[5]
 
 
-def test_spread_experts_are_not_wrapped_with_the_rest() -> None:
-    for messages in run_ranks(wrap_wrongly, 4):
-        for message in messages[:4]:
-            assert "of 4, and" in message and "ranks [0, 1, 2, 3]" in message, message
-            assert "fully_shard(layer.experts, mesh=grid['dp'])" in message
-            assert "meshes={'*.experts': grid['dp']}" in message
-        assert "'moe.experts.fc1.weight' holds" in messages[0]
-        assert "'moe.experts.fc2.weight' holds" in messages[3] and "fc1" not in messages[3]
-        for message in messages[4:]:
-            assert "is no expert" in message and "[0, 1] exchange tokens" in message
-        assert "'before.weight'" in messages[4] and "'router.weight'" in messages[5]
-
-
-def other_experts_by_hand(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_ranks_with_other_experts_do_not_share_a_mesh(rank: int, world_size: int) -> None:
     """Without an axis only the ranks together can tell that they hold different experts."""
     mlp = GroupedMLP(4, 8, 8, activation=swiglu())
     mlp.spread(2 * rank, 2)
-    return raised(lambda: sw.fully_shard(mlp, mesh=mesh_of(world_size)), ValueError)
-
-
-def test_ranks_with_other_experts_do_not_share_a_mesh() -> None:
-    for message in run_ranks(other_experts_by_hand, 2):
-        assert "experts 0 to 1 of 4" in message and "experts 2 to 3 of 4" in message
+    message = raised(lambda: sw.fully_shard(mlp, mesh=mesh_of(world_size)), ValueError)
+    assert "experts 0 to 1 of 4" in message and "experts 2 to 3 of 4" in message
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -151,7 +144,8 @@ def test_expert_gradients_and_their_norm_are_those_of_one_process(
     assert all(result == results[0] for result in results), "the same on every rank, bit for bit"
 
 
-def explicit_divisor(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_divisor_that_is_given_wins(rank: int, world_size: int) -> None:
     net = wrapped(grid(1, 2))
     net.moe.experts.set_gradient_divide_factor(8.0)  # type: ignore[operator]
     net(batch(0, rank, world_size)).backward()
@@ -160,10 +154,6 @@ def explicit_divisor(rank: int, world_size: int) -> None:
     first = net.moe.first_expert
     want = plain.moe.experts.fc1.weight.grad[first : first + 2] / 4  # type: ignore[index]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
-
-
-def test_a_divisor_that_is_given_wins() -> None:
-    run_ranks(explicit_divisor, 2)
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -311,7 +301,14 @@ def delayed_net(wrapper: str, world_size: int) -> Any:
     return net
 
 
-def forgotten(rank: int, world_size: int, wrapper: str, kind: str) -> str:
+@pytest.mark.parametrize(
+    ("wrapper", "kind"),
+    [("plain", "torch"), ("zero3", "sw"), ("data_parallel", "torch"), ("torch", "torch")],
+)
+@on_ranks(2)
+def test_a_step_without_backward_dw_is_refused_at_once(
+    rank: int, world_size: int, wrapper: str, kind: str
+) -> None:
     net = delayed_net(wrapper, world_size)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     if kind == "sw":
@@ -329,18 +326,9 @@ def forgotten(rank: int, world_size: int, wrapper: str, kind: str) -> str:
         for old, now in zip(before, net.parameters(), strict=True):
             now = now.full_tensor() if hasattr(now, "full_tensor") else now
             assert not torch.equal(old, now)
-    return message
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "kind"),
-    [("plain", "torch"), ("zero3", "sw"), ("data_parallel", "torch"), ("torch", "torch")],
-)
-def test_a_step_without_backward_dw_is_refused_at_once(wrapper: str, kind: str) -> None:
-    for message in run_ranks(forgotten, 2, wrapper, kind):
-        assert "GroupedMLP (fc1.weight, fc2.weight)" in message, message
-        assert "call backward_dw() after the backward" in message
-        assert ("torch's own fully_shard" in message) == (wrapper == "torch")
+    assert "GroupedMLP (fc1.weight, fc2.weight)" in message, message
+    assert "call backward_dw() after the backward" in message
+    assert ("torch's own fully_shard" in message) == (wrapper == "torch")
 
 
 def in_exchange(rank: int, world_size: int, unit: str) -> str:
@@ -369,7 +357,8 @@ def test_delayed_gradients_under_torchs_own_units_are_right_or_refused() -> None
         assert "torch's own fully_shard" in message
 
 
-def after_a_failure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_iteration_that_was_given_up_owes_nothing(rank: int, world_size: int) -> None:
     net, plain = delayed_net("zero3", world_size), Delayed(False)
     net(rows(rank) * 3).backward()  # an iteration that is given up
     net.reset_iter_state()
@@ -379,10 +368,6 @@ def after_a_failure(rank: int, world_size: int) -> None:
         (plain(rows(each)) / world_size).backward()
     for (name, one), other in zip(net.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)
-
-
-def test_an_iteration_that_was_given_up_owes_nothing() -> None:
-    run_ranks(after_a_failure, 2)
 
 
 @pytest.mark.parametrize("delay", [True, False])

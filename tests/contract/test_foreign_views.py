@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     WORDS,
     Net,
     assert_gradients_equal,
     assert_parameters_equal,
-    average_gradients,
+    check_backward,
     options_for,
     pair,
     ranks_for,
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 VIEWS = {
     "reference": lambda grad: grad,
@@ -67,7 +68,7 @@ def hold_gradients(rank: int, world_size: int, strategy: str, kind: str, buckete
     return len(seen)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @pytest.mark.parametrize("kind", ["reference", "numpy"])
 def test_gradients_that_somebody_holds_stay_as_they_were(strategy: str, kind: str) -> None:
     found = run_ranks(hold_gradients, ranks_for(strategy), strategy, kind, False)
@@ -84,7 +85,9 @@ def test_gradients_of_buckets_that_somebody_holds_stay_as_they_were(kind: str) -
     assert min(run_ranks(hold_gradients, 2, "zero1", kind, True)) > 5
 
 
-def two_graphs(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_gradients_of_two_losses_can_be_compared(rank: int, world_size: int, strategy: str) -> None:
     """Gradients of two losses, one after the other, with no forward in between (PCGrad, noise
     scales): the first are no longer the parameters', and stay."""
     net, plain = pair(Net)
@@ -104,12 +107,12 @@ def two_graphs(rank: int, world_size: int, strategy: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
-def test_gradients_of_two_losses_can_be_compared(strategy: str) -> None:
-    run_ranks(two_graphs, ranks_for(strategy), strategy)
-
-
-def reuse(rank: int, world_size: int, strategy: str, ours: bool) -> list[int]:
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+@on_ranks(2)
+def test_gradients_that_nobody_holds_use_the_same_memory_again(
+    rank: int, world_size: int, strategy: str, ours: bool
+) -> None:
     """Where the main grads lie after each step."""
     net = Net()
     sw.route(net, elementwise=["*"])
@@ -133,12 +136,6 @@ def reuse(rank: int, world_size: int, strategy: str, ours: bool) -> list[int]:
     return found[0]
 
 
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_gradients_that_nobody_holds_use_the_same_memory_again(strategy: str, ours: bool) -> None:
-    run_ranks(reuse, 2, strategy, ours)
-
-
 # ------------------------------------------------------------------------------ weights
 
 
@@ -151,9 +148,7 @@ def dump_weights(rank: int, world_size: int, strategy: str, options: dict[str, A
         module.register_forward_hook(partial(show_weights, shown), prepend=True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, plain)]
     for step in range(3):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, partial(word_loss, step=step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -182,7 +177,9 @@ def test_weights_that_forward_shows_to_numpy(strategy: str, options: dict[str, A
     assert min(run_ranks(dump_weights, ranks_for(strategy), strategy, options)) > 20
 
 
-def dump_codes(rank: int, world_size: int, weights: str) -> None:
+@pytest.mark.parametrize("weights", ["mxfp8", "mxfp8_2d"])
+@on_ranks(2)
+def test_codes_that_forward_shows_to_numpy(rank: int, world_size: int, weights: str) -> None:
     """The planes of MXFP8 weights, too."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -208,8 +205,3 @@ def dump_codes(rank: int, world_size: int, weights: str) -> None:
         net.zero_grad()
     assert len(shown) >= 6 and all((codes == copied).all() for codes, copied in shown)
     assert losses[2] < losses[1] < losses[0]
-
-
-@pytest.mark.parametrize("weights", ["mxfp8", "mxfp8_2d"])
-def test_codes_that_forward_shows_to_numpy(weights: str) -> None:
-    run_ranks(dump_codes, 2, weights)

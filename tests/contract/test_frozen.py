@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     WIDTH,
     Net,
     assert_at_rest,
@@ -18,6 +18,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     full,
     pair,
     raised,
@@ -28,7 +29,7 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def freeze(model: nn.Module, *parts: str) -> None:
@@ -46,9 +47,7 @@ def steps(net: nn.Module, plain: nn.Module, rank: int, world_size: int, count: i
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     for step in range(count):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         assert_at_rest(net, before)
         for each in (optimizer, reference):
             each.step()
@@ -111,7 +110,11 @@ class AdaptedNet(nn.Module):
         return x
 
 
-def lora(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_frozen_weight_is_there_until_backward_has_passed_it(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(AdaptedNet)
     for model in (net, plain):
         freeze(model, "base")
@@ -125,12 +128,11 @@ def lora(rank: int, world_size: int, strategy: str) -> None:
         assert_at_rest(net, before)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_frozen_weight_is_there_until_backward_has_passed_it(strategy: str) -> None:
-    run_ranks(lora, ranks_for(strategy), strategy)
-
-
-def all_frozen(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
+@on_ranks(ranks_for)
+def test_a_frozen_model_passes_gradients_through_and_reduces_nothing(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(AdaptedNet)
     for model in (net, plain):
         model.requires_grad_(False)
@@ -147,11 +149,6 @@ def all_frozen(rank: int, world_size: int, strategy: str) -> None:
         assert all(p.grad is None for p in net.parameters())
         assert_at_rest(net, before)
         assert not [c for c in calls if c.operation in ("reduce_scatter", "all_reduce")]
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hsdp", "hfsdp"])
-def test_a_frozen_model_passes_gradients_through_and_reduces_nothing(strategy: str) -> None:
-    run_ranks(all_frozen, ranks_for(strategy), strategy)
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -190,31 +187,26 @@ def train_then_change(
 CASES = [("zero3", False), ("zero1", True), ("zero3", True), ("hfsdp", True)]
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["frozen first", "trained first"])
 @pytest.mark.parametrize("part", ["blocks.0", "up", "embedding"])
 @pytest.mark.parametrize(("strategy", "mixed"), CASES)
-def test_frozen_then_unfrozen(strategy: str, mixed: bool, part: str) -> None:
-    run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, False, part)
+def test_frozen_and_trained_in_turn(strategy: str, mixed: bool, first: bool, part: str) -> None:
+    run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, first, part)
 
 
-@pytest.mark.parametrize("part", ["blocks.0", "up", "embedding"])
-@pytest.mark.parametrize(("strategy", "mixed"), CASES)
-def test_unfrozen_then_frozen(strategy: str, mixed: bool, part: str) -> None:
-    run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, True, part)
-
-
-def frozen_on_one_rank(rank: int, world_size: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_parameter_that_only_some_ranks_train_is_named(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net = wrap(Net(), world_size, strategy)
     net.blocks[1].up.weight.requires_grad_(rank == 0)
-    return raised(lambda: word_loss(net, rank).backward(), RuntimeError)
+    message = raised(lambda: word_loss(net, rank).backward(), RuntimeError)
+    assert "up.weight" in message and "frozen on others" in message
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_that_only_some_ranks_train_is_named(strategy: str) -> None:
-    for message in run_ranks(frozen_on_one_rank, ranks_for(strategy), strategy):
-        assert "up.weight" in message and "frozen on others" in message
-
-
-def frozen_while_gathered(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_freezing_gathered_weights_does_not_outlive_them(rank: int, world_size: int) -> None:
     """``requires_grad_`` of weights that unshard() shows does not outlive them."""
     net, plain = pair(Net)
     wrap(net, world_size)
@@ -223,10 +215,4 @@ def frozen_while_gathered(rank: int, world_size: int) -> None:
     net.blocks[0].unshard()
     net.blocks[0].requires_grad_(False)
     net.blocks[0].reshard()
-    word_loss(net, rank).backward()
-    average_gradients(plain, word_loss, world_size)
-    assert_gradients_equal(net, plain)
-
-
-def test_freezing_gathered_weights_does_not_outlive_them() -> None:
-    run_ranks(frozen_while_gathered, 2)
+    check_backward(net, plain, word_loss, rank, world_size)

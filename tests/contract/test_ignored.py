@@ -17,7 +17,7 @@ from tests.contract.helpers import (
     pair,
     vector_loss,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Scaled(nn.Module):
@@ -31,7 +31,10 @@ class Scaled(nn.Module):
         return self.inner(self.linear(x) * self.scale)
 
 
-def ignored(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ignored_parameters_stay_what_they_are_and_are_not_reduced(
+    rank: int, world_size: int
+) -> None:
     net, plain = pair(Scaled)
     scale, weight = net.scale, net.inner[0].weight
     sw.fully_shard(net, mesh=mesh_for("zero", world_size), ignored_params={scale, weight})
@@ -54,10 +57,6 @@ def ignored(rank: int, world_size: int) -> None:
             assert_close(full(grad), parameter.grad, name, 1e-6)
 
 
-def test_ignored_parameters_stay_what_they_are_and_are_not_reduced() -> None:
-    run_ranks(ignored, 2)
-
-
 class Odd(nn.Module):
     """Holds what no buffer could."""
 
@@ -72,7 +71,10 @@ class Odd(nn.Module):
         return self.linear(x) + self.local.sum() + self.phase.real.sum()
 
 
-def ignored_oddities(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ignored_parameters_may_be_of_any_kind_and_differ_between_ranks(
+    rank: int, world_size: int
+) -> None:
     net = Odd(rank)
     skipped = {net.empty, net.phase, net.local}
     sw.fully_shard(net, mesh=mesh_for("zero", world_size), ignored_params=skipped)
@@ -80,7 +82,3 @@ def ignored_oddities(rank: int, world_size: int) -> None:
     vector_loss(net, rank).backward()
     assert net.local.grad is not None and net.local.grad.shape == (rank + 1,)
     assert net.linear.weight.grad is not None
-
-
-def test_ignored_parameters_may_be_of_any_kind_and_differ_between_ranks() -> None:
-    run_ranks(ignored_oddities, 2)

@@ -11,19 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     WIDTH,
     assert_at_rest,
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     pair,
     ranks_for,
     transient_bytes,
     vector_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class FusedLinear(torch.autograd.Function):
@@ -163,7 +165,12 @@ def test_gradients_written_by_a_kernel_on_one_rank(strategy: str) -> None:
     run_ranks(train_fused, 1, strategy, 3, True, True, False, False)
 
 
-def used_twice(rank: int, world_size: int, strategy: str, overwrite: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_a_weight_written_twice_in_one_backward(
+    rank: int, world_size: int, strategy: str, overwrite: bool
+) -> None:
     """The kernel runs twice for one weight in one backward: the second adds to the first."""
     net, plain = pair(FusedNet)
     wrap(net, world_size, strategy)
@@ -171,21 +178,17 @@ def used_twice(rank: int, world_size: int, strategy: str, overwrite: bool) -> No
     tell(net, fused=True, overwrite=overwrite, twice=True)
     tell(plain, twice=True)
     for _ in range(2):
-        vector_loss(net, rank).backward()
-        average_gradients(plain, vector_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, vector_loss, rank, world_size)
         assert_at_rest(net, before)
         net.zero_grad()
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_a_weight_written_twice_in_one_backward(strategy: str, overwrite: bool) -> None:
-    run_ranks(used_twice, ranks_for(strategy), strategy, overwrite)
-
-
-def garbage(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_fresh_memory_is_overwritten_not_added_to(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Memory that was never written must not leak into a gradient: it is poisoned here."""
     net, plain = pair(FusedNet)
     wrap(net, world_size, strategy)
@@ -208,12 +211,11 @@ def garbage(rank: int, world_size: int, strategy: str) -> None:
     assert_gradients_equal(net, plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fresh_memory_is_overwritten_not_added_to(strategy: str) -> None:
-    run_ranks(garbage, ranks_for(strategy), strategy)
-
-
-def read_late(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_a_kernel_may_read_the_weight_after_it_said_so(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(FusedNet)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -221,14 +223,7 @@ def read_late(rank: int, world_size: int, strategy: str) -> None:
     FusedLinear.late = True
     try:
         for _ in range(2):
-            vector_loss(net, rank).backward()
-            average_gradients(plain, vector_loss, world_size)
-            assert_gradients_equal(net, plain)
+            check_backward(net, plain, vector_loss, rank, world_size)
             assert_at_rest(net, before)
     finally:
         FusedLinear.late = False
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_a_kernel_may_read_the_weight_after_it_said_so(strategy: str) -> None:
-    run_ranks(read_late, ranks_for(strategy), strategy)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     Net,
-    assert_gradients_equal,
     assert_parameters_equal,
-    average_gradients,
+    check_backward,
     full,
     options_for,
     raised,
@@ -24,7 +23,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def reset_parameters(model: nn.Module) -> None:
@@ -45,7 +44,11 @@ def meta_net(world_size: int, strategy: str, **more: Any) -> Any:
     return net
 
 
-def same_as_eager(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_values_made_after_wrapping_are_those_of_an_eager_model(
+    rank: int, world_size: int, strategy: str
+) -> None:
     torch.manual_seed(3)
     plain = Net()
     torch.manual_seed(3)
@@ -58,18 +61,11 @@ def same_as_eager(rank: int, world_size: int, strategy: str) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(2):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
     assert_parameters_equal(net, plain)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_made_after_wrapping_are_those_of_an_eager_model(strategy: str) -> None:
-    run_ranks(same_as_eager, ranks_for(strategy), strategy)
 
 
 def other_seeds(rank: int, world_size: int, strategy: str) -> list[torch.Tensor]:
@@ -82,7 +78,7 @@ def other_seeds(rank: int, world_size: int, strategy: str) -> list[torch.Tensor]
     return [output, *(full(parameter).clone() for parameter in net.parameters())]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_seeds_that_differ_between_ranks_give_one_model_all_the_same(strategy: str) -> None:
     first, *others = run_ranks(other_seeds, ranks_for(strategy), strategy)
     assert len(first) > 10 and first[0].abs().max() > 0
@@ -92,35 +88,33 @@ def test_seeds_that_differ_between_ranks_give_one_model_all_the_same(strategy: s
             assert torch.equal(mine, theirs)
 
 
-def too_early(rank: int, world_size: int, strategy: str) -> str:
-    net = meta_net(world_size, strategy)
-    return raised(lambda: net(words(rank)), RuntimeError)
-
-
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_a_forward_before_the_values_exist_names_the_parameters(strategy: str) -> None:
-    for message in run_ranks(too_early, ranks_for(strategy), strategy):
-        assert "meta" in message and "embedding.weight" in message and "to_empty" in message
+@on_ranks(ranks_for)
+def test_a_forward_before_the_values_exist_names_the_parameters(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net = meta_net(world_size, strategy)
+    message = raised(lambda: net(words(rank)), RuntimeError)
+    assert "meta" in message and "embedding.weight" in message and "to_empty" in message
 
 
-def load_instead(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_values_may_be_loaded_instead_of_initialised(
+    rank: int, world_size: int, strategy: str
+) -> None:
     torch.manual_seed(5)
     plain = Net()
     net = meta_net(world_size, strategy)
     net.to_empty(device="cpu")
     net.load_state_dict(plain.state_dict())
     assert_parameters_equal(net, plain, tolerance=0.0)
-    word_loss(net, rank).backward()
-    average_gradients(plain, word_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, word_loss, rank, world_size)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
-def test_values_may_be_loaded_instead_of_initialised(strategy: str) -> None:
-    run_ranks(load_instead, ranks_for(strategy), strategy)
-
-
-def half(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_wrapped_model_can_change_its_dtype(rank: int, world_size: int, strategy: str) -> None:
     """A model moved to another dtype after wrapping, as ``.to()`` allows."""
     torch.manual_seed(5)
     net, plain = Net(), Net()
@@ -133,18 +127,11 @@ def half(rank: int, world_size: int, strategy: str) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert assert_gradients_equal(net, plain, 1e-12)
+        assert check_backward(net, plain, word_loss, rank, world_size, step, tolerance=1e-12)
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
     assert_parameters_equal(net, plain, 1e-12)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_wrapped_model_can_change_its_dtype(strategy: str) -> None:
-    run_ranks(half, ranks_for(strategy), strategy)
 
 
 def moved(rank: int, world_size: int, stage: int) -> Tensor:

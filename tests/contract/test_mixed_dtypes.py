@@ -21,7 +21,7 @@ from tests.contract.helpers import (
     vector_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Gated(nn.Module):
@@ -46,7 +46,11 @@ def main_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
 
 
-def train_mixed(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_parameters_of_several_dtypes_share_a_unit(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(Gated)
     dtypes = {name: parameter.dtype for name, parameter in plain.named_parameters()}
     assert len(set(dtypes.values())) == 5
@@ -79,12 +83,11 @@ def train_mixed(rank: int, world_size: int, strategy: str) -> None:
                         parameter.mul_(0.5)  # exact in every dtype
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_of_several_dtypes_share_a_unit(strategy: str) -> None:
-    run_ranks(train_mixed, ranks_for(strategy), strategy)
-
-
-def cast_mixed(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_mixed_precision_casts_floats_of_every_dtype_and_no_integers(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(Gated)
     seen: dict[str, torch.dtype] = {}
 
@@ -103,8 +106,3 @@ def cast_mixed(rank: int, world_size: int, strategy: str) -> None:
         ours, theirs = net.get_parameter(name), plain.get_parameter(name)
         assert ours.dtype == main_dtype(theirs) == ours.grad.dtype, name
         assert_close(full(ours.grad), theirs.grad, name, 2e-2)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_mixed_precision_casts_floats_of_every_dtype_and_no_integers(strategy: str) -> None:
-    run_ranks(cast_mixed, ranks_for(strategy), strategy)

@@ -37,7 +37,7 @@ from tests.parity.mxfp8_helpers import (
     train,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 MXFP8 = sw.Precision(weights="mxfp8", reduce="fp32")
 
@@ -105,7 +105,8 @@ def test_planning_by_units_refuses_what_does_not_divide() -> None:
 # ---------------------------------------------------------------------------------- what is stored
 
 
-def check_report(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world_size: int) -> None:
     model = wrap(make(True), "zero3", world_size, precision=MXFP8)
     report = sw.precision_report(model)
     assert set(report.stored) == STORED
@@ -126,17 +127,13 @@ def check_report(rank: int, world_size: int) -> str:
     assert "mxfp8" in sw.describe(model)
     lines = {line.split()[0]: line.split() for line in str(report).splitlines()}
     assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8"
-    return str(report)
+    text = str(report)
+    assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
 
 
 def test_nothing_is_decided_before_something_is_wrapped() -> None:
     with pytest.raises(ValueError, match="no module of this Linear is wrapped yet"):
         sw.precision_report(nn.Linear(32, 32))
-
-
-def test_the_report_says_what_is_stored_and_why_the_rest_is_not() -> None:
-    for text in run_ranks(check_report, 2):
-        assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
 
 
 def check_refusals(rank: int, world_size: int) -> list[str]:
@@ -165,7 +162,8 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
         assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.MXFP8Tensor" in codes
 
 
-def check_nothing_stored(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_model_that_stores_nothing_in_mxfp8_is_refused(rank: int, world_size: int) -> None:
     mesh, messages = mesh_of(world_size), []
     odd = replace(MXFP8, include=("*.mpl.*",))
     for precision, width in ((MXFP8, 30), (odd, 64)):
@@ -185,22 +183,19 @@ def check_nothing_stored(rank: int, world_size: int) -> list[str]:
         sw.fully_shard(unit, mesh=mesh, precision=MXFP8)
     some(torch.ones(2, 64))
     sw.fully_shard(nn.Identity(), mesh=mesh, precision=MXFP8)(torch.ones(2))  # nothing to store
-    return messages
-
-
-def test_a_model_that_stores_nothing_in_mxfp8_is_refused() -> None:
-    for messages in run_ranks(check_nothing_stored, 2):
-        for message in messages[:3]:
-            assert "nothing would be stored in mxfp8" in message.lower(), message
-            assert "30 rows do not divide into blocks of 32" in message and "'bf16'" in message
-        for message in messages[3:]:
-            assert "'*.mpl.*' matches none of the" in message
+    for message in messages[:3]:
+        assert "nothing would be stored in mxfp8" in message.lower(), message
+        assert "30 rows do not divide into blocks of 32" in message and "'bf16'" in message
+    for message in messages[3:]:
+        assert "'*.mpl.*' matches none of the" in message
 
 
 # ---------------------------------------------------------------------- parts kept for backward
 
 
-def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
+@on_ranks(4)
+def test_a_part_of_what_backward_reads_can_be_kept(rank: int, world_size: int, format: Any) -> None:
     """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
     often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
     runs = []
@@ -232,11 +227,6 @@ def check_parts_kept(rank: int, world_size: int, format: Any) -> None:
     assert_same_bits(planes_seen(model), expected_planes(model, format), "not the parts of before")
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
-def test_a_part_of_what_backward_reads_can_be_kept(format: str) -> None:
-    run_ranks(check_parts_kept, 4, format)
-
-
 # ------------------------------------------------------------------------------------ what is read
 
 
@@ -254,7 +244,8 @@ class Reader(nn.Module):
         return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
 
 
-def check_reading(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whoever_reads_the_weight_reads_its_codes(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Reader()
     first, second = (linear.weight.detach().clone() for linear in (model.one, model.two))
@@ -276,14 +267,12 @@ def check_reading(rank: int, world_size: int) -> None:
     assert "the row plane of 'one.weight' is not here" in str(error)
 
 
-def test_whoever_reads_the_weight_reads_its_codes() -> None:
-    run_ranks(check_reading, 2)
-
-
 # --------------------------------------------------------------------------------- meta, and memory
 
 
-def check_meta(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_meta_init(rank: int, world_size: int, strategy: str) -> None:
     expected_model = wrap(make(True), strategy, world_size, precision=MXFP8)
     with torch.device("meta"):
         model = make(True)
@@ -299,11 +288,8 @@ def check_meta(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_meta_init(strategy: str) -> None:
-    run_ranks(check_meta, 2, strategy)
-
-
-def check_memory(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(2)
+def test_memory_comes_back(rank: int, world_size: int, strategy: str) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -322,8 +308,3 @@ def check_memory(rank: int, world_size: int, strategy: str) -> None:
         assert sw.ledger.snapshot() == before, "deleting the model frees it at once"
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_memory_comes_back(strategy: str) -> None:
-    run_ranks(check_memory, 2, strategy)

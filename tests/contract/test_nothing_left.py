@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.shard.module import unit_of
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     WIDTH,
     assert_at_rest,
@@ -25,7 +26,7 @@ from tests.contract.helpers import (
     transient_bytes,
     vector_loss,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 KINDS = ("linear", "empty", "frozen", "partly frozen", "pair", "empty pair", "half pair", "nested")
 
@@ -117,8 +118,10 @@ def nothing_left(rank: int, world_size: int, strategy: str, unused: str) -> int:
     return compared
 
 
-@pytest.mark.parametrize("unused", ["error", "zeros"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "unused"),
+    [(name, "zeros") for name in STRATEGIES] + [(name, "error") for name in MAIN_STRATEGIES],
+)
 def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) -> None:
     compared = run_ranks(nothing_left, ranks_for(strategy), strategy, unused, timeout=110)
     assert min(compared) > 60
@@ -127,7 +130,11 @@ def test_no_order_of_units_leaves_a_gradient_behind(strategy: str, unused: str) 
 # ------------------------------------------------------------------------- the check is total
 
 
-def lost(rank: int, world_size: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_gradient_that_was_left_behind_is_named(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """A unit that is never allowed to reduce: what the check at the end is for."""
     net, _ = pair(lambda: Mixed(("linear", "linear"), (0, 1)))
     wrap_parts(net, options_for(strategy, world_size))
@@ -139,10 +146,4 @@ def lost(rank: int, world_size: int, strategy: str) -> str:
     net.reset_iter_state()
     vector_loss(net, rank).backward()
     assert all(torch.isfinite(parameter.grad.to_local()).all() for parameter in net.parameters())
-    return message
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_gradient_that_was_left_behind_is_named(strategy: str) -> None:
-    for message in run_ranks(lost, ranks_for(strategy), strategy):
-        assert "steps.0.weight" in message and "parts.0" in message and "parts.1" not in message
+    assert "steps.0.weight" in message and "parts.0" in message and "parts.1" not in message

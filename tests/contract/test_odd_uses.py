@@ -22,6 +22,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     options_for,
     pair,
     raised,
@@ -30,7 +31,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WAYS = ("zero0", "zero1", "zero3", "data_parallel")
 
@@ -38,20 +39,16 @@ WAYS = ("zero0", "zero1", "zero3", "data_parallel")
 def wrapped(way: str, world_size: int, make: Callable[[], Any] = Net, **more: Any) -> Any:
     """A wrapped model and the same plain."""
     net, plain = pair(make)
-    if way == "data_parallel":
-        sw.data_parallel(net, **options_for("zero1", world_size), bucket_mb=0.001, **more)
-    else:
-        wrap(net, world_size, way, **more)
-    return net, plain
+    return wrap(net, world_size, way, **more), plain
 
 
 def backward_of_both(net: Any, plain: Any, rank: int, world_size: int, step: int = 0) -> None:
-    word_loss(net, rank, step).backward()
-    average_gradients(plain, partial(word_loss, step=step), world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, word_loss, rank, world_size, step)
 
 
-def frozen_since(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_parameters_frozen_or_trained_since_forward(rank: int, world_size: int, way: str) -> None:
     """``requires_grad_`` between forward and backward, either way, as in plain torch."""
     net, plain = wrapped(way, world_size)
     before = transient_bytes()
@@ -80,11 +77,8 @@ def frozen_since(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_frozen_or_trained_since_forward(way: str) -> None:
-    run_ranks(frozen_since, 2, way)
-
-
-def own_gradients(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_gradients_that_users_exchange_or_make(rank: int, world_size: int, way: str) -> None:
     """Gradients that the user exchanged or made, and a backward that adds to them."""
     net, plain = wrapped(way, world_size)
     backward_of_both(net, plain, rank, world_size)
@@ -111,11 +105,10 @@ def own_gradients(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_that_users_exchange_or_make(way: str) -> None:
-    run_ranks(own_gradients, 2, way)
-
-
-def deleted(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_a_backward_whose_model_was_deleted_is_refused(
+    rank: int, world_size: int, way: str
+) -> None:
     """A model that is gone when its backward comes says so; another goes on."""
     net, _ = wrapped(way, world_size)
     loss = word_loss(net, rank)
@@ -125,11 +118,6 @@ def deleted(rank: int, world_size: int, way: str) -> None:
     backward_of_both(*wrapped(way, world_size), rank, world_size)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_backward_whose_model_was_deleted_is_refused(way: str) -> None:
-    run_ranks(deleted, 2, way)
-
-
 class Configured(Net):
     """Cannot be built without arguments."""
 
@@ -137,7 +125,8 @@ class Configured(Net):
         super().__init__(layers=layers)
 
 
-def copied(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_copies_of_wrapped_modules(rank: int, world_size: int) -> None:
     net, plain = wrapped("zero3", world_size, partial(Configured, 2))
     for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
         assert "full_state_dict" in raised(partial(save, net), NotImplementedError)
@@ -149,11 +138,11 @@ def copied(rank: int, world_size: int) -> None:
     assert_gradients_equal(net, plain)
 
 
-def test_copies_of_wrapped_modules() -> None:
-    run_ranks(copied, 2)
-
-
-def under_inference_mode(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_model_wrapped_under_inference_mode_is_refused(
+    rank: int, world_size: int, way: str
+) -> None:
     with torch.inference_mode():
         assert "inference_mode" in raised(lambda: wrapped(way, world_size), ValueError)
         made = Net()
@@ -165,11 +154,8 @@ def under_inference_mode(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_wrapped_under_inference_mode_is_refused(way: str) -> None:
-    run_ranks(under_inference_mode, 2, way)
-
-
-def hooks_that_raise(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_after_a_hook_raised(rank: int, world_size: int, way: str) -> None:
     """A forward that ends in a hook's exception, on every rank; then training goes on."""
     net, plain = wrapped(way, world_size)
     backward_of_both(net, plain, rank, world_size)
@@ -188,11 +174,8 @@ def hooks_that_raise(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_after_a_hook_raised(way: str) -> None:
-    run_ranks(hooks_that_raise, 2, way)
-
-
-def looked_at(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_a_state_dict_inside_forward(rank: int, world_size: int, way: str) -> None:
     """``state_dict()`` and ``parameters()`` inside forward, as loggers and averages do."""
     net, plain = wrapped(way, world_size)
     seen: list[int] = []
@@ -209,33 +192,24 @@ def looked_at(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_state_dict_inside_forward(way: str) -> None:
-    run_ranks(looked_at, 2, way)
-
-
-def tensor_hooks(rank: int, world_size: int, way: str) -> None:
+@on_ranks(2)
+def test_hooks_that_no_backward_would_call_are_refused(
+    rank: int, world_size: int, way: str
+) -> None:
     """``register_hook`` on a parameter would never be called: no graph knows it."""
     net, _ = wrapped(way, world_size)
     text = raised(lambda: net.head.weight.register_hook(lambda grad: grad * 0), NotImplementedError)
     assert "register_post_accumulate_grad_hook" in text
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_hooks_that_no_backward_would_call_are_refused(way: str) -> None:
-    run_ranks(tensor_hooks, 2, way)
-
-
-def past_the_hooks(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["zero0", "zero3"])
+@on_ranks(2)
+def test_a_forward_past_the_hooks_is_refused(rank: int, world_size: int, way: str) -> None:
     """``module.forward(x)`` is called past the hooks that gather."""
     net, _ = wrapped(way, world_size)
     x = torch.randn(3, 10)
     raised(lambda: net.blocks[0].forward(x), NotImplementedError)
     raised(lambda: nn.functional.linear(x, net.head.weight), NotImplementedError)
-
-
-@pytest.mark.parametrize("way", ["zero0", "zero3"])
-def test_a_forward_past_the_hooks_is_refused(way: str) -> None:
-    run_ranks(past_the_hooks, 2, way)
 
 
 def anomaly(rank: int, world_size: int, way: str) -> None:
@@ -260,7 +234,9 @@ class Modes(Net):
         return self.head(self.blocks[0](x) / scale + y)
 
 
-def modes(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_gradient_modes_inside_each_other(rank: int, world_size: int, way: str) -> None:
     net, plain = wrapped(way, world_size, Modes)
     before = transient_bytes()
     for step in range(2):
@@ -273,12 +249,9 @@ def modes(rank: int, world_size: int, way: str) -> None:
         assert_at_rest(net, before)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_gradient_modes_inside_each_other(way: str) -> None:
-    run_ranks(modes, 2, way)
-
-
-def hooked_before(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
+@on_ranks(2)
+def test_hooks_from_before_wrapping_are_refused(rank: int, world_size: int, way: str) -> None:
     """Hooks on plain parameters do not reach those that take their places."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         net = Net()
@@ -286,8 +259,3 @@ def hooked_before(rank: int, world_size: int, way: str) -> None:
         options = options_for("zero1" if way == "data_parallel" else way, world_size)
         verb = sw.data_parallel if way == "data_parallel" else sw.fully_shard
         assert "'head.weight' has hooks" in raised(partial(verb, net, **options), ValueError)
-
-
-@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
-def test_hooks_from_before_wrapping_are_refused(way: str) -> None:
-    run_ranks(hooked_before, 2, way)

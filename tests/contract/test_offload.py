@@ -20,7 +20,7 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def offloaded(rank: int, world_size: int, strategy: str, pin: bool, mixed: bool) -> None:
@@ -58,11 +58,8 @@ def test_offloading_without_pinned_memory() -> None:
     run_ranks(offloaded, 2, "zero3", False, False)
 
 
-def other_policies(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_an_unknown_offload_policy_is_refused(rank: int, world_size: int) -> None:
     assert wrap(Net(), world_size, offload_policy=OffloadPolicy()) is not None
-    return raised(lambda: wrap(Net(), world_size, offload_policy="cpu"), ValueError)
-
-
-def test_an_unknown_offload_policy_is_refused() -> None:
-    for message in run_ranks(other_policies, 2):
-        assert "offload_policy" in message and "cpu" in message
+    message = raised(lambda: wrap(Net(), world_size, offload_policy="cpu"), ValueError)
+    assert "offload_policy" in message and "cpu" in message

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from tests.contract.helpers import Net, raised, word_loss, words, wrap
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def built_before(rank: int, world_size: int, which: str) -> str:
@@ -28,7 +28,8 @@ def test_an_optimizer_built_before_wrapping_raises_at_the_first_forward() -> Non
         assert "SGD" in message
 
 
-def raises_again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_error_about_an_old_optimizer_stays(rank: int, world_size: int) -> None:
     """Catching the error and going on does not make the optimizer right."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -38,11 +39,8 @@ def raises_again(rank: int, world_size: int) -> None:
     assert optimizer.param_groups
 
 
-def test_the_error_about_an_old_optimizer_stays() -> None:
-    run_ranks(raises_again, 2)
-
-
-def others_are_fine(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_optimizers_do_not_matter(rank: int, world_size: int) -> None:
     net, other = Net(), Net()
     stranger = torch.optim.AdamW(other.parameters(), lr=0.1)
     gone = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -54,7 +52,3 @@ def others_are_fine(rank: int, world_size: int) -> None:
     optimizer.step()
     assert not torch.equal(net.head.bias.full_tensor(), before)
     assert stranger.param_groups
-
-
-def test_other_optimizers_do_not_matter() -> None:
-    run_ranks(others_are_fine, 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise import lockstep
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     WIDTH,
     assert_gradients_equal,
     pair,
@@ -24,7 +24,7 @@ from tests.contract.helpers import (
     vector_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Skipping(nn.Module):
@@ -96,23 +96,29 @@ def test_ranks_that_run_other_units_raise_by_name(
         assert "blocks." in message, message
 
 
-def without_tags(rank: int, world_size: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(ranks_for, fresh=True)
+def test_ranks_that_mixed_up_their_units_raise_at_the_end_of_backward(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """As on NCCL, where two gathers of one size are mixed up without a word."""
     lockstep.Ticket.tag = property(  # type: ignore[assignment,method-assign]
         lambda ticket: 4 * ticket.count + lockstep.OPERATIONS.index(ticket.operation)
     )
     net = wrap(Skipping(), world_size, strategy)
     net.order = ((0, 1, 2), (0, 1, 3))[rank % 2]
-    return raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    assert "out of step" in message and "blocks.2" in message and "blocks.3" in message
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_ranks_that_mixed_up_their_units_raise_at_the_end_of_backward(strategy: str) -> None:
-    for message in run_ranks(without_tags, ranks_for(strategy), strategy, fresh=True):
-        assert "out of step" in message and "blocks.2" in message and "blocks.3" in message
+def _busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.ones(1000).sum()
 
 
-def slow(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_a_slow_rank_is_waited_for(rank: int, world_size: int) -> None:
     """A rank that is late is waited for, however long it takes."""
     lockstep.patience = 0.2
     net = wrap(Skipping(), world_size)
@@ -122,20 +128,12 @@ def slow(rank: int, world_size: int) -> None:
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
-def _busy(seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        torch.ones(1000).sum()
-
-
-def test_a_slow_rank_is_waited_for() -> None:
-    run_ranks(slow, 2, fresh=True)
-
-
 # ------------------------------------------------------------------------- the same everywhere
 
 
-def shuffled(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_units_in_another_order_every_step(rank: int, world_size: int, strategy: str) -> None:
     """Every step runs the units in another order, all ranks in the same one."""
     net, plain = pair(Skipping)
     wrap(net, world_size, strategy)
@@ -152,15 +150,13 @@ def shuffled(rank: int, world_size: int, strategy: str) -> None:
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_units_in_another_order_every_step(strategy: str) -> None:
-    run_ranks(shuffled, ranks_for(strategy), strategy)
-
-
 # ------------------------------------------------------------------------- gradients of inputs
 
 
-def inputs_alone(rank: int, world_size: int, strategy: str, unused: str) -> None:
+@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_gradients_of_inputs_alone(rank: int, world_size: int, strategy: str, unused: str) -> None:
     """``torch.autograd.grad`` for inputs: parameters stay as they are, and training goes on."""
     net, plain = pair(Skipping)
     wrap(net, world_size, strategy, unused_parameters=unused)
@@ -176,12 +172,6 @@ def inputs_alone(rank: int, world_size: int, strategy: str, unused: str) -> None
         assert_gradients_equal(net, plain)
         net.zero_grad()
         plain.zero_grad()
-
-
-@pytest.mark.parametrize("unused", ["error", "zeros"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_of_inputs_alone(strategy: str, unused: str) -> None:
-    run_ranks(inputs_alone, ranks_for(strategy), strategy, unused)
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
@@ -303,30 +293,11 @@ def opaque(rank: int, world_size: int, strategy: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_outputs_that_are_objects_are_looked_into_or_refused(strategy: str) -> None:
     for message in run_ranks(opaque, ranks_for(strategy), strategy):
         if strategy in ("zero3", "hsdp", "hfsdp"):
             assert "Closed" in message and "blocks.1" in message, message
-
-
-def side_output(rank: int, world_size: int, strategy: str) -> None:
-    """A loss that a module leaves on itself, as routers of experts do, and nothing else."""
-    net, plain = pair(SideNet)
-    wrap(net, world_size, strategy, unused_parameters="zeros")
-    for step in range(3):
-        for model, ranks in ((net, [rank]), (plain, range(world_size))):
-            for each in ranks:
-                model(torch.full((3, WIDTH), 1.0 + each + step))
-                (model.blocks[0].kept / len(ranks)).backward()
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                grad = net.get_parameter(name).grad
-                low, high = grad.cut.piece
-                wanted = parameter.grad.reshape(-1)[low:high]
-                assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
-        net.zero_grad()
-        plain.zero_grad()
 
 
 class SideBlock(nn.Module):
@@ -354,6 +325,22 @@ class SideNet(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loss_that_a_module_keeps_on_itself(strategy: str) -> None:
-    run_ranks(side_output, ranks_for(strategy), strategy)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_loss_that_a_module_keeps_on_itself(rank: int, world_size: int, strategy: str) -> None:
+    """A loss that a module leaves on itself, as routers of experts do, and nothing else."""
+    net, plain = pair(SideNet)
+    wrap(net, world_size, strategy, unused_parameters="zeros")
+    for step in range(3):
+        for model, ranks in ((net, [rank]), (plain, range(world_size))):
+            for each in ranks:
+                model(torch.full((3, WIDTH), 1.0 + each + step))
+                (model.blocks[0].kept / len(ranks)).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                grad = net.get_parameter(name).grad
+                low, high = grad.cut.piece
+                wanted = parameter.grad.reshape(-1)[low:high]
+                assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
+        net.zero_grad()
+        plain.zero_grad()

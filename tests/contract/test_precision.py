@@ -27,7 +27,7 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -52,7 +52,11 @@ def spy(world_size: int, policy: MixedPrecisionPolicy, strategy: str = "zero3") 
     return wrap(Spy(), world_size, strategy, mp_policy=policy)
 
 
-def param_dtype(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_param_dtype_is_gathered_computed_and_reduced_in(
+    rank: int, world_size: int, strategy: str
+) -> None:
     sizes = []
     for dtype in (FP32, BF16):
         net = spy(world_size, MixedPrecisionPolicy(param_dtype=dtype), strategy)
@@ -66,11 +70,6 @@ def param_dtype(rank: int, world_size: int, strategy: str) -> None:
     assert set(narrow) - {"all_gather"}, "something was reduced"
     for operation, nbytes in narrow.items():
         assert wide[operation] == 2 * nbytes, (operation, sizes)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_param_dtype_is_gathered_computed_and_reduced_in(strategy: str) -> None:
-    run_ranks(param_dtype, ranks_for(strategy), strategy)
 
 
 def reduce_dtype(rank: int, world_size: int, dtype: torch.dtype) -> list[int]:
@@ -116,7 +115,8 @@ def test_sums_in_fp32_lose_nothing(strategy: str) -> None:
         assert torch.equal(grad, torch.full((4,), 3.0 * (256 + world_size - 1)))
 
 
-def output_dtype(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_output_dtype_is_what_leaves(rank: int, world_size: int) -> None:
     net = spy(world_size, MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32))
     y = net(vectors(rank))
     assert net.seen["y"] == BF16 and y.dtype == FP32
@@ -126,11 +126,8 @@ def output_dtype(rank: int, world_size: int) -> None:
         assert net(vectors(rank)).dtype == FP32
 
 
-def test_output_dtype_is_what_leaves() -> None:
-    run_ranks(output_dtype, 2)
-
-
-def cast_forward_inputs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_cast_forward_inputs_casts_floats_or_leaves_them(rank: int, world_size: int) -> None:
     net = spy(world_size, MixedPrecisionPolicy(param_dtype=BF16))
     extra = {"mask": torch.ones(2, dtype=torch.int64), "bias": torch.ones(2)}
     net(vectors(rank), extra=extra)
@@ -145,11 +142,8 @@ def cast_forward_inputs(rank: int, world_size: int) -> None:
     assert kept.seen["x"] == FP32 and kept.seen["weight"] == BF16
 
 
-def test_cast_forward_inputs_casts_floats_or_leaves_them() -> None:
-    run_ranks(cast_forward_inputs, 2)
-
-
-def units_differ(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_of_one_model_may_differ_in_precision(rank: int, world_size: int) -> None:
     """A precision per unit: an fp32 head over bf16 blocks."""
     net, plain = pair(Net)
     options = options_for("zero3", world_size)
@@ -164,11 +158,12 @@ def units_differ(rank: int, world_size: int) -> None:
         assert_close(full(net.get_parameter(name).grad), parameter.grad, name, 0.03)
 
 
-def test_units_of_one_model_may_differ_in_precision() -> None:
-    run_ranks(units_differ, 2)
-
-
-def trains(rank: int, world_size: int, strategy: str, weights: torch.dtype) -> None:
+@pytest.mark.parametrize("weights", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_low_precision_training_follows_fp32(
+    rank: int, world_size: int, strategy: str, weights: torch.dtype
+) -> None:
     """The main weights stay fp32: updates too small for the compute dtype add up."""
     net, plain = pair(Net)
     policy = MixedPrecisionPolicy(param_dtype=weights, reduce_dtype=FP32)
@@ -191,13 +186,11 @@ def trains(rank: int, world_size: int, strategy: str, weights: torch.dtype) -> N
     assert states and all(state["momentum_buffer"].dtype == FP32 for state in states)
 
 
-@pytest.mark.parametrize("weights", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_low_precision_training_follows_fp32(strategy: str, weights: torch.dtype) -> None:
-    run_ranks(trains, ranks_for(strategy), strategy, weights)
-
-
-def main_of_our_own(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(ranks_for)
+def test_main_weights_may_be_wider_than_the_model(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """``Precision(main=...)``: a bf16 model trained over fp32 main weights."""
     torch.manual_seed(0)
     net = Spy().to(BF16)
@@ -213,21 +206,13 @@ def main_of_our_own(rank: int, world_size: int, strategy: str) -> None:
     assert torch.equal(full(net.linear.weight), whole + 2.0**-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_main_weights_may_be_wider_than_the_model(strategy: str) -> None:
-    run_ranks(main_of_our_own, ranks_for(strategy), strategy)
-
-
-def twice(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_precision_and_mp_policy_together_are_refused(rank: int, world_size: int) -> None:
     policy, precision = MixedPrecisionPolicy(), sw.Precision()
-    return raised(
+    message = raised(
         lambda: wrap(Spy(), world_size, mp_policy=policy, precision=precision), ValueError
     )
-
-
-def test_precision_and_mp_policy_together_are_refused() -> None:
-    for message in run_ranks(twice, 2):
-        assert "precision" in message and "mp_policy" in message
+    assert "precision" in message and "mp_policy" in message
 
 
 @pytest.mark.parametrize("value", ["int8", torch.int32, torch.float8_e4m3fn, "fp31"])

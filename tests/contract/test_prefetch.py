@@ -15,6 +15,7 @@ from tests.contract.helpers import (
     assert_at_rest,
     assert_gradients_equal,
     average_gradients,
+    check_backward,
     pair,
     raised,
     transient_bytes,
@@ -22,7 +23,7 @@ from tests.contract.helpers import (
     vectors,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class Watched(nn.Module):
@@ -69,7 +70,8 @@ def watch(net: Any, rank: int) -> tuple[list[int], list[int]]:
     return forward, [round(entry[1] / unit) for entry in seen]
 
 
-def automatic(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_next_unit_is_gathered_ahead_both_ways(rank: int, world_size: int) -> None:
     net, plain = pair(Chain)
     wrap(net, world_size)
     before = transient_bytes()
@@ -83,11 +85,8 @@ def automatic(rank: int, world_size: int) -> None:
         assert_at_rest(net, before)
 
 
-def test_the_next_unit_is_gathered_ahead_both_ways() -> None:
-    run_ranks(automatic, 2)
-
-
-def listed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_lists_decide_what_is_gathered_ahead(rank: int, world_size: int) -> None:
     net, plain = pair(Chain)
     wrap(net, world_size)
     before = transient_bytes()
@@ -111,11 +110,9 @@ def listed(rank: int, world_size: int) -> None:
     assert forward == [1] * 5 and backward == [1] * 5, "an empty list: nothing ahead"
 
 
-def test_lists_decide_what_is_gathered_ahead() -> None:
-    run_ranks(listed, 2)
-
-
-def useless(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_useless_lists_cost_no_correctness(rank: int, world_size: int, strategy: str) -> None:
     """Lists that name what comes late, came already, or never comes: slower, never wrong."""
     net, plain = pair(Chain)
     wrap(net, world_size, strategy)
@@ -125,32 +122,25 @@ def useless(rank: int, world_size: int, strategy: str) -> None:
     blocks[3].set_modules_to_forward_prefetch([blocks[0]])
     blocks[2].set_modules_to_backward_prefetch([blocks[4], blocks[3]])
     for _ in range(2):
-        vector_loss(net, rank).backward()
-        average_gradients(plain, vector_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, vector_loss, rank, world_size)
         assert_at_rest(net, before)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_useless_lists_cost_no_correctness(strategy: str) -> None:
-    run_ranks(useless, 2, strategy)
-
-
-def strangers(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_lists_take_wrapped_modules_only(rank: int, world_size: int) -> None:
     net = wrap(Chain(), world_size)
     plain = nn.Linear(2, 2)
-    return [
+    messages = [
         raised(lambda: net.set_modules_to_forward_prefetch([plain]), ValueError),
         raised(lambda: net.set_modules_to_backward_prefetch([plain]), ValueError),
     ]
+    assert all("Linear" in message for message in messages)
 
 
-def test_lists_take_wrapped_modules_only() -> None:
-    for messages in run_ranks(strangers, 2):
-        assert all("Linear" in message for message in messages)
-
-
-def a_pass_without_gradients_is_bounded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pass_without_gradients_holds_two_units_and_leaves_none(
+    rank: int, world_size: int
+) -> None:
     net = wrap(Chain(), world_size)
     base = transient_bytes()["compute"]
     with torch.no_grad():
@@ -158,7 +148,3 @@ def a_pass_without_gradients_is_bounded(rank: int, world_size: int) -> None:
     seen = [block.seen[-1] - base for block in net.blocks]
     assert max(seen) <= 2 * min(seen), seen
     assert transient_bytes()["compute"] == base
-
-
-def test_a_pass_without_gradients_holds_two_units_and_leaves_none() -> None:
-    run_ranks(a_pass_without_gradients_is_bounded, 2)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     Block,
     assert_at_rest,
     assert_close,
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     full,
     options_for,
     pair,
@@ -27,7 +28,7 @@ from tests.contract.helpers import (
     vector_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class BoomError(Exception):
@@ -89,9 +90,7 @@ def explode(
         net.reset_iter_state()
         assert_at_rest(net, before)
         assert all(parameter.grad is None for parameter in net.parameters())
-        vector_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, vector_loss, rank, world_size, step)
         assert_at_rest(net, before)
         for each in (optimizer, reference):
             each.step()
@@ -99,11 +98,13 @@ def explode(
     assert_parameters_equal(net, plain)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [("zero0", 1), ("zero1", 1), ("zero3", 0), ("zero3", 1), ("zero3", 2), ("hfsdp", 1)],
+)
 def test_after_an_exception_and_a_reset_training_is_right(
-    strategy: str, where: str, number: int
+    strategy: str, number: int, where: str
 ) -> None:
     run_ranks(explode, ranks_for(strategy), strategy, where, number, False)
 
@@ -114,7 +115,8 @@ def test_a_reset_drops_microbatches_that_waited(strategy: str, where: str) -> No
     run_ranks(explode, ranks_for(strategy), strategy, where, 1, True)
 
 
-def no_grad_exception(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reset_after_an_exception_without_gradients(rank: int, world_size: int) -> None:
     net, plain = pair(Mined)
     wrap(net, world_size)
     before = transient_bytes()
@@ -124,28 +126,20 @@ def no_grad_exception(rank: int, world_size: int) -> None:
     net.blocks[1].armed = None
     net.reset_iter_state()
     assert_at_rest(net, before)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, world_size)
 
 
-def test_a_reset_after_an_exception_without_gradients() -> None:
-    run_ranks(no_grad_exception, 2)
-
-
-def only_on_the_root(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_reset_is_for_the_root(rank: int, world_size: int) -> None:
     net = wrap(Mined(), world_size)
     vector_loss(net, rank).backward()
     net.reset_iter_state()  # harmless between iterations
-    return raised(lambda: net.blocks[0].reset_iter_state(), RuntimeError)
+    message = raised(lambda: net.blocks[0].reset_iter_state(), RuntimeError)
+    assert "root" in message
 
 
-def test_a_reset_is_for_the_root() -> None:
-    for message in run_ranks(only_on_the_root, 2):
-        assert "root" in message
-
-
-def list_unit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reset_with_a_list_of_modules_half_run(rank: int, world_size: int) -> None:
     """A unit of two modules of which only the first came to run."""
     net, plain = pair(Mined)
     options = options_for("zero3", world_size)
@@ -157,14 +151,8 @@ def list_unit(rank: int, world_size: int) -> None:
     net.blocks[1].armed = None
     net.reset_iter_state()
     assert_at_rest(net, before)
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, world_size)
     assert_at_rest(net, before)
-
-
-def test_a_reset_with_a_list_of_modules_half_run() -> None:
-    run_ranks(list_unit, 2)
 
 
 # ------------------------------------------------------------------------- without a reset
@@ -220,7 +208,7 @@ def go_on(rank: int, world_size: int, strategy: str, where: str, weights: str) -
 @pytest.mark.parametrize(
     "where", ["forward", "backward", "forward hook", "gradient hook", "parameter hook"]
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_after_an_exception_and_zero_grad_training_is_right(strategy: str, where: str) -> None:
     run_ranks(go_on, ranks_for(strategy), strategy, where, "fp32", timeout=40)
 
@@ -230,7 +218,12 @@ def test_after_an_exception_mxfp8_weights_go_on(where: str) -> None:
     run_ranks(go_on, 2, "zero3", where, "mxfp8", timeout=40)
 
 
-def told(rank: int, world_size: int, strategy: str, microbatch: bool) -> str:
+@pytest.mark.parametrize("microbatch", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+@on_ranks(ranks_for)
+def test_gradients_of_a_failed_backward_are_not_added_to_silently(
+    rank: int, world_size: int, strategy: str, microbatch: bool
+) -> None:
     """Gradients that a failed backward left are not mixed with those of the next."""
     net = wrap(Mined(), world_size, strategy)
     vector_loss(net, rank).backward()
@@ -245,16 +238,7 @@ def told(rank: int, world_size: int, strategy: str, microbatch: bool) -> str:
     message = raised(lambda: vector_loss(net, rank), RuntimeError)
     net.reset_iter_state()
     vector_loss(net, rank).backward()
-    return message
-
-
-@pytest.mark.parametrize("microbatch", [False, True])
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
-def test_gradients_of_a_failed_backward_are_not_added_to_silently(
-    strategy: str, microbatch: bool
-) -> None:
-    for message in run_ranks(told, ranks_for(strategy), strategy, microbatch):
-        assert "raised" in message and "reset_iter_state" in message and "zero_grad" in message
+    assert "raised" in message and "reset_iter_state" in message and "zero_grad" in message
 
 
 class Careful(Mined):
@@ -269,7 +253,11 @@ class Careful(Mined):
         return self.last(x)
 
 
-def caught_inside(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for, timeout=40)
+def test_an_exception_that_the_model_catches_itself(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(Careful)
     wrap(net, world_size, strategy, unused_parameters="zeros")
     before = transient_bytes()
@@ -286,12 +274,9 @@ def caught_inside(rank: int, world_size: int, strategy: str) -> None:
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_exception_that_the_model_catches_itself(strategy: str) -> None:
-    run_ranks(caught_inside, ranks_for(strategy), strategy, timeout=40)
-
-
-def interrupted(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(ranks_for, timeout=40)
+def test_an_interrupt_leaves_nothing_behind(rank: int, world_size: int, strategy: str) -> None:
     """Ctrl-C in a notebook, in forward or in backward; then the cell runs again."""
     net, plain = pair(Mined)
     wrap(net, world_size, strategy)
@@ -309,22 +294,19 @@ def interrupted(rank: int, world_size: int, strategy: str) -> None:
         raised(lambda: vector_loss(net, rank).backward(), KeyboardInterrupt)
         hook.remove()
         net.zero_grad()
-        vector_loss(net, rank).backward()
-        average_gradients(plain, vector_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, vector_loss, rank, world_size)
         net.zero_grad()
         plain.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_an_interrupt_leaves_nothing_behind(strategy: str) -> None:
-    run_ranks(interrupted, ranks_for(strategy), strategy, timeout=40)
 
 
 # ------------------------------------------------------------------------- parameters meanwhile
 
 
-def rebuilt(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_after_a_failed_backward_the_modules_hold_what_is_trained(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Right after a failed backward the modules hold what is trained: to save, clip or optimize."""
     net, plain = pair(Mined)
     wrap(net, world_size, strategy)
@@ -343,19 +325,11 @@ def rebuilt(rank: int, world_size: int, strategy: str) -> None:
     assert_parameters_equal(net, plain)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_after_a_failed_backward_the_modules_hold_what_is_trained(strategy: str) -> None:
-    run_ranks(rebuilt, ranks_for(strategy), strategy)
-
-
-def unsharded_optimizer(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_an_optimizer_over_gathered_weights_is_refused(rank: int, world_size: int) -> None:
     net = wrap(Mined(), world_size)
     net.blocks[0].unshard()
     optimizer = torch.optim.AdamW(net.parameters())
     vector_loss(net, rank).backward()
-    return raised(optimizer.step, RuntimeError)
-
-
-def test_an_optimizer_over_gathered_weights_is_refused() -> None:
-    for message in run_ranks(unsharded_optimizer, 2):
-        assert "AdamW" in message and ".weight'" in message and "reshard()" in message
+    message = raised(optimizer.step, RuntimeError)
+    assert "AdamW" in message and ".weight'" in message and "reshard()" in message

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     Net,
     assert_at_rest,
     assert_close,
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     num_groups,
     pair,
     raised,
@@ -30,7 +31,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 LAYERS = 3
 
@@ -39,9 +40,7 @@ def train(net: Any, plain: Any, rank: int, world_size: int, steps: int = 3) -> N
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(steps):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
@@ -83,7 +82,8 @@ def test_reshard_to_fewer_ranks_gathers_from_those_in_backward() -> None:
     run_ranks(choices, 2, 1, "nobody")  # as False
 
 
-def kept_bytes(rank: int, world_size: int) -> list[int]:
+@on_ranks(4)
+def test_reshard_to_half_the_ranks_keeps_half_the_bytes(rank: int, world_size: int) -> None:
     """Bytes of weights alive between forward and backward, for True, 2 and False."""
     found = []
     for wanted in (True, 2, False):
@@ -94,31 +94,25 @@ def kept_bytes(rank: int, world_size: int) -> list[int]:
         loss.backward()
         assert transient_bytes()["compute"] == before
         del net, loss
-    return found
+    released, half, kept = found
+    assert released == 0 and kept > 0
+    assert half == kept // 2
 
 
-def test_reshard_to_half_the_ranks_keeps_half_the_bytes() -> None:
-    for released, half, kept in run_ranks(kept_bytes, 4):
-        assert released == 0 and kept > 0
-        assert half == kept // 2
-
-
-def bad_numbers(rank: int, world_size: int) -> list[str]:
-    return [
+@on_ranks(4)
+def test_a_number_that_does_not_divide_the_ranks_is_refused(rank: int, world_size: int) -> None:
+    indivisible, zero, replicated = [
         raised(lambda: wrap(Net(), world_size, reshard_after_forward=3), ValueError),
         raised(lambda: wrap(Net(), world_size, reshard_after_forward=0), ValueError),
         raised(lambda: wrap(Net(), world_size, "zero1", reshard_after_forward=2), ValueError),
     ]
+    assert "3" in indivisible and "divide" in indivisible
+    assert "0" in zero
+    assert "replicated" in replicated
 
 
-def test_a_number_that_does_not_divide_the_ranks_is_refused() -> None:
-    for indivisible, zero, replicated in run_ranks(bad_numbers, 4):
-        assert "3" in indivisible and "divide" in indivisible
-        assert "0" in zero
-        assert "replicated" in replicated
-
-
-def setters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_setters_of_resharding_hold_from_the_next_call_on(rank: int, world_size: int) -> None:
     net, plain = pair(lambda: Net(layers=LAYERS))
     wrap(net, world_size)
 
@@ -162,11 +156,8 @@ def setters(rank: int, world_size: int) -> None:
     assert transient_bytes()["compute"] < before
 
 
-def test_setters_of_resharding_hold_from_the_next_call_on() -> None:
-    run_ranks(setters, 2)
-
-
-def embedding_backward(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_unshard_in_backward_can_be_spared_for_an_embedding(rank: int, world_size: int) -> None:
     """``set_unshard_in_backward(False)`` where backward does not read the weights."""
     found = []
     for needed in (True, False):
@@ -180,15 +171,37 @@ def embedding_backward(rank: int, world_size: int) -> tuple[int, int]:
         found.append(len(gathers(lambda losses=losses: losses[0].backward())))
         average_gradients(plain, word_loss, world_size)
         assert_gradients_equal(net, plain)
-    return found[0], found[1]
+    with_gather, without = found[0], found[1]
+    assert without == with_gather - 1
 
 
-def test_unshard_in_backward_can_be_spared_for_an_embedding() -> None:
-    for with_gather, without in run_ranks(embedding_backward, 2):
-        assert without == with_gather - 1
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
+@on_ranks(2)
+def test_state_dicts_of_an_unsharded_unit_are_the_sharded_ones(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    net.blocks[0].unshard()
+    assert not isinstance(net.blocks[0].up.weight, DTensor)
+    state = net.state_dict()
+    assert len(state) > 10 and all(isinstance(value, DTensor) for value in state.values())
+    net.blocks[0].unshard()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1.0)
+    net.load_state_dict(plain.state_dict())
+    assert_parameters_equal(net, plain, 0.0)
+    with torch.no_grad():
+        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-5)
 
 
-def by_hand(rank: int, world_size: int, strategy: str, asynchronous: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_unshard_and_reshard_by_hand(
+    rank: int, world_size: int, strategy: str, asynchronous: bool
+) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -208,41 +221,22 @@ def by_hand(rank: int, world_size: int, strategy: str, asynchronous: bool) -> No
         assert_at_rest(net, before)
     # Unsharded by hand, then used: gathered once.
     net.blocks[0].unshard(async_op=asynchronous)
-    word_loss(net, rank).backward()
-    average_gradients(plain, word_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, word_loss, rank, world_size)
     assert_at_rest(net, before)
 
 
-def state_of_the_unsharded(rank: int, world_size: int, strategy: str) -> None:
-    net, plain = pair(Net)
-    wrap(net, world_size, strategy)
-    net.blocks[0].unshard()
-    assert not isinstance(net.blocks[0].up.weight, DTensor)
-    state = net.state_dict()
-    assert len(state) > 10 and all(isinstance(value, DTensor) for value in state.values())
-    net.blocks[0].unshard()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(1.0)
-    net.load_state_dict(plain.state_dict())
-    assert_parameters_equal(net, plain, 0.0)
-    with torch.no_grad():
-        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-5)
+def torch_groups(net: Any) -> list[list[torch.Tensor]]:
+    """The parameters at rest, even of a unit that is unsharded now: what an optimizer holds."""
+    from shardwise.shard.module import units_of
+
+    return [group.sharded for unit in units_of(net) for group in unit.groups]
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
-def test_state_dicts_of_an_unsharded_unit_are_the_sharded_ones(strategy: str) -> None:
-    run_ranks(state_of_the_unsharded, 2, strategy)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "async"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unshard_and_reshard_by_hand(strategy: str, asynchronous: bool) -> None:
-    run_ranks(by_hand, ranks_for(strategy), strategy, asynchronous)
-
-
-def unsharded_values_stay_fresh(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Weights kept whole over an optimizer step are those of after the step when next used."""
     net, plain = pair(lambda: Net(layers=LAYERS))
     wrap(net, world_size, strategy, reshard_after_forward=False)
@@ -262,19 +256,10 @@ def unsharded_values_stay_fresh(rank: int, world_size: int, strategy: str) -> No
         assert_close(net(words(rank)), plain(words(rank)), "output", 1e-4)
 
 
-def torch_groups(net: Any) -> list[list[torch.Tensor]]:
-    """The parameters at rest, even of a unit that is unsharded now: what an optimizer holds."""
-    from shardwise.shard.module import units_of
-
-    return [group.sharded for unit in units_of(net) for group in unit.groups]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(strategy: str) -> None:
-    run_ranks(unsharded_values_stay_fresh, ranks_for(strategy), strategy)
-
-
-def resting_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_are_sharded_between_forward_and_backward_even_where_weights_are_kept(
+    rank: int, world_size: int
+) -> None:
     """After a forward that keeps its weights, modules still show sharded parameters."""
     net, _ = pair(Net)
     wrap(net, world_size, reshard_after_forward=False)
@@ -283,7 +268,3 @@ def resting_between(rank: int, world_size: int) -> None:
     assert parameters and all(isinstance(value, DTensor) for value in parameters.values())
     assert all(isinstance(value, DTensor) for value in net.state_dict().values())
     loss.backward()
-
-
-def test_parameters_are_sharded_between_forward_and_backward_even_where_weights_are_kept() -> None:
-    run_ranks(resting_between, 2)

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
-    STRATEGIES,
+    MAIN_STRATEGIES,
     WIDTH,
     WORDS,
     Block,
     Net,
     assert_at_rest,
-    assert_gradients_equal,
     assert_parameters_equal,
-    average_gradients,
+    check_backward,
     mesh_for,
     options_for,
     pair,
@@ -28,7 +27,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 class TiedNet(Net):
@@ -40,7 +39,11 @@ class TiedNet(Net):
         self.head.weight = self.embedding.weight
 
 
-def train_tied(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_weights_tied_inside_a_unit_are_one_parameter(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(TiedNet)
     wrap(net, world_size, strategy)
     before = transient_bytes()
@@ -51,9 +54,7 @@ def train_tied(rank: int, world_size: int, strategy: str) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(3):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         assert_at_rest(net, before)
         for each in (optimizer, reference):
             each.step()
@@ -62,41 +63,27 @@ def train_tied(rank: int, world_size: int, strategy: str) -> None:
     assert net.head.weight is net.embedding.weight
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_tied_inside_a_unit_are_one_parameter(strategy: str) -> None:
-    run_ranks(train_tied, ranks_for(strategy), strategy)
-
-
-def tied_across_units(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_weights_tied_across_units_are_refused_by_name(rank: int, world_size: int) -> None:
     net = TiedNet()
     mesh = mesh_for("zero", world_size)
     sw.fully_shard(net.embedding, mesh=mesh)
     message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
     assert type(net) is TiedNet, "the refusal changed nothing"
-    return message
+    assert "head.weight" in message and "tied" in message
 
 
-def test_weights_tied_across_units_are_refused_by_name() -> None:
-    for message in run_ranks(tied_across_units, 2):
-        assert "head.weight" in message and "tied" in message
-
-
-def tied_in_a_list(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weights_tied_across_a_list_of_modules_work(rank: int, world_size: int) -> None:
     net, plain = pair(TiedNet)
     options = options_for("zero3", world_size)
     sw.fully_shard([net.embedding, net.head], **options)
     wrap(net, world_size)
     before = transient_bytes()
     for step in range(2):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         assert_at_rest(net, before)
     assert net.head.weight is net.embedding.weight
-
-
-def test_weights_tied_across_a_list_of_modules_work() -> None:
-    run_ranks(tied_in_a_list, 2)
 
 
 class SharedBlock(nn.Module):
@@ -113,7 +100,9 @@ class SharedBlock(nn.Module):
         return self.head(self.second(self.first(self.embedding(x))))
 
 
-def shared_module(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_a_unit_registered_under_two_names_works(rank: int, world_size: int, strategy: str) -> None:
     net, plain = pair(SharedBlock)
     options = options_for(strategy, world_size)
     sw.fully_shard(net.first, **options)
@@ -121,16 +110,9 @@ def shared_module(rank: int, world_size: int, strategy: str) -> None:
     before = transient_bytes()
     assert net.second is net.first
     for step in range(2):
-        word_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: word_loss(m, r, step), world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size, step)
         assert_at_rest(net, before)
     assert torch.allclose(net(words(rank)), plain(words(rank)), atol=1e-5)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_a_unit_registered_under_two_names_works(strategy: str) -> None:
-    run_ranks(shared_module, ranks_for(strategy), strategy)
 
 
 class Remembering(nn.Module):
@@ -145,13 +127,12 @@ class Remembering(nn.Module):
         return nn.functional.linear(self.emb(x), self.kept[0])
 
 
-def remembered(rank: int, world_size: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_reference_from_before_wrapping_is_named(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net = wrap(Remembering(), world_size, strategy)
     x = torch.arange(4)
-    return raised(lambda: net(x).square().mean().backward(), RuntimeError)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_reference_from_before_wrapping_is_named(strategy: str) -> None:
-    for message in run_ranks(remembered, 2, strategy):
-        assert "'emb.weight'" in message and "before wrapping" in message
+    message = raised(lambda: net(x).square().mean().backward(), RuntimeError)
+    assert "'emb.weight'" in message and "before wrapping" in message

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     WIDTH,
     Block,
@@ -23,7 +24,7 @@ from tests.contract.helpers import (
     vector_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Choice(nn.Module):
@@ -60,21 +61,21 @@ def reference_grads(plain: Any, world_size: int, chosen: dict[int, tuple[int, ..
         (vector_loss(plain, rank) / world_size).backward()
 
 
-def named(rank: int, world_size: int, strategy: str) -> str:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_an_unused_parameter_is_named_by_default(rank: int, world_size: int, strategy: str) -> None:
     net = wrap(ChoiceNet(), world_size, strategy)
     net.blocks[1].chosen = (0, 2)
-    return raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    assert "experts.1.weight" in message and "experts.1.bias" in message
+    assert "blocks.1" in message and "experts.0" not in message
+    assert "zeros" in message, "and how to allow it"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_unused_parameter_is_named_by_default(strategy: str) -> None:
-    for message in run_ranks(named, ranks_for(strategy), strategy):
-        assert "experts.1.weight" in message and "experts.1.bias" in message
-        assert "blocks.1" in message and "experts.0" not in message
-        assert "zeros" in message, "and how to allow it"
-
-
-def recovers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_goes_on_after_the_error_about_an_unused_parameter(
+    rank: int, world_size: int
+) -> None:
     """After the error was seen, the next iteration is right."""
     net, plain = pair(ChoiceNet)
     wrap(net, world_size)
@@ -88,10 +89,6 @@ def recovers(rank: int, world_size: int) -> None:
     for name, parameter in plain.named_parameters():
         assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
     assert_at_rest(net, before)
-
-
-def test_training_goes_on_after_the_error_about_an_unused_parameter() -> None:
-    run_ranks(recovers, 2)
 
 
 def with_zeros(
@@ -135,7 +132,11 @@ def test_parameters_used_on_some_ranks_only_average_with_zeros(strategy: str) ->
     run_ranks(with_zeros, ranks_for(strategy), strategy, chosen, False)
 
 
-def none_reached(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """One rank's loss does not depend on the parameters of a unit at all."""
     net, plain = pair(ChoiceNet)
     wrap(net, world_size, strategy, unused_parameters="zeros")
@@ -154,11 +155,6 @@ def none_reached(rank: int, world_size: int, strategy: str) -> None:
         assert_at_rest(net, before)
         net.zero_grad()
         plain.zero_grad()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(strategy: str) -> None:
-    run_ranks(none_reached, ranks_for(strategy), strategy)
 
 
 def missing_on_one_rank(rank: int, world_size: int, strategy: str) -> str | None:

@@ -20,6 +20,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     mesh_for,
     num_groups,
     pair,
@@ -31,10 +32,11 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
-def is_an_fsdp_module(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrapped_module_is_an_fsdp_module_of_its_class(rank: int, world_size: int) -> None:
     net = Net()
     names = [name for name, _ in net.named_parameters()]
     keys = list(net.state_dict())
@@ -53,10 +55,6 @@ def is_an_fsdp_module(rank: int, world_size: int) -> None:
     for name, parameter in net.named_parameters():
         assert isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor), name
         assert parameter.is_leaf and parameter.requires_grad, name
-
-
-def test_a_wrapped_module_is_an_fsdp_module_of_its_class() -> None:
-    run_ranks(is_an_fsdp_module, 2)
 
 
 def shapes_are_global(rank: int, world_size: int) -> None:
@@ -78,7 +76,8 @@ def test_parameters_at_rest_show_the_whole_shape_and_hold_a_part() -> None:
     run_ranks(shapes_are_global, 4)
 
 
-def slices_are_plain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_slicing_a_wrapped_sequential_gives_a_plain_one(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     sw.fully_shard(model[0], mesh=mesh_for("zero", world_size))
     sw.fully_shard(model, mesh=mesh_for("zero", world_size))
@@ -89,25 +88,15 @@ def slices_are_plain(rank: int, world_size: int) -> None:
     assert isinstance(model, FSDPModule), "the original stays wrapped"
 
 
-def test_slicing_a_wrapped_sequential_gives_a_plain_one() -> None:
-    run_ranks(slices_are_plain, 2)
-
-
-def double_wrap(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_wrapping_twice_is_refused_and_changes_nothing(rank: int, world_size: int) -> None:
     net, plain = pair(Block)
     mesh = mesh_for("zero", world_size)
     sw.fully_shard(net, mesh=mesh)
     message = raised(lambda: sw.fully_shard(net, mesh=mesh), ValueError)
     assert type(net).__name__ == "FSDPBlock"
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
-    return message
-
-
-def test_wrapping_twice_is_refused_and_changes_nothing() -> None:
-    for message in run_ranks(double_wrap, 2):
-        assert "Block" in message and "already" in message
+    check_backward(net, plain, vector_loss, rank, world_size)
+    assert "Block" in message and "already" in message
 
 
 class Chain(nn.ModuleList):
@@ -117,7 +106,10 @@ class Chain(nn.ModuleList):
         return x
 
 
-def containers(rank: int, world_size: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_containers_without_a_forward_are_refused_and_those_with_one_are_not(
+    rank: int, world_size: int
+) -> None:
     mesh = mesh_for("zero", world_size)
     linears = [nn.Linear(4, 4), nn.Linear(4, 4)]
     first = raised(lambda: sw.fully_shard(nn.ModuleList(linears), mesh=mesh), ValueError)
@@ -126,16 +118,12 @@ def containers(rank: int, world_size: int) -> tuple[str, str]:
     net, plain = pair(lambda: Chain([nn.Linear(4, 4), nn.Linear(4, 4)]))
     sw.fully_shard(net, mesh=mesh)
     assert torch.allclose(net(vectors(rank, width=4)), plain(vectors(rank, width=4)))
-    return first, second
+    assert "ModuleList" in first and "forward" in first
+    assert "ModuleDict" in second and "forward" in second
 
 
-def test_containers_without_a_forward_are_refused_and_those_with_one_are_not() -> None:
-    for first, second in run_ranks(containers, 2):
-        assert "ModuleList" in first and "forward" in first
-        assert "ModuleDict" in second and "forward" in second
-
-
-def list_of_modules(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit(rank: int, world_size: int) -> None:
     net, plain = pair(lambda: Net(layers=3))
     mesh = mesh_for("zero", world_size)
     # The same module twice and a module inside another count once.
@@ -157,11 +145,8 @@ def list_of_modules(rank: int, world_size: int) -> None:
         assert len(reductions) == num_groups(net.blocks[0], net), "for the list, for the root"
 
 
-def test_a_list_of_modules_is_one_unit() -> None:
-    run_ranks(list_of_modules, 2)
-
-
-def ownership(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_each_parameter_belongs_to_the_innermost_unit_around_it(rank: int, world_size: int) -> None:
     net = Net(layers=2)
     mesh = mesh_for("zero", world_size)
     sw.fully_shard(net.blocks[0].up, mesh=mesh)
@@ -181,20 +166,13 @@ def ownership(rank: int, world_size: int) -> None:
     assert len(gathers) == num_groups(*owned), "each is gathered once, by the unit that owns it"
 
 
-def test_each_parameter_belongs_to_the_innermost_unit_around_it() -> None:
-    run_ranks(ownership, 2)
-
-
-def outer_first(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_wrapping_a_module_inside_a_wrapped_one_is_refused(rank: int, world_size: int) -> None:
     net = Net()
     mesh = mesh_for("zero", world_size)
     sw.fully_shard(net, mesh=mesh)
-    return raised(lambda: sw.fully_shard(net.blocks[0], mesh=mesh), ValueError)
-
-
-def test_wrapping_a_module_inside_a_wrapped_one_is_refused() -> None:
-    for message in run_ranks(outer_first, 2):
-        assert "another unit" in message
+    message = raised(lambda: sw.fully_shard(net.blocks[0], mesh=mesh), ValueError)
+    assert "another unit" in message
 
 
 class Bare(nn.Module):
@@ -210,25 +188,20 @@ class Bare(nn.Module):
         return x
 
 
-def parameterless_root(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_root_without_parameters_of_its_own_trains(rank: int, world_size: int) -> None:
     net, plain = pair(Bare)
     before = transient_bytes()
     wrap(net, world_size)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(3):
-        vector_loss(net, rank, step).backward()
-        average_gradients(plain, lambda m, r, step=step: vector_loss(m, r, step), world_size)
-        assert assert_gradients_equal(net, plain) == 12
+        assert check_backward(net, plain, vector_loss, rank, world_size, step) == 12
         assert_at_rest(net, before)
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
     assert_parameters_equal(net, plain)
-
-
-def test_a_root_without_parameters_of_its_own_trains() -> None:
-    run_ranks(parameterless_root, 2)
 
 
 class Final(nn.Module):
@@ -246,7 +219,8 @@ class Final(nn.Module):
         return self.linear(x) * self.scale
 
 
-def rollback(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failure_while_wrapping_leaves_every_module_as_it_was(rank: int, world_size: int) -> None:
     first, final = Block(4), Final()
     modules = [first, final]
     parameters = [dict(module.named_parameters()) for module in modules]
@@ -270,24 +244,20 @@ def rollback(rank: int, world_size: int) -> None:
     assert isinstance(first, FSDPModule)
 
 
-def test_a_failure_while_wrapping_leaves_every_module_as_it_was() -> None:
-    run_ranks(rollback, 2)
-
-
-def deep_copy(rank: int, world_size: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_deep_copies_are_refused(rank: int, world_size: int) -> None:
     net = wrap(Net(), world_size)
-    return (
+    messages = (
         raised(lambda: copy.deepcopy(net), NotImplementedError),
         raised(lambda: copy.deepcopy(nn.Sequential(net)), NotImplementedError),
     )
+    assert all("deep-cop" in message for message in messages)
 
 
-def test_deep_copies_are_refused() -> None:
-    for messages in run_ranks(deep_copy, 2):
-        assert all("deep-cop" in message for message in messages)
-
-
-def attributes_travel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_attributes_of_a_parameter_reach_the_sharded_and_the_whole_one(
+    rank: int, world_size: int
+) -> None:
     net = Block()
     net.up.weight.no_decay = True
     net.up.weight.tags = ["a", "b"]
@@ -304,11 +274,8 @@ def attributes_travel(rank: int, world_size: int) -> None:
     assert seen["no_decay"] is True and seen["tags"] == ["a", "b"], "in forward too"
 
 
-def test_attributes_of_a_parameter_reach_the_sharded_and_the_whole_one() -> None:
-    run_ranks(attributes_travel, 2)
-
-
-def hooks_stay(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_that_were_there_before_still_run(rank: int, world_size: int) -> None:
     net, plain = pair(Block)
     for module in (net, plain):
         module.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
@@ -317,18 +284,9 @@ def hooks_stay(rank: int, world_size: int) -> None:
     assert torch.allclose(net(vectors(rank)), plain(vectors(rank)), atol=1e-6)
 
 
-def test_hooks_that_were_there_before_still_run() -> None:
-    run_ranks(hooks_stay, 2)
-
-
-def default_mesh(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_a_mesh_all_ranks_share_the_parameters(rank: int, world_size: int) -> None:
     net, plain = pair(Block)
     assert sw.fully_shard(net) is net
-    vector_loss(net, rank).backward()
-    average_gradients(plain, vector_loss, world_size)
-    assert_gradients_equal(net, plain)
+    check_backward(net, plain, vector_loss, rank, world_size)
     assert net.up.weight.device_mesh.size() == world_size
-
-
-def test_without_a_mesh_all_ranks_share_the_parameters() -> None:
-    run_ranks(default_mesh, 2)

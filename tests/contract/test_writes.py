@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.contract.helpers import raised
 from tests.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Writer(nn.Module):
@@ -57,7 +57,13 @@ def build(way: str, strategy: str, world_size: int) -> Any:
 WAYS = ("assign", "write", "in place", "set")
 
 
-def written(rank: int, world_size: int, strategy: str) -> list[str]:
+@pytest.mark.parametrize(
+    "strategy", ["zero3", "zero1", "data_parallel", "zero3 mxfp8", "data_parallel mxfp8"]
+)
+@on_ranks(2)
+def test_what_forward_writes_to_a_weight_is_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
     messages = []
     x = torch.randn(4, 64)
     for way in WAYS:
@@ -72,18 +78,10 @@ def written(rank: int, world_size: int, strategy: str) -> list[str]:
             assert torch.equal(model[0].inner.weight.full_tensor(), want)
     model = build("read", strategy, world_size)
     model(x).float().sum().backward()
-    return messages
-
-
-@pytest.mark.parametrize(
-    "strategy", ["zero3", "zero1", "data_parallel", "zero3 mxfp8", "data_parallel mxfp8"]
-)
-def test_what_forward_writes_to_a_weight_is_refused(strategy: str) -> None:
-    for messages in run_ranks(written, 2, strategy):
-        assert len(messages) == 2 * len(WAYS)
-        for message in messages:
-            assert "inner.weight'" in message and "lost" in message, message
-            assert "under torch.no_grad()" in message
+    assert len(messages) == 2 * len(WAYS)
+    for message in messages:
+        assert "inner.weight'" in message and "lost" in message, message
+        assert "under torch.no_grad()" in message
 
 
 def by_hand(rank: int, world_size: int) -> str:
@@ -101,7 +99,8 @@ def test_what_is_written_between_unshard_and_reshard_is_refused() -> None:
     assert all("'bias'" in message for message in run_ranks(by_hand, 2))
 
 
-def kept(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_write_to_whole_main_weights_is_kept(rank: int, world_size: int) -> None:
     """Whole main weights are what forward sees: a write is one to them."""
     for way in ("write", "in place"):
         model = sw.fully_shard(Writer(way), mesh=mesh_of(world_size), placements=sw.zero(0))
@@ -109,10 +108,6 @@ def kept(rank: int, world_size: int) -> None:
         assert torch.equal(model.inner.weight.full_tensor(), 2 * Writer().inner.weight)
     model = sw.fully_shard(Writer("set"), mesh=mesh_of(world_size), placements=sw.zero(0))
     assert "'inner.weight'" in raised(lambda: model(torch.randn(2, 64)), RuntimeError)
-
-
-def test_a_write_to_whole_main_weights_is_kept() -> None:
-    run_ranks(kept, 2)
 
 
 def renormalised(rank: int, world_size: int) -> str:
@@ -128,7 +123,10 @@ def test_an_embedding_that_renormalises_its_rows_is_refused() -> None:
 # ------------------------------------------------------------------------------ sparse gradients
 
 
-def sparse(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_embeddings_with_sparse_gradients_are_refused_at_wrapping(
+    rank: int, world_size: int
+) -> None:
     mesh, messages = mesh_of(world_size), []
     for made in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True)):
         model = nn.Sequential(made)
@@ -137,12 +135,5 @@ def sparse(rank: int, world_size: int) -> list[str]:
         assert type(made.weight) is nn.Parameter
     made.weight.requires_grad_(False)
     sw.fully_shard(model, mesh=mesh)  # no gradient, no problem
-    return messages
-
-
-def test_embeddings_with_sparse_gradients_are_refused_at_wrapping() -> None:
-    for messages in run_ranks(sparse, 2):
-        for message in messages:
-            assert (
-                "'0.weight'" in message and "sparse=True" in message and "sparse=False" in message
-            )
+    for message in messages:
+        assert "'0.weight'" in message and "sparse=True" in message and "sparse=False" in message

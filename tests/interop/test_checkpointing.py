@@ -26,7 +26,7 @@ from tests.contract.helpers import (
     vector_loss,
     vectors,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Inside(nn.Module):
@@ -119,7 +119,9 @@ def test_checkpointing_with_weights_kept_after_forward(reentrant: bool) -> None:
     run_ranks(checkpointed, 2, "zero3", "around", reentrant, False)
 
 
-def wrapped_inside(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@on_ranks(2)
+def test_checkpointing_around_nested_units(rank: int, world_size: int, reentrant: bool) -> None:
     """A unit with a unit inside, and the checkpoint around the outer one; the order of units in
     the recomputation is another than forward's."""
     net, _ = pair(CheckpointedNet)
@@ -137,11 +139,8 @@ def wrapped_inside(rank: int, world_size: int, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_around_nested_units(reentrant: bool) -> None:
-    run_ranks(wrapped_inside, 2, reentrant)
-
-
-def gathers(rank: int, world_size: int, reentrant: bool) -> None:
+@on_ranks(2)
+def test_checkpointing_gathers_no_more_often(rank: int, world_size: int, reentrant: bool) -> None:
     """A recomputation uses the weights that backward gathers anyway."""
     net, _ = pair(CheckpointedNet)
     options = options_for("zero3", world_size)
@@ -157,11 +156,6 @@ def gathers(rank: int, world_size: int, reentrant: bool) -> None:
         counts.append([call.operation for call in calls].count("all_gather"))
     assert counts[0] >= 3 + 1 + 3, counts
     assert counts[1] == counts[0], counts
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpointing_gathers_no_more_often(reentrant: bool) -> None:
-    run_ranks(gathers, 2, reentrant)
 
 
 class FrozenEntry(nn.Module):

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     Net,
     assert_close,
@@ -23,7 +24,7 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def clip(rank: int, world_size: int, strategy: str, kind: float, foreach: bool | None) -> None:
@@ -56,7 +57,9 @@ def test_clip_grad_norm_without_foreach(strategy: str) -> None:
     run_ranks(clip, ranks_for(strategy), strategy, 2.0, False)
 
 
-def clip_values(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@on_ranks(ranks_for)
+def test_clip_grad_value(rank: int, world_size: int, strategy: str) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     word_loss(net, rank).backward()
@@ -67,12 +70,11 @@ def clip_values(rank: int, world_size: int, strategy: str) -> None:
     assert max(parameter.grad.max() for parameter in plain.parameters()) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
-def test_clip_grad_value(strategy: str) -> None:
-    run_ranks(clip_values, ranks_for(strategy), strategy)
-
-
-def scaled(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """fp16 with a loss scale; an overflow on one rank alone must skip the step on all."""
     net, plain = pair(Net)
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
@@ -100,11 +102,6 @@ def scaled(rank: int, world_size: int, strategy: str) -> None:
         assert scaler.get_scale() == (256.0 if step < 1 else 128.0), (step, scaler.get_scale())
     assert taken == 3
     assert_parameters_equal(net, plain, 3e-3)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_grad_scaler_skips_a_step_on_every_rank_when_one_overflows(strategy: str) -> None:
-    run_ranks(scaled, ranks_for(strategy), strategy)
 
 
 def overflow_in_one_shard(rank: int, world_size: int, strategy: str) -> int:

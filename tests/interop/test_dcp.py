@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     Net,
     assert_close,
@@ -34,7 +35,7 @@ from tests.contract.helpers import (
     words,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def trained(rank: int, world_size: int, strategy: str, steps: int, seed: int) -> tuple[Any, Any]:
@@ -160,7 +161,7 @@ def load_from_plain(rank: int, world_size: int, strategy: str, path: str) -> dic
     return found | {"output": output}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 def test_loading_in_place_refreshes_what_forward_reads(strategy: str, tmp_path: Path) -> None:
     saved = save_plain(str(tmp_path))
     plain = Net()
@@ -175,7 +176,9 @@ def test_loading_in_place_refreshes_what_forward_reads(strategy: str, tmp_path: 
 # ------------------------------------------------------------------------------ full state dicts
 
 
-def full_state(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_full_state_dicts_leave_and_return(rank: int, world_size: int, strategy: str) -> None:
     net, optimizer = trained(rank, world_size, strategy, 1, seed=2)
     options = StateDictOptions(full_state_dict=True)
     model_state = get_model_state_dict(net, options=options)
@@ -205,12 +208,11 @@ def full_state(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         assert torch.equal(other(words(rank)), net(words(rank)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_full_state_dicts_leave_and_return(strategy: str) -> None:
-    run_ranks(full_state, ranks_for(strategy), strategy)
-
-
-def from_rank_zero(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_full_state_dict_may_come_from_rank_zero_alone(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Only rank 0 has read the file."""
     torch.manual_seed(4)
     plain = Net()
@@ -225,15 +227,14 @@ def from_rank_zero(rank: int, world_size: int, strategy: str) -> None:
         assert_close(net(words(rank)), plain(words(rank)), "output", 1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_full_state_dict_may_come_from_rank_zero_alone(strategy: str) -> None:
-    run_ranks(from_rank_zero, ranks_for(strategy), strategy)
-
-
 # ------------------------------------------------------------------------------ load_state_dict
 
 
-def load_plain_tensors(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_load_state_dict_takes_whole_plain_tensors(
+    rank: int, world_size: int, strategy: str
+) -> None:
     torch.manual_seed(4)
     plain = Net()
     torch.manual_seed(5)
@@ -252,12 +253,8 @@ def load_plain_tensors(rank: int, world_size: int, strategy: str) -> None:
     assert_parameters_equal(net, plain, 0.0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_load_state_dict_takes_whole_plain_tensors(strategy: str) -> None:
-    run_ranks(load_plain_tensors, ranks_for(strategy), strategy)
-
-
-def refused(rank: int, world_size: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_assigning_and_wrong_shapes_are_refused(rank: int, world_size: int) -> None:
     plain = Net()
     net = wrap(Net(), world_size)
     untouched = {name: full(value).clone() for name, value in net.named_parameters()}
@@ -272,13 +269,8 @@ def refused(rank: int, world_size: int) -> tuple[str, str]:
     missing = net.load_state_dict(wrong, strict=False).missing_keys
     assert missing == ["head.weight"]
     assert torch.equal(full(net.head.weight), untouched["head.weight"])
-    return assign, shape
-
-
-def test_assigning_and_wrong_shapes_are_refused() -> None:
-    for assign, shape in run_ranks(refused, 2):
-        assert "assign" in assign
-        assert "head.weight" in shape
+    assert "assign" in assign
+    assert "head.weight" in shape
 
 
 def communication_free(rank: int, world_size: int) -> int:
@@ -299,7 +291,9 @@ def test_state_dict_communicates_nothing() -> None:
     assert counts[0] > 10 and counts[1] == 0
 
 
-def optimizer_state_dict(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_optimizer_state_dicts_load_into_a_twin(rank: int, world_size: int, strategy: str) -> None:
     """The optimizer's own state dict, loaded into a fresh one of the same shape."""
     net, optimizer = trained(rank, world_size, strategy, 2, seed=2)
     other, other_optimizer = trained(rank, world_size, strategy, 1, seed=3)
@@ -311,8 +305,3 @@ def optimizer_state_dict(rank: int, world_size: int, strategy: str) -> None:
         advance(other, other_optimizer, step)
     mine, theirs = values(net, optimizer), values(other, other_optimizer)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_optimizer_state_dicts_load_into_a_twin(strategy: str) -> None:
-    run_ranks(optimizer_state_dict, ranks_for(strategy), strategy)

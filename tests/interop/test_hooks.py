@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
+    MAIN_STRATEGIES,
     STRATEGIES,
     WIDTH,
     Block,
@@ -23,6 +24,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     full,
     mesh_for,
     options_for,
@@ -35,10 +37,14 @@ from tests.contract.helpers import (
     word_loss,
     wrap,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
-def after_reduction(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_post_accumulate_hooks_see_the_reduced_gradient(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
     seen: dict[str, Tensor] = {}
@@ -58,9 +64,7 @@ def after_reduction(rank: int, world_size: int, strategy: str) -> None:
         parameter.register_post_accumulate_grad_hook(note(name))
     for _ in range(2):
         order.clear()
-        word_loss(net, rank).backward()
-        average_gradients(plain, word_loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, word_loss, rank, world_size)
         assert sorted(order) == sorted(name for name, _ in plain.named_parameters())
         for name, parameter in net.named_parameters():
             assert torch.equal(seen[name], parameter.grad.to_local()), "the reduced gradient"
@@ -68,12 +72,11 @@ def after_reduction(rank: int, world_size: int, strategy: str) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_post_accumulate_hooks_see_the_reduced_gradient(strategy: str) -> None:
-    run_ranks(after_reduction, ranks_for(strategy), strategy)
-
-
-def only_when_reduced(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
+@on_ranks(ranks_for)
+def test_post_accumulate_hooks_wait_for_the_reduction(
+    rank: int, world_size: int, strategy: str
+) -> None:
     net = wrap(Net(), world_size, strategy)
     count = 0
 
@@ -91,12 +94,9 @@ def only_when_reduced(rank: int, world_size: int, strategy: str) -> None:
     assert count == len(list(net.parameters())) > 0
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp"])
-def test_post_accumulate_hooks_wait_for_the_reduction(strategy: str) -> None:
-    run_ranks(only_when_reduced, ranks_for(strategy), strategy)
-
-
-def optimizer_in_backward(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_an_optimizer_may_step_inside_backward(rank: int, world_size: int, strategy: str) -> None:
     """The step is taken inside backward, parameter by parameter, and the gradient dropped."""
     net, plain = pair(Net)
     wrap(net, world_size, strategy)
@@ -118,11 +118,6 @@ def optimizer_in_backward(rank: int, world_size: int, strategy: str) -> None:
     assert_parameters_equal(net, plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_may_step_inside_backward(strategy: str) -> None:
-    run_ranks(optimizer_in_backward, ranks_for(strategy), strategy)
-
-
 class Methods(nn.Module):
     """Has an encoder besides its forward."""
 
@@ -138,7 +133,12 @@ class Methods(nn.Module):
         return self.blocks[0](self.linear(x))
 
 
-def another_method(rank: int, world_size: int, strategy: str, ours: bool) -> None:
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_other_methods_may_act_as_forward(
+    rank: int, world_size: int, strategy: str, ours: bool
+) -> None:
     net, plain = pair(Methods)
     wrap(net, world_size, strategy, unused_parameters="zeros")
     before = transient_bytes()
@@ -151,9 +151,7 @@ def another_method(rank: int, world_size: int, strategy: str, ours: bool) -> Non
         return first + model(vectors(which, 1)).square().mean()
 
     for _ in range(2):
-        loss(net, rank).backward()
-        average_gradients(plain, loss, world_size)
-        assert_gradients_equal(net, plain)
+        check_backward(net, plain, loss, rank, world_size)
         assert_at_rest(net, before)
         for model in (net, plain):
             model.zero_grad()
@@ -163,13 +161,13 @@ def another_method(rank: int, world_size: int, strategy: str, ours: bool) -> Non
     assert "missing" in raised(lambda: register(net, "missing"), ValueError)
 
 
+def unit_lanes(module: nn.Module) -> Any:
+    return module._get_fsdp_state().runtime.lanes
+
+
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_methods_may_act_as_forward(strategy: str, ours: bool) -> None:
-    run_ranks(another_method, ranks_for(strategy), strategy, ours)
-
-
-def several_roots(rank: int, world_size: int, ours: bool) -> None:
+@on_ranks(2)
+def test_several_roots_share_their_lanes(rank: int, world_size: int, ours: bool) -> None:
     """Two stages of a pipeline on one rank, microbatches interleaved."""
     first, plain_first = pair(Block)
     second, plain_second = pair(lambda: nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)))
@@ -197,26 +195,16 @@ def several_roots(rank: int, world_size: int, ours: bool) -> None:
     assert unit_lanes(first) is unit_lanes(second), "one set of lanes"
 
 
-def unit_lanes(module: nn.Module) -> Any:
-    return module._get_fsdp_state().runtime.lanes
-
-
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
-def test_several_roots_share_their_lanes(ours: bool) -> None:
-    run_ranks(several_roots, 2, ours)
-
-
-def plain_module_in_share(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_sharing_takes_wrapped_modules_only(rank: int, world_size: int) -> None:
     net = sw.fully_shard(Block(), mesh=mesh_for("zero", world_size))
-    return raised(lambda: sw.share_comm_ctx([net, nn.Linear(2, 2)]), ValueError)
+    message = raised(lambda: sw.share_comm_ctx([net, nn.Linear(2, 2)]), ValueError)
+    assert "fully_shard" in message
 
 
-def test_sharing_takes_wrapped_modules_only() -> None:
-    for message in run_ranks(plain_module_in_share, 2):
-        assert "fully_shard" in message
-
-
-def tensor_hooks(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_module_backward_hooks_inside_a_unit(rank: int, world_size: int, strategy: str) -> None:
     """Module hooks of autograd inside a unit run as before."""
     net, plain = pair(Block)
     wrap(net, world_size, strategy)
@@ -230,12 +218,8 @@ def tensor_hooks(rank: int, world_size: int, strategy: str) -> None:
     assert full(net.up.weight.grad).abs().max() > 0
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
-def test_module_backward_hooks_inside_a_unit(strategy: str) -> None:
-    run_ranks(tensor_hooks, 2, strategy)
-
-
-def compiled_whole(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_model_gathers_between_its_graphs(rank: int, world_size: int) -> None:
     net, plain = pair(Net)
     wrap(net, world_size, "zero3")
     compiled = torch.compile(net, backend="eager")
@@ -243,7 +227,3 @@ def compiled_whole(rank: int, world_size: int) -> None:
         word_loss(compiled, rank).backward()
         average_gradients(plain, word_loss, world_size)
     assert_gradients_equal(net, plain)
-
-
-def test_a_compiled_model_gathers_between_its_graphs() -> None:
-    run_ranks(compiled_whole, 2)

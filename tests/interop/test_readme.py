@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.shard.wrapping import wrap_units
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 CONFIG = GPTConfig(
@@ -45,7 +45,11 @@ def train(model: GPT, optimizer: Any, rank: int) -> list[float]:
     return losses
 
 
-def spread_experts(rank: int, world_size: int, bucketed: bool) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize("bucketed", [False, True])
+@on_ranks(4)
+def test_spread_experts_train_as_if_they_were_not(
+    rank: int, world_size: int, bucketed: bool
+) -> None:
     found = []
     for spread in (False, True):
         model = GPT(CONFIG)
@@ -64,10 +68,5 @@ def spread_experts(rank: int, world_size: int, bucketed: bool) -> tuple[list[flo
                 sw.fully_shard(module, mesh=names["mesh"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # knows a gradient's size
         found.append(train(model, optimizer, rank))
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("bucketed", [False, True])
-def test_spread_experts_train_as_if_they_were_not(bucketed: bool) -> None:
-    for together, apart in run_ranks(spread_experts, 4, bucketed):
-        assert apart == pytest.approx(together, rel=1e-5) and together[2] != together[0]
+    together, apart = found[0], found[1]
+    assert apart == pytest.approx(together, rel=1e-5) and together[2] != together[0]

@@ -11,17 +11,7 @@ import torch._dynamo  # its import leaves tracebacks that hold whatever is on th
 
 import shardwise as sw
 from shardwise.placements import SHARD, Placement
-from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
-
-STRATEGIES = {f"zero{stage}": sw.zero(stage) for stage in range(4)} | {
-    "hsdp": sw.hsdp(),
-    "hfsdp": sw.hfsdp(),
-}
-PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
-
-
-def world_of(strategy: str) -> int:
-    return 4 if strategy in ("hsdp", "hfsdp") else 2
+from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
 
 
 def make(strategy: str, world_size: int, *, depth: int = 3, **options: object) -> Model:

@@ -11,8 +11,6 @@ import torch
 
 import shardwise as sw
 from tests.memory.helpers import (
-    PRECISIONS,
-    STRATEGIES,
     Books,
     Watch,
     backward,
@@ -22,10 +20,9 @@ from tests.memory.helpers import (
     make,
     parts,
     unit_numels,
-    world_of,
 )
-from tests.models import loss_of, make_model, tokens
-from tests.ranks import run_ranks
+from tests.models import PRECISIONS, STRATEGIES, loss_of, make_model, ranks_for, tokens
+from tests.ranks import on_ranks, run_ranks
 
 
 def check_at_rest(rank: int, world_size: int, strategy: str, precision: str) -> dict[str, int]:
@@ -54,7 +51,7 @@ def check_at_rest(rank: int, world_size: int, strategy: str, precision: str) -> 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_at_rest_equal_the_closed_form(strategy: str, precision: str) -> None:
-    world_size = world_of(strategy)
+    world_size = ranks_for(strategy)
     resting = run_ranks(check_at_rest, world_size, strategy, precision)
     assert resting[0]["main"] > 0 and all(other == resting[0] for other in resting)
 
@@ -63,8 +60,8 @@ def test_the_closed_form_is_what_the_table_of_strategies_says() -> None:
     """By hand for 1000 elements: fp32 main, bf16 compute, 2 ranks (4 for two axes)."""
     found = {
         strategy: (
-            main_bytes(strategy, world_of(strategy), [600, 400]),
-            compute_bytes(strategy, world_of(strategy), [600, 400], 2),
+            main_bytes(strategy, ranks_for(strategy), [600, 400]),
+            compute_bytes(strategy, ranks_for(strategy), [600, 400], 2),
         )
         for strategy in STRATEGIES
     }
@@ -79,17 +76,18 @@ def test_the_closed_form_is_what_the_table_of_strategies_says() -> None:
     assert compute_bytes("zero0", 2, [600, 400], 4) == 0, "main itself is the compute weight"
 
 
-def check_padding(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(4)
+def test_padding_is_little(rank: int, world_size: int) -> None:
     model = make("zero3", world_size)
-    return sum(unit_numels(model)), sum(p.numel() for p in make_model().parameters())
+    laid_out, payload = sum(unit_numels(model)), sum(p.numel() for p in make_model().parameters())
+    assert payload <= laid_out <= payload + 4 * 15 * 64
 
 
-def test_padding_is_little() -> None:
-    for laid_out, payload in run_ranks(check_padding, 4):
-        assert payload <= laid_out <= payload + 4 * 15 * 64
-
-
-def check_accumulation(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_gradients_wait_in_the_bytes_of_their_placement(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Between microbatches gradients wait where the placements say, and nowhere else."""
     books = Books()
     model = make(strategy, world_size)
@@ -107,15 +105,15 @@ def check_accumulation(rank: int, world_size: int, strategy: str) -> None:
     assert books() == resting | {"grad": main_bytes(strategy, world_size, numels)}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_wait_in_the_bytes_of_their_placement(strategy: str) -> None:
-    run_ranks(check_accumulation, world_of(strategy), strategy)
-
-
 # ------------------------------------------------------------------------------ peaks
 
 
-def check_peaks(rank: int, world_size: int, strategy: str, precision: str) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hfsdp"])
+@on_ranks(ranks_for)
+def test_at_most_two_units_and_two_gradient_buffers_are_whole(
+    rank: int, world_size: int, strategy: str, precision: str
+) -> None:
     width = 4 if precision == "fp32" else 2
     model = make(strategy, world_size, depth=5, precision=PRECISIONS[precision])
     root, *layers = unit_numels(model)
@@ -141,15 +139,11 @@ def check_peaks(rank: int, world_size: int, strategy: str, precision: str) -> No
     assert evaluation.peaks["compute"] <= (root + 2 * largest) * width
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hfsdp"])
-def test_at_most_two_units_and_two_gradient_buffers_are_whole(
-    strategy: str, precision: str
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@on_ranks(2)
+def test_the_number_of_gradient_buffers_is_what_was_asked_for(
+    rank: int, world_size: int, strategy: str
 ) -> None:
-    run_ranks(check_peaks, world_of(strategy), strategy, precision)
-
-
-def check_gradient_buffers(rank: int, world_size: int, strategy: str) -> list[int]:
     model = make(strategy, world_size, depth=5)
     most = []
     for limit in (2, 1, 4):
@@ -157,13 +151,7 @@ def check_gradient_buffers(rank: int, world_size: int, strategy: str) -> list[in
         with Watch() as watch:
             backward(model, rank, world_size)
         most.append(watch.most_alive)
-    return most
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_the_number_of_gradient_buffers_is_what_was_asked_for(strategy: str) -> None:
-    for most in run_ranks(check_gradient_buffers, 2, strategy):
-        assert most[0] == 2 and most[1] == 1 and 2 < most[2] <= 4
+    assert most[0] == 2 and most[1] == 1 and 2 < most[2] <= 4
 
 
 class _Between(torch.autograd.Function):
@@ -191,7 +179,11 @@ class _Pair(torch.nn.Module):
         return self.down(hidden)
 
 
-def check_room_for_the_last_gradient(rank: int, world_size: int) -> dict[int, list[int]]:
+@on_ranks(2)
+def test_packed_gradients_are_gone_before_the_last_gradient_comes(
+    rank: int, world_size: int
+) -> None:
+    """Two units' weights, one's gradients and packed ones would be more than four units."""
     held = {}
     for limit in (1, 2):
         seen: list[int] = []
@@ -204,17 +196,12 @@ def check_room_for_the_last_gradient(rank: int, world_size: int) -> dict[int, li
         before = sw.ledger.current.get("grad_transient", 0)
         model(torch.ones(4, 64)).sum().backward()
         held[limit] = [value - before for value in seen]
-    return held
+    assert held[1] == [0, 0, 0]
+    assert held[2][0] == 0 and held[2][1] > 0 and held[2][2] > 0, "two were asked for"
 
 
-def test_packed_gradients_are_gone_before_the_last_gradient_comes() -> None:
-    """Two units' weights, one's gradients and packed ones would be more than four units."""
-    for held in run_ranks(check_room_for_the_last_gradient, 2):
-        assert held[1] == [0, 0, 0]
-        assert held[2][0] == 0 and held[2][1] > 0 and held[2][2] > 0, "two were asked for"
-
-
-def check_bound_can_fail(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_peak_is_seen_when_nothing_is_released(rank: int, world_size: int) -> None:
     """Negative control: keep every layer after forward, and the bound above is broken."""
     model = make("zero3", world_size, depth=5, reshard_after_forward=False)
     root, *layers = unit_numels(model)
@@ -224,14 +211,15 @@ def check_bound_can_fail(rank: int, world_size: int) -> None:
     loss.backward()
 
 
-def test_the_peak_is_seen_when_nothing_is_released() -> None:
-    run_ranks(check_bound_can_fail, 2)
-
-
 # ------------------------------------------------------------------------------ the end
 
 
-def check_deleted(rank: int, world_size: int, strategy: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", [{}, {"memory": "trace"}], ids=["caching", "trace"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_deleting_the_model_frees_every_byte_at_once(
+    rank: int, world_size: int, strategy: str, options: dict[str, object]
+) -> None:
     books = Books()
     gc.disable()
     try:
@@ -251,15 +239,8 @@ def check_deleted(rank: int, world_size: int, strategy: str, options: dict[str, 
         gc.enable()
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "trace"}], ids=["caching", "trace"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_deleting_the_model_frees_every_byte_at_once(
-    strategy: str, options: dict[str, object]
-) -> None:
-    run_ranks(check_deleted, world_of(strategy), strategy, options)
-
-
-def check_deleted_half_way(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_deleting_in_the_middle_of_a_step_frees_every_byte(rank: int, world_size: int) -> None:
     """A forward whose backward never came, and gradients that were never used, die with it."""
     books = Books()
     gc.disable()
@@ -280,11 +261,8 @@ def check_deleted_half_way(rank: int, world_size: int) -> None:
         gc.enable()
 
 
-def test_deleting_in_the_middle_of_a_step_frees_every_byte() -> None:
-    run_ranks(check_deleted_half_way, 2)
-
-
-def check_memory_is_real(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_released_weights_hold_no_memory(rank: int, world_size: int) -> None:
     """The ledger is no fiction: a released block has no storage, and the rest has what it says."""
     model = make("zero3", world_size)
     backward(model, rank, world_size)
@@ -298,10 +276,6 @@ def check_memory_is_real(rank: int, world_size: int) -> None:
     assert released == 4
 
 
-def test_released_weights_hold_no_memory() -> None:
-    run_ranks(check_memory_is_real, 2)
-
-
 def test_the_ledger_is_public() -> None:
     assert sw.ledger.total == sum(sw.ledger.current.values())
 
@@ -309,7 +283,8 @@ def test_the_ledger_is_public() -> None:
 # ------------------------------------------------------------------------------ every byte
 
 
-def check_receive(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_a_reduction_receives_is_in_the_ledger(rank: int, world_size: int) -> None:
     books = Books()
     model = make("zero3", world_size)
     largest = max(unit_numels(model))
@@ -320,11 +295,8 @@ def check_receive(rank: int, world_size: int) -> None:
     assert "receive" not in books(), "and no longer"
 
 
-def test_what_a_reduction_receives_is_in_the_ledger() -> None:
-    run_ranks(check_receive, 3)
-
-
-def check_arena(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_trace_pool_counts_what_its_arena_holds_idle(rank: int, world_size: int) -> None:
     books = Books()
     model = make("zero3", world_size, memory="trace")
     for step in range(3):
@@ -343,7 +315,3 @@ def check_arena(rank: int, world_size: int) -> None:
     assert watch.peak <= outside, (watch.peak, outside)
     del model, pool
     assert "pool_idle" not in books()
-
-
-def test_the_trace_pool_counts_what_its_arena_holds_idle() -> None:
-    run_ranks(check_arena, 2)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardwise.memory import TracePool
-from tests.memory.helpers import STRATEGIES, make, unit_numels, world_of
-from tests.models import Model, loss_of, tokens
-from tests.ranks import run_ranks
+from tests.memory.helpers import make, unit_numels
+from tests.models import STRATEGIES, Model, loss_of, ranks_for, tokens
+from tests.ranks import on_ranks, run_ranks
 
 LOOSE = 1e-6
 
@@ -77,21 +77,8 @@ def check_replay(rank: int, world_size: int, strategy: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_plan_is_replayed_without_falling_back_and_fits_the_bound(strategy: str) -> None:
-    results = run_ranks(check_replay, world_of(strategy), strategy)
+    results = run_ranks(check_replay, ranks_for(strategy), strategy)
     assert all(result == results[0] for result in results)
-
-
-def check_schedule(rank: int, world_size: int, strategy: str, schedule: str) -> list[int]:
-    expected = run_schedule(make(strategy, world_size), rank, world_size, "plain")
-    model = make(strategy, world_size, memory="trace")
-    found = run_schedule(model, rank, world_size, schedule)
-    for ours, theirs in zip(found[0], expected[0], strict=True):
-        if schedule == "two forwards at once":  # adding zeros may still flip a rounding
-            torch.testing.assert_close(ours, theirs, rtol=LOOSE, atol=LOOSE)
-        else:
-            assert torch.equal(ours, theirs)
-    pool = pool_of(model)
-    return [pool.planned, pool.fallbacks]
 
 
 @pytest.mark.parametrize(
@@ -104,12 +91,23 @@ def check_schedule(rank: int, world_size: int, strategy: str, schedule: str) -> 
     ],
 )
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
-def test_what_happens_between_steps_changes_no_bit(strategy: str, schedule: str) -> None:
-    for planned, _ in run_ranks(check_schedule, world_of(strategy), strategy, schedule):
-        assert planned
+@on_ranks(ranks_for)
+def test_what_happens_between_steps_changes_no_bit(
+    rank: int, world_size: int, strategy: str, schedule: str
+) -> None:
+    expected = run_schedule(make(strategy, world_size), rank, world_size, "plain")
+    model = make(strategy, world_size, memory="trace")
+    found = run_schedule(model, rank, world_size, schedule)
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        if schedule == "two forwards at once":  # adding zeros may still flip a rounding
+            torch.testing.assert_close(ours, theirs, rtol=LOOSE, atol=LOOSE)
+        else:
+            assert torch.equal(ours, theirs)
+    assert pool_of(model).planned
 
 
-def check_evaluation_first(rank: int, world_size: int) -> tuple[bool, int]:
+@on_ranks(2)
+def test_an_evaluation_before_the_first_step_does_no_harm(rank: int, world_size: int) -> None:
     """Evaluation before the first step is traced too; the plan comes with the first backward."""
     model = make("zero3", world_size, memory="trace")
     first = evaluate(model, rank, world_size)
@@ -120,11 +118,7 @@ def check_evaluation_first(rank: int, world_size: int) -> tuple[bool, int]:
     run_schedule(plain, rank, world_size, "plain")
     for ours, theirs in zip(full(model), full(plain), strict=True):
         assert torch.equal(ours, theirs)
-    return pool_of(model).planned, pool_of(model).fallbacks
-
-
-def test_an_evaluation_before_the_first_step_does_no_harm() -> None:
-    assert run_ranks(check_evaluation_first, 2) == [(True, 0)] * 2
+    assert (pool_of(model).planned, pool_of(model).fallbacks) == (True, 0)
 
 
 # ------------------------------------------------------------------------------ broken plans
@@ -143,7 +137,8 @@ def reorder(model: Model, order: list[int]) -> None:
     model.forward = forward  # type: ignore[method-assign]
 
 
-def check_orders(rank: int, world_size: int) -> tuple[bool, int]:
+@on_ranks(2)
+def test_another_order_of_units_stays_right(rank: int, world_size: int) -> None:
     results = {}
     for memory in ("caching", "trace"):
         model = make("zero3", world_size, memory=memory)
@@ -166,12 +161,8 @@ def check_orders(rank: int, world_size: int) -> tuple[bool, int]:
     assert results["trace"][1] == results["caching"][1] and len(set(results["trace"][1])) == 6
     for ours, theirs in zip(results["trace"][0], results["caching"][0], strict=True):
         assert torch.equal(ours, theirs)
-    return outcome
-
-
-def test_another_order_of_units_stays_right() -> None:
-    for planned, fallbacks in run_ranks(check_orders, 2):
-        assert planned and fallbacks == 0  # gradients of one unit are gone before the next ones
+    planned, fallbacks = outcome
+    assert planned and fallbacks == 0  # gradients of one unit are gone before the next ones
 
 
 def check_new_buffers(rank: int, world_size: int) -> int:

@@ -21,9 +21,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9),
 }
-ONE_AXIS = {f"zero{stage}": sw.zero(stage) for stage in range(4)}
-TWO_AXES = {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}
-STRATEGIES = ONE_AXIS | TWO_AXES
 
 
 def full(value: Tensor) -> Tensor:

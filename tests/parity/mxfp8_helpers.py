@@ -20,13 +20,9 @@ from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
-from tests.models import mesh_for
+from tests.models import STRATEGIES, mesh_for
 
-WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 30
-STRATEGIES = {f"zero{stage}": sw.zero(stage) for stage in range(4)} | {
-    "hsdp": sw.hsdp(),
-    "hfsdp": sw.hfsdp(),
-}
+WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 8
 
 
 class QuantisedAtUse(nn.Linear):

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from tests.models import Model
-from tests.parity.helpers import ONE_AXIS, STRATEGIES, full_parameters, make_sharded, train
-from tests.ranks import run_ranks
+from tests import models
+from tests.models import STRATEGIES, ZERO, Model, ranks_for
+from tests.parity.helpers import full_parameters, make_sharded, train
+from tests.ranks import on_ranks, run_ranks
 
-PRECISIONS = {
-    "fp32": None,
-    "bf16": sw.Precision(weights="bf16", reduce="fp32"),
-    "bf16 wire": sw.Precision(weights="bf16", reduce="bf16"),
-}
+PRECISIONS = models.PRECISIONS | {"bf16 wire": sw.Precision(weights="bf16", reduce="bf16")}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -25,9 +22,14 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what
         assert torch.equal(value, expected[name]), f"{what}: {name}"
 
 
-def check_stages(rank: int, world_size: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "world_size"),
+    [("fp32", 2), ("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16", 3), ("bf16 wire", 4)],
+)
+@on_ranks()
+def test_all_zero_stages_train_to_the_same_bits(rank: int, world_size: int, precision: str) -> None:
     runs = {}
-    for name, placements in ONE_AXIS.items():
+    for name, placements in ZERO.items():
         model = make_sharded(placements, world_size, precision=PRECISIONS[precision])
         losses = train(model, rank, world_size)
         runs[name] = full_parameters(model) | {"losses": torch.tensor(losses)}
@@ -41,15 +43,8 @@ def check_stages(rank: int, world_size: int, precision: str) -> None:
         assert_same_bits(parameters[name], parameters["zero0"], name)
 
 
-@pytest.mark.parametrize(
-    ("precision", "world_size"),
-    [("fp32", 2), ("fp32", 3), ("fp32", 4), ("bf16", 2), ("bf16", 3), ("bf16 wire", 4)],
-)
-def test_all_zero_stages_train_to_the_same_bits(precision: str, world_size: int) -> None:
-    run_ranks(check_stages, world_size, precision)
-
-
-def check_precision_matters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_comparison_of_bits_can_tell_precisions_apart(rank: int, world_size: int) -> None:
     runs = {}
     for name, precision in PRECISIONS.items():
         model = make_sharded(sw.zero(3), world_size, precision=precision)
@@ -58,10 +53,6 @@ def check_precision_matters(rank: int, world_size: int) -> None:
     for first, second in (("fp32", "bf16"), ("bf16", "bf16 wire")):
         with pytest.raises(AssertionError):
             assert_same_bits(runs[first], runs[second], "they differ")
-
-
-def test_the_comparison_of_bits_can_tell_precisions_apart() -> None:
-    run_ranks(check_precision_matters, 2)
 
 
 def without_prefetch(model: Model) -> None:
@@ -120,5 +111,5 @@ def check_schedules(rank: int, world_size: int, strategy: str) -> int:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp", "hfsdp"])
 def test_overlap_prefetch_and_memory_do_not_change_a_bit(strategy: str) -> None:
-    world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
+    world_size = ranks_for(strategy)
     assert run_ranks(check_schedules, world_size, strategy) == [9] * world_size

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from tests.models import loss_of, make_model, mesh_of, shard_model, tokens
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS, DEPTH = 3, 4
 SMALL = 0.003  # megabytes: several buckets
@@ -89,7 +89,10 @@ def buckets_of(model: Any) -> list[Any]:
 # ------------------------------------------------------------------------------ one process
 
 
-def check_one_process(rank: int, world_size: int) -> int:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_the_same_bits_as_one_process(rank: int, world_size: int) -> None:
+    """ZeRO 0 to 2, one microbatch and, with overlapped gathers, three."""
     compared = 0
     for microbatches in (1, 3):
         expected = reference(microbatches)
@@ -110,16 +113,11 @@ def check_one_process(rank: int, world_size: int) -> int:
             whole = found["layers.0.up.weight "].full_tensor()  # type: ignore[attr-defined]
             assert torch.equal(whole, expected["layers.0.up.weight "])
             compared += 1
-    return compared
+    assert compared == 6
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_same_bits_as_one_process(world_size: int) -> None:
-    """ZeRO 0 to 2, one microbatch and, with overlapped gathers, three."""
-    assert run_ranks(check_one_process, world_size) == [6] * world_size
-
-
-def check_two_axes(rank: int, world_size: int) -> int:
+@on_ranks(4)
+def test_two_axes_of_which_the_weights_are_whole(rank: int, world_size: int) -> None:
     expected = reference(3)
     both = [REPLICATE, REPLICATE]
     compared = 0
@@ -138,31 +136,29 @@ def check_two_axes(rank: int, world_size: int) -> int:
         wrong = differing(everything(model, optimizer), expected)
         assert not wrong, f"{placements}: {wrong}"
         compared += 1
-    return compared
+    assert compared == 4
 
 
-def test_two_axes_of_which_the_weights_are_whole() -> None:
-    assert run_ranks(check_two_axes, 4) == [4] * 4
-
-
-def check_cut(rank: int, world_size: int) -> set[str]:
+@on_ranks(4)
+def test_matrices_in_parts_over_more_ranks_than_there_are_matrices(
+    rank: int, world_size: int
+) -> None:
     expected = reference(1, width=64, depth=1)
     model = sw.data_parallel(make_model(64, 1), mesh=mesh_of(world_size), bucket_mb=CUT)
     model.set_gradient_divide_factor(4.0)
     grains = {str(item.grain) for group in buckets_of(model) for item in group.items}
     optimizer = train(model, rank, world_size, 1, alone=True)
     assert not differing(everything(model, optimizer), expected)
-    return grains
-
-
-def test_matrices_in_parts_over_more_ranks_than_there_are_matrices() -> None:
-    assert run_ranks(check_cut, 4) == [{"tensor/4", "element"}] * 4
+    assert grains == {"tensor/4", "element"}
 
 
 # ------------------------------------------------------------------------------ fully_shard
 
 
-def check_fully_shard(rank: int, world_size: int) -> int:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_the_same_bits_as_fully_shard(rank: int, world_size: int) -> None:
+    """With data of its own on every rank."""
     compared = 0
     for stage in (1, 2):
         for microbatches in (1, 3):
@@ -177,13 +173,7 @@ def check_fully_shard(rank: int, world_size: int) -> int:
             )
             assert not differing(found, expected), (stage, microbatches)
             compared += 1
-    return compared
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_bits_as_fully_shard(world_size: int) -> None:
-    """With data of its own on every rank."""
-    assert run_ranks(check_fully_shard, world_size) == [4] * world_size
+    assert compared == 4
 
 
 def check_bf16(rank: int, world_size: int) -> int:
@@ -266,7 +256,8 @@ def expert_meshes() -> tuple[DeviceMesh, DeviceMesh]:
     return mesh_of(4), grid["expert_dp"]
 
 
-def check_experts(rank: int, world_size: int) -> int:
+@on_ranks(4)
+def test_experts_are_reduced_over_their_own_mesh(rank: int, world_size: int) -> None:
     mesh, expert_mesh = expert_meshes()
 
     def batch(of: int) -> Tensor:
@@ -306,8 +297,4 @@ def check_experts(rank: int, world_size: int) -> int:
     with sw.comm.record() as calls:
         optimizer.step()
     assert not calls, "experts stay whole on their ranks"
-    return len(grads)
-
-
-def test_experts_are_reduced_over_their_own_mesh() -> None:
-    assert run_ranks(check_experts, 4) == [4] * 4
+    assert len(grads) == 4

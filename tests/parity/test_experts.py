@@ -16,7 +16,7 @@ from shardwise import comm
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Routing
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 EXPERTS, HIDDEN, WIDTH, TOKENS = 8, 16, 24, 20  # tokens per rank
 
@@ -116,7 +116,8 @@ def test_two_ranks_equal_one() -> None:
     run_ranks(spread, 2, {"balance_loss": 0.1}, {})
 
 
-def bias_moves_alike(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_bias_is_moved_by_the_load_of_all_ranks(rank: int, world_size: int) -> None:
     axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
     options = {"bias_rate": 0.25}
     part, whole = build(axis, options), build(None, options)
@@ -130,11 +131,14 @@ def bias_moves_alike(rank: int, world_size: int) -> None:
     assert torch.equal(part.router.expert_bias, whole.router.expert_bias)
 
 
-def test_the_bias_is_moved_by_the_load_of_all_ranks() -> None:
-    run_ranks(bias_moves_alike, 4)
+def run_sum(layer: MixtureOfExperts, x: Tensor, target: Tensor) -> tuple[Tensor, Any, Any]:
+    out, routes = layer(x.clone().requires_grad_())
+    (out - target).square().sum().backward()
+    return out.detach(), None, routes
 
 
-def without_tokens(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_rank_without_tokens(rank: int, world_size: int) -> None:
     """A rank without tokens still computes for the others."""
     axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
     part, whole = build(axis, {}), build(None, {})
@@ -150,16 +154,6 @@ def without_tokens(rank: int, world_size: int) -> None:
         torch.testing.assert_close(
             parameter.grad, reference[first : first + n], rtol=1e-4, atol=1e-5
         )
-
-
-def run_sum(layer: MixtureOfExperts, x: Tensor, target: Tensor) -> tuple[Tensor, Any, Any]:
-    out, routes = layer(x.clone().requires_grad_())
-    (out - target).square().sum().backward()
-    return out.detach(), None, routes
-
-
-def test_a_rank_without_tokens() -> None:
-    run_ranks(without_tokens, 4)
 
 
 def experts_that_do_not_divide(rank: int, world_size: int) -> str:
@@ -178,7 +172,8 @@ def test_experts_that_do_not_divide_are_refused_on_every_rank() -> None:
         assert "6 experts cannot be spread evenly over ep=4" in message
 
 
-def capped(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_capacity_over_ranks(rank: int, world_size: int) -> None:
     """With a capacity that is never reached nothing changes; with a small one rows are dropped."""
     axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
     x, target = batch(world_size)
@@ -195,10 +190,6 @@ def capped(rank: int, world_size: int) -> None:
     dropped = routes.dropped.clone()
     comm.all_reduce(dropped, axis).wait()
     assert dropped > 0
-
-
-def test_capacity_over_ranks() -> None:
-    run_ranks(capped, 4)
 
 
 # ------------------------------------------------------------------------------ under strategies
@@ -266,7 +257,11 @@ def test_experts_train_under_strategies(strategy: str, layout: str) -> None:
     run_ranks(sharded, 2, strategy, {"weight_layout": layout})
 
 
-def spread_and_sharded(rank: int, world_size: int, delay: bool) -> None:
+@pytest.mark.parametrize("delay", [False, True])
+@on_ranks(4)
+def test_experts_spread_over_one_axis_and_sharded_over_another(
+    rank: int, world_size: int, delay: bool
+) -> None:
     """2 x 2 ranks: experts over ``ep``, each cut over the two ranks of ``dp`` that hold it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     axis = comm.as_axis(mesh.get_group("ep"), "ep")
@@ -295,12 +290,8 @@ def spread_and_sharded(rank: int, world_size: int, delay: bool) -> None:
     assert compared == len(truth) == 9
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_experts_spread_over_one_axis_and_sharded_over_another(delay: bool) -> None:
-    run_ranks(spread_and_sharded, 4, delay)
-
-
-def in_bf16(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_experts_under_a_precision_policy(rank: int, world_size: int) -> None:
     """A precision policy casts rows and weights; router weights stay fp32, gradients too."""
     net, plain = Net(), Net().bfloat16()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -321,11 +312,11 @@ def in_bf16(rank: int, world_size: int) -> None:
         assert (got - want).norm() < 2e-2 * want.norm(), name
 
 
-def test_experts_under_a_precision_policy() -> None:
-    run_ranks(in_bf16, 2)
-
-
-def delayed(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_delayed_weight_gradients_are_reduced_when_they_come(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """With no exchange to hide them in, weight gradients come after backward, by backward_dw."""
     net, plain = Net(delay_weight_gradient=True), Net()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -360,8 +351,3 @@ def delayed(rank: int, world_size: int, strategy: str) -> None:
         model.zero_grad()
         plain.zero_grad()
         published.clear()
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
-def test_delayed_weight_gradients_are_reduced_when_they_come(strategy: str) -> None:
-    run_ranks(delayed, 2, strategy)

@@ -16,7 +16,7 @@ from shardwise.moe import FullPrecision, GroupedMLP, MixtureOfExperts, Routing, 
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from tests.models import mesh_of
 from tests.moe_models import Way, build, by_expert
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 HIDDEN = 32
 
@@ -111,7 +111,11 @@ def test_delayed_gradients_come_also_where_the_rows_need_none() -> None:
             assert torch.equal(gradient, other[name]), name
 
 
-def stored_and_loaded(rank: int, world_size: int, layout: str) -> list[str]:
+@pytest.mark.parametrize("layout", ["grouped", "indexed"])
+@on_ranks(2, timeout=60)
+def test_a_whole_state_dict_holds_the_experts_of_all_ranks(
+    rank: int, world_size: int, layout: str
+) -> None:
     net = build(Way(ranks=2, ep=2, strategy="zero3", weights=layout))
     before = by_expert(net, None)
     box = [full_state_dict(net, only_first_rank=True)]
@@ -122,12 +126,7 @@ def stored_and_loaded(rank: int, world_size: int, layout: str) -> list[str]:
     load_full_state_dict(net, box[0])
     after = by_expert(net, None)
     assert before and before.keys() == after.keys()
-    return [key for key in before if not torch.equal(before[key], after[key])]
-
-
-@pytest.mark.parametrize("layout", ["grouped", "indexed"])
-def test_a_whole_state_dict_holds_the_experts_of_all_ranks(layout: str) -> None:
-    assert run_ranks(stored_and_loaded, 2, layout, timeout=60) == [[], []]
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
 
 
 def biased(rank: int, world_size: int, axis: bool) -> Tensor:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import shardwise as sw
 from shardwise import comm
 from shardwise.optim.gradients import NonFiniteGradient
-from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
-from tests.parity.helpers import STRATEGIES, assert_same, everything, full
+from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, shard_model, tokens
+from tests.parity.helpers import assert_same, everything, full
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -21,11 +21,10 @@ from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from shardwise.shard import mxfp8_group
 from shardwise.shard.formats import planes_of
 from shardwise.shard.module import units_of
-from tests.models import mesh_for
+from tests.models import STRATEGIES, mesh_for, ranks_for
 from tests.parity.mxfp8_helpers import (
     STEPS,
     STORED,
-    STRATEGIES,
     AtUse,
     SquareAtUse,
     assert_same_bits,
@@ -40,11 +39,7 @@ from tests.parity.mxfp8_helpers import (
     train,
     wrap,
 )
-from tests.ranks import run_ranks
-
-
-def ranks_of(strategy: str) -> int:
-    return 4 if strategy in ("hsdp", "hfsdp") else 2
+from tests.ranks import on_ranks, run_ranks
 
 
 def run(
@@ -90,7 +85,7 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
-    world_size = ranks_of(strategy)
+    world_size = ranks_for(strategy)
     seen = run_ranks(check_on_and_off, world_size, strategy, kind, format, timeout=180)
     assert min(seen) > 2 * STEPS
 
@@ -102,7 +97,8 @@ def check_world(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
     """Of four ranks, two that reduce together first see the same data: a + a = 2a, exactly."""
     model = wrap(make(True), strategy, world_size, precision=precision_of(True))
     optimizer = optimizer_of(model, "muon")
-    return train(model, rank * 2 // world_size, optimizer=optimizer) | planes_seen(model)
+    seen = train(model, rank * 2 // world_size, optimizer=optimizer, steps=range(4))
+    return seen | planes_seen(model)
 
 
 def test_four_ranks_train_to_the_bits_of_two() -> None:
@@ -135,7 +131,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check_schedules(rank: int, world_size: int, strategy: str) -> int:
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2, timeout=300)
+def test_overlap_memory_and_recomputation_do_not_change_a_bit(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
     often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(3)}
     _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
@@ -147,14 +147,8 @@ def check_schedules(rank: int, world_size: int, strategy: str) -> int:
     for change in (without_prefetch, lambda model: None):
         model = wrap(make(True), strategy, world_size, precision=precision_of(True))
         change(model)
-        runs.append(train(model, rank, optimizer=optimizer_of(model, "muon")))
+        runs.append(train(model, rank, optimizer=optimizer_of(model, "muon"), steps=range(4)))
     assert_same_bits(runs[0], runs[1], "without prefetch")
-    return len(OPTIONS) + 1
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_overlap_memory_and_recomputation_do_not_change_a_bit(strategy: str) -> None:
-    assert run_ranks(check_schedules, 2, strategy, timeout=300) == [len(OPTIONS) + 1] * 2
 
 
 # --------------------------------------------------------------------------------------- transport
@@ -166,7 +160,7 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
     for direct in (True, False):
         with mock.patch.object(mxfp8_group, "sends_codes", lambda *_, d=direct: d):
             with sw.comm.record() as calls:
-                model, seen = run(rank, world_size, strategy, "adamw", True, format)
+                model, seen = run(rank, world_size, strategy, "adamw", True, format, steps=range(4))
             groups = [g for unit in units_of(model) for g in unit.groups if g.format]
             assert groups and all(group.direct == direct for group in groups)
             runs.append(seen | planes_seen(model))
@@ -180,14 +174,14 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
 )
 def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, format: str) -> None:
     for direct, staged in run_ranks(
-        check_transport, ranks_of(strategy), strategy, format, timeout=180
+        check_transport, ranks_for(strategy), strategy, format, timeout=180
     ):
         assert 0 < direct < staged
 
 
 def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
     """Layouts that cut blocks, or keep matrices whole, compute the same."""
-    few: dict[str, Any] = {"steps": range(10)}
+    few: dict[str, Any] = {"steps": range(5)}
     _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
     chosen = []
     for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
@@ -208,7 +202,13 @@ def test_every_grain_trains_to_the_same_bits() -> None:
 # ----------------------------------------------------------------------------------- data_parallel
 
 
-def check_data_parallel(rank: int, world_size: int, stage: int, format: Any) -> list[bool]:
+@pytest.mark.parametrize(
+    ("stage", "format"), [(0, "mxfp8"), (1, "mxfp8"), (2, "mxfp8"), (1, "mxfp8_2d")]
+)
+@on_ranks(2, timeout=180)
+def test_data_parallel_trains_to_the_same_bits(
+    rank: int, world_size: int, stage: int, format: Any
+) -> None:
     runs: dict[Any, dict[str, Tensor]] = {}
     direct = []
     for on, overlap in ((False, False), (True, False), (True, True)):
@@ -228,19 +228,11 @@ def check_data_parallel(rank: int, world_size: int, stage: int, format: Any) -> 
             direct = [group.direct for group in groups]
     for overlap in (False, True):
         assert_same_bits(runs[True, overlap], runs[False, False], f"overlap_gather={overlap}")
-    return direct
-
-
-@pytest.mark.parametrize(
-    ("stage", "format"), [(0, "mxfp8"), (1, "mxfp8"), (2, "mxfp8"), (1, "mxfp8_2d")]
-)
-def test_data_parallel_trains_to_the_same_bits(stage: int, format: str) -> None:
-    for direct in run_ranks(check_data_parallel, 2, stage, format, timeout=180):
-        assert len(direct) >= 3, "several buckets"
-        if (stage, format) == (1, "mxfp8"):
-            assert not any(direct), "both planes of an element weigh more than its bf16 value"
-        if format == "mxfp8_2d":
-            assert any(direct), "owners of whole matrices send their codes"
+    assert len(direct) >= 3, "several buckets"
+    if (stage, format) == (1, "mxfp8"):
+        assert not any(direct), "both planes of an element weigh more than its bf16 value"
+    if format == "mxfp8_2d":
+        assert any(direct), "owners of whole matrices send their codes"
 
 
 def owners_of(model: Any) -> list[set[str]]:
@@ -326,7 +318,7 @@ def check_resume(rank: int, world_size: int, path: str, other: str) -> int:
 
 
 def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
-    seen = run_ranks(check_resume, 2, str(tmp_path / "at 15"), "zero1", timeout=180)
+    seen = run_ranks(check_resume, 2, str(tmp_path / "half way"), "zero1", timeout=180)
     assert min(seen) > STEPS
 
 
@@ -363,8 +355,10 @@ def staged_before(self: Any, planes: Any, runtime: Any) -> None:
 RIGHT = mxfp8_group.MXFP8Group._gather_staged
 
 
-def check_control(rank: int, world_size: int, mistake: str) -> str:
-    few: dict[str, Any] = {"steps": range(6)}  # each of them shows at once, and stays
+@pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
+@on_ranks(2, timeout=180)
+def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
+    few: dict[str, Any] = {"steps": range(4)}  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
@@ -382,13 +376,8 @@ def check_control(rank: int, world_size: int, mistake: str) -> str:
         on = train(model, rank, optimizer=optimizer_of(model, "adamw"), **few)
     with pytest.raises(AssertionError, match="differ") as caught:
         assert_same_bits(on, off, mistake)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
-def test_the_comparison_notices(mistake: str) -> None:
-    for said in run_ranks(check_control, 2, mistake, timeout=180):
-        assert mistake in said
+    said = str(caught.value)
+    assert mistake in said
 
 
 def test_nothing_is_never_the_same_as_nothing() -> None:

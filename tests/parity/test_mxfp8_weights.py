@@ -20,7 +20,7 @@ from shardwise.moe import MixtureOfExperts, Routing, swiglu
 from shardwise.precision.mxfp8_tensor import MXFP8Tensor
 from tests.contract.helpers import options_for, raised
 from tests.models import mesh_for
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 64
 
@@ -54,7 +54,9 @@ class Recomputed(nn.Module):
         return self.linear(x).tanh()
 
 
-def recompute_after_a_change(rank: int, world_size: int, format: str) -> str:
+@pytest.mark.parametrize("format", ["bf16", "mxfp8", "mxfp8_2d"])
+@on_ranks(2)
+def test_a_recomputation_never_mixes_two_versions(rank: int, world_size: int, format: str) -> None:
     """A recomputation would mix two versions of a weight: refused before it begins."""
     model = shard(Recomputed(), world_size, format)
     larger = {name: 4 * value for name, value in sw.full_state_dict(model).items()}
@@ -65,13 +67,7 @@ def recompute_after_a_change(rank: int, world_size: int, format: str) -> str:
     model(torch.ones(2, WIDTH)).float().sum().backward()
     forward, again = model.seen[1:]
     assert torch.equal(forward, again) and forward.norm() > 3 * model.seen[0].norm()
-    return message
-
-
-@pytest.mark.parametrize("format", ["bf16", "mxfp8", "mxfp8_2d"])
-def test_a_recomputation_never_mixes_two_versions(format: str) -> None:
-    for message in run_ranks(recompute_after_a_change, 2, format):
-        assert "linear.weight" in message and "written between" in message
+    assert "linear.weight" in message and "written between" in message
 
 
 # ------------------------------------------------------------------------------- writes
@@ -84,7 +80,8 @@ class Written(nn.Linear):
         return super().forward(input)
 
 
-def write(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_writes_that_would_be_lost_are_refused(rank: int, world_size: int) -> None:
     model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world_size)
     model.unshard()
     weight, one = model[0].weight, torch.ones(WIDTH, WIDTH)
@@ -120,10 +117,6 @@ def write(rank: int, world_size: int) -> None:
         inside(torch.ones(2, WIDTH))
 
 
-def test_writes_that_would_be_lost_are_refused() -> None:
-    run_ranks(write, 2)
-
-
 # ------------------------------------------------------------------------------- copies, text
 
 
@@ -134,7 +127,8 @@ def saved(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def copy_and_print(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_weight_is_copied_as_a_plain_one_and_always_prints(rank: int, world_size: int) -> None:
     model = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), world_size)
     model.unshard()
     weight = model[0].weight
@@ -156,10 +150,6 @@ def copy_and_print(rank: int, world_size: int) -> None:
             call(coded)
     with pytest.raises(RuntimeError, match=r"row plane of '0\.weight' is not here.*unshard\(\)"):
         copy.deepcopy(weight)
-
-
-def test_a_weight_is_copied_as_a_plain_one_and_always_prints() -> None:
-    run_ranks(copy_and_print, 2)
 
 
 def print_stack(rank: int, world_size: int) -> str:
@@ -190,7 +180,11 @@ class Tagged(nn.Module):
         return F.linear(x, self.words.weight) * self.up.weight.abs().mean()
 
 
-def compiled(rank: int, world_size: int, strategy: str) -> list[list[float]]:
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
+@on_ranks(2)
+def test_a_compiled_model_computes_with_its_codes(
+    rank: int, world_size: int, strategy: str
+) -> None:
     losses = []
     for compile in (False, True):
         torch.manual_seed(0)
@@ -210,13 +204,8 @@ def compiled(rank: int, world_size: int, strategy: str) -> list[list[float]]:
             optimizer.zero_grad()
             found.append(loss.item())
         losses.append(found)
-    return losses
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero1", "zero1 buckets"])
-def test_a_compiled_model_computes_with_its_codes(strategy: str) -> None:
-    for plain, traced in run_ranks(compiled, 2, strategy):
-        assert plain == traced and plain[-1] < plain[0]
+    plain, traced = losses
+    assert plain == traced and plain[-1] < plain[0]
 
 
 # ------------------------------------------------------------------------------- patterns

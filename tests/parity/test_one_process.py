@@ -7,11 +7,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.models import make_model, mesh_of, shard_model
+from tests.models import STRATEGIES, make_model, mesh_of, shard_model
 from tests.parity.helpers import (
-    ONE_AXIS,
     STEPS,
-    TWO_AXES,
     assert_close_to_reference,
     every_two_axis_placements,
     full_parameters,
@@ -19,7 +17,7 @@ from tests.parity.helpers import (
     reference,
     train,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # (microbatches, set_to_none, optimizer): every pair of choices meets
 RECIPES = [(1, True, "adamw"), (3, False, "adamw"), (3, True, "sgd"), (1, False, "sgd")]
@@ -45,17 +43,10 @@ def check_recipes(
     return len(recipes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ONE_AXIS)
-def test_one_axis_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
-    done = run_ranks(check_recipes, world_size, ONE_AXIS[strategy], RECIPES)
-    assert done == [len(RECIPES)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])  # meshes (1, 1), (2, 1), (1, 3) and (2, 2)
-@pytest.mark.parametrize("strategy", TWO_AXES)
-def test_two_axis_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
-    done = run_ranks(check_recipes, world_size, TWO_AXES[strategy], RECIPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])  # of two axes (1, 1), (2, 1), (1, 3), (2, 2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
+    done = run_ranks(check_recipes, world_size, STRATEGIES[strategy], RECIPES)
     assert done == [len(RECIPES)] * world_size
 
 
@@ -67,7 +58,11 @@ def test_every_legal_two_axis_placement_trains_as_one_process(number: int) -> No
     assert run_ranks(check_recipes, 4, placements[number], recipes) == [2] * 4
 
 
-def check_three_axes(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@on_ranks(4)
+def test_three_axes_train_as_one_process(
+    rank: int, world_size: int, sizes: tuple[int, ...]
+) -> None:
     shard, whole, partial = sw.Shard(), sw.Replicate(), sw.Partial()
     placements = sw.Placements(
         compute=[whole, whole, shard], grad=[partial, partial, shard], main=[whole, shard, shard]
@@ -78,12 +73,8 @@ def check_three_axes(rank: int, world_size: int, sizes: tuple[int, ...]) -> None
         assert_close_to_reference(model, losses, microbatches, "adamw")
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
-def test_three_axes_train_as_one_process(sizes: tuple[int, ...]) -> None:
-    run_ranks(check_three_axes, 4, sizes)
-
-
-def check_control(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrong_batch_or_a_lost_step_is_noticed(rank: int, world_size: int) -> None:
     """Negative control: one rank that trains on other data, and one lost step, are both seen."""
     model = make_sharded(sw.zero(3), world_size)
     losses = train(model, 1, world_size)  # rank 0's batch is lost
@@ -94,10 +85,6 @@ def check_control(rank: int, world_size: int) -> None:
     expected = reference(1, "adamw")[0]
     found = full_parameters(model)
     assert all((found[name] - expected[name]).abs().max() > 1e-4 for name in expected)
-
-
-def test_a_wrong_batch_or_a_lost_step_is_noticed() -> None:
-    run_ranks(check_control, 2)
 
 
 def check_unevenness(rank: int, world_size: int) -> list[int]:

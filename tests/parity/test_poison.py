@@ -13,11 +13,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.memory import Block, Caching
-from tests.models import Model, loss_of, tokens
-from tests.parity.helpers import STRATEGIES, full_parameters, make_sharded
-from tests.ranks import run_ranks
-
-PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
+from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, tokens
+from tests.parity.helpers import full_parameters, make_sharded
+from tests.ranks import on_ranks, run_ranks
 
 
 @contextmanager
@@ -97,7 +95,8 @@ def test_poison_in_padding_and_in_fresh_memory_reaches_nothing(
     assert sum(padding for _, padding in results) > 0, "there was padding to poison"
 
 
-def check_control(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_poison_in_a_parameter_is_noticed(rank: int, world_size: int) -> None:
     """Negative control: one NaN in an element that does belong to a parameter reaches the loss."""
     model = make_sharded(sw.zero(3), world_size)
     if rank == 0:
@@ -105,7 +104,3 @@ def check_control(rank: int, world_size: int) -> None:
             model._shardwise_unit.groups[0].main.flat[0] = math.nan
     logits = model(torch.arange(17)[None])  # every row of the embedding is read
     assert logits.isnan().any()
-
-
-def test_poison_in_a_parameter_is_noticed() -> None:
-    run_ranks(check_control, 2)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from tests.models import Model, loss_of, make_model, tokens
-from tests.parity.helpers import STRATEGIES, every_two_axis_placements, make_sharded
-from tests.ranks import run_ranks
+from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, make_model, tokens
+from tests.parity.helpers import every_two_axis_placements, make_sharded
+from tests.ranks import on_ranks, run_ranks
 
 
 @cache
@@ -69,7 +69,10 @@ def test_gradients_are_divided_once_on_three_ranks(strategy: str) -> None:
     assert run_ranks(check_divisors, 3, STRATEGIES[strategy]) == [4] * 3
 
 
-def check_hand_written(rank: int, world_size: int) -> int:
+@on_ranks(4)
+def test_gradients_are_divided_once_under_hand_written_placements(
+    rank: int, world_size: int
+) -> None:
     placements = [p for p in every_two_axis_placements() if p not in (sw.hsdp(), sw.hfsdp())]
     for one in placements:
         model = make_sharded(one, world_size)
@@ -77,14 +80,11 @@ def check_hand_written(rank: int, world_size: int) -> int:
             unit.set_gradient_divide_factor(5.0)
         accumulate(model, rank, world_size, 3)
         assert_gradients(model, world_size, 3, 5.0)
-    return len(placements)
+    assert len(placements) == 12
 
 
-def test_gradients_are_divided_once_under_hand_written_placements() -> None:
-    assert run_ranks(check_hand_written, 4) == [12] * 4
-
-
-def check_one_unit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_factor_holds_for_the_unit_it_was_given_to(rank: int, world_size: int) -> None:
     """The factor is a unit's own: the layers still take the mean."""
     model = make_sharded(sw.zero(3), world_size)
     model.set_gradient_divide_factor(1.0)
@@ -95,10 +95,6 @@ def check_one_unit(rank: int, world_size: int) -> None:
         torch.testing.assert_close(
             parameter.grad.full_tensor(), expected[name] / divisor, rtol=1e-4, atol=1e-6
         )
-
-
-def test_a_factor_holds_for_the_unit_it_was_given_to() -> None:
-    run_ranks(check_one_unit, 2)
 
 
 def check_sums(rank: int, world_size: int, placements: sw.Placements) -> None:
@@ -120,11 +116,10 @@ def test_forcing_sums_on_the_wire_does_not_change_gradients(strategy: str) -> No
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
-def test_a_factor_that_is_not_positive_is_refused(factor: float) -> None:
-    run_ranks(check_refused, 1, factor)
-
-
-def check_refused(rank: int, world_size: int, factor: float) -> None:
+@on_ranks(1)
+def test_a_factor_that_is_not_positive_is_refused(
+    rank: int, world_size: int, factor: float
+) -> None:
     model = make_sharded(sw.zero(3), world_size)
     with pytest.raises(ValueError, match="must be positive"):
         model.set_gradient_divide_factor(factor)
@@ -147,9 +142,6 @@ def check_no_sync(rank: int, world_size: int, placements: sw.Placements, precisi
             compared += found.abs().max().item() > 0
             parameter.grad = None
         assert compared == 15
-
-
-PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

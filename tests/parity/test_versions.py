@@ -12,11 +12,20 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import comm
-from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
-from tests.parity.helpers import STRATEGIES, make_sharded
-from tests.ranks import run_ranks
+from tests.models import (
+    PRECISIONS,
+    STRATEGIES,
+    Model,
+    loss_of,
+    make_model,
+    mesh_for,
+    ranks_for,
+    shard_model,
+    tokens,
+)
+from tests.parity.helpers import make_sharded
+from tests.ranks import on_ranks, run_ranks
 
-PRECISIONS = {"fp32": None, "bf16": sw.Precision(weights="bf16", reduce="fp32")}
 OPTIONS: dict[str, dict[str, object]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
@@ -142,12 +151,13 @@ def check_writers(rank: int, world_size: int, strategy: str, precision: str, opt
 def test_the_next_forward_sees_what_was_written(
     strategy: str, precision: str, options: str
 ) -> None:
-    world_size = 4 if strategy in ("hsdp", "hfsdp") else 2
+    world_size = ranks_for(strategy)
     seen = run_ranks(check_writers, world_size, strategy, precision, options)
     assert seen == [len(WRITERS)] * world_size
 
 
-def check_stale(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_stale_weights_would_be_noticed(rank: int, world_size: int) -> None:
     """Negative control: with the version check taken out, the same comparison fails."""
     model = make_sharded(sw.zero(1), world_size)
     batch = tokens(0, 0, rank, world_size)
@@ -162,11 +172,11 @@ def check_stale(rank: int, world_size: int) -> None:
     assert (found - expected_output(full(model), batch, "fp32")).abs().max() > 1e-3
 
 
-def test_stale_weights_would_be_noticed() -> None:
-    run_ranks(check_stale, 2)
-
-
-def check_between(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_evaluation_between_writes_is_never_stale(
+    rank: int, world_size: int, strategy: str
+) -> None:
     """Each forward computes with the weights as they were at its time."""
     model = make_sharded(STRATEGIES[strategy], world_size)
     batch = tokens(0, 0, rank, world_size)
@@ -179,11 +189,6 @@ def check_between(rank: int, world_size: int, strategy: str) -> None:
     for output, weight in zip(outputs, weights, strict=True):
         torch.testing.assert_close(output, expected_output(weight, batch, "fp32"))
     assert not torch.allclose(outputs[0], outputs[1])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_between_writes_is_never_stale(strategy: str) -> None:
-    run_ranks(check_between, 4 if strategy in ("hsdp", "hfsdp") else 2, strategy)
 
 
 # ------------------------------------------------------------------- writes that no counter sees
@@ -221,7 +226,9 @@ UNSEEN: dict[str, tuple[sw.Placements, dict[str, Any]]] = {
 }
 
 
-def check_unseen(rank: int, world_size: int, case: str) -> None:
+@pytest.mark.parametrize("case", UNSEEN)
+@on_ranks(2)
+def test_steps_and_marks_count_as_writes(rank: int, world_size: int, case: str) -> None:
     placements, options = UNSEEN[case]
     model = make_model(width=32, depth=2)
     shard_model(model, placements, mesh_for(placements, world_size), **options)
@@ -244,12 +251,9 @@ def check_unseen(rank: int, world_size: int, case: str) -> None:
     assert stale == (case not in ("zero3",)), "whether the control sees the fault"
 
 
-@pytest.mark.parametrize("case", UNSEEN)
-def test_steps_and_marks_count_as_writes(case: str) -> None:
-    run_ranks(check_unseen, 2, case)
-
-
-def check_costs(rank: int, world_size: int, name: str) -> list[int]:
+@pytest.mark.parametrize("name", ["ours", "adamw", "foreign"])
+@on_ranks(2)
+def test_counting_steps_gathers_nothing_twice(rank: int, world_size: int, name: str) -> None:
     """Gathers of each step under zero(1): one per unit, whoever steps."""
     gathers = []
     options = {"precision": PRECISIONS["bf16"], "gather_in_step": name == "ours"}
@@ -267,13 +271,7 @@ def check_costs(rank: int, world_size: int, name: str) -> list[int]:
             optimizer.zero_grad()
             loss_of(model, tokens(0, 0, rank, world_size)).backward()
         gathers.append(sum(call.operation == "all_gather" for call in calls))
-    return gathers
-
-
-@pytest.mark.parametrize("name", ["ours", "adamw", "foreign"])
-def test_counting_steps_gathers_nothing_twice(name: str) -> None:
-    for gathers in run_ranks(check_costs, 2, name):
-        assert gathers == [2, 2, 2], "the root and one layer; the other is frozen"
+    assert gathers == [2, 2, 2], "the root and one layer; the other is frozen"
 
 
 def test_a_model_without_units_cannot_be_marked() -> None:

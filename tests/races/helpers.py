@@ -17,20 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.shard.module import units_of
-from tests.models import Model, loss_of, make_model, shard_model, tokens
+from tests import models
+from tests.models import STRATEGIES, Model, loss_of, make_model, shard_model, tokens
 from tests.races.checker import Checker
 
 NUM_RANKS = 4
 WIDTH = 32  # the side of an MXFP8 block
-PRECISIONS: dict[str, sw.Precision | None] = {
-    "fp32": None,
-    "bf16": sw.Precision(weights="bf16", reduce="fp32"),
-    "mxfp8": sw.Precision(weights="mxfp8", reduce="fp32"),
-}
-STRATEGIES = {f"zero{stage}": sw.zero(stage) for stage in range(4)} | {
-    "hsdp": sw.hsdp(),
-    "hfsdp": sw.hfsdp(),
-}
+PRECISIONS = models.PRECISIONS | {"mxfp8": sw.Precision(weights="mxfp8", reduce="fp32")}
 
 
 @contextmanager

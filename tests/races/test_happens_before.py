@@ -15,11 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardwise as sw
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
-from tests.models import Model, make_model
+from tests.models import STRATEGIES, Model, make_model
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
     PRECISIONS,
-    STRATEGIES,
     backward,
     evaluate,
     make,

@@ -20,7 +20,7 @@ from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
 from shardwise.memory import Caching
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement
 from tests.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 R, P, S = REPLICATE, PARTIAL, SHARD
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -75,7 +75,8 @@ def assert_holds(buffer: Buffer, values: Sequence[Tensor]) -> int:
     return compared
 
 
-def check_the_check(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrong_element_is_noticed(rank: int, world_size: int) -> None:
     """Negative control: a wrong element in any piece, and a NaN that was read, are both seen."""
     ranks = Ranks(mesh_of(world_size))
     buffer = fill(make(plan(items_of(ROW), world_size), ranks, [R]), whole_values())
@@ -88,10 +89,6 @@ def check_the_check(rank: int, world_size: int) -> None:
             with pytest.raises(AssertionError):
                 assert_holds(buffer, whole_values())
             view[-1] = before
-
-
-def test_a_wrong_element_is_noticed() -> None:
-    run_ranks(check_the_check, 2)
 
 
 # ------------------------------------------------------------------------------ gather with a cast
@@ -128,7 +125,8 @@ def test_a_gather_casts_before_it_sends_and_walks_from_outside_in() -> None:
     assert run_ranks(check_gather, 1, (1,)) == [[]]
 
 
-def check_part_of(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_inner_axis_cuts_first_and_the_outer_one_inside_it(rank: int, world_size: int) -> None:
     ranks = Ranks(mesh_of(2, 2))
     layout = plan(items_of(ROW), 4)
     outer, inner = divmod(rank, 2)
@@ -139,10 +137,6 @@ def check_part_of(rank: int, world_size: int) -> None:
     half = make(layout, ranks, [R, S])
     assert half.flat.numel() == 2 * layout.shard_size
     assert half.part_of(whole).data_ptr() == whole.flat[2 * inner * layout.shard_size :].data_ptr()
-
-
-def test_the_inner_axis_cuts_first_and_the_outer_one_inside_it() -> None:
-    run_ranks(check_part_of, 4)
 
 
 # ------------------------------------------------------------------------------ DTensors over it
@@ -202,7 +196,10 @@ def test_rows_that_do_not_divide_are_uneven_and_some_rank_has_none_of_two() -> N
     assert sum(rows) == 7 and len(set(rows)) > 1
 
 
-def check_state(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_every_way_of_writing_changes_the_state_and_reading_does_not(
+    rank: int, world_size: int
+) -> None:
     buffer = fill(
         make(plan(items_of(ROW), world_size), Ranks(mesh_of(world_size)), [S]), whole_values()
     )
@@ -234,17 +231,15 @@ def check_state(rank: int, world_size: int) -> int:
         for number, write in enumerate(writes):
             write()
             assert changed(), number
-    return len(writes)
-
-
-def test_every_way_of_writing_changes_the_state_and_reading_does_not() -> None:
-    assert run_ranks(check_state, 2) == [12, 12]
+    assert len(writes) == 12
 
 
 # ------------------------------------------------------------------------------ release and restore
 
 
-def check_restore(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_views_saved_by_autograd_survive_a_release(rank: int, world_size: int) -> None:
     """A view that autograd saved in forward is read in backward, after its memory went and came."""
     ranks = Ranks(mesh_of(world_size))
     layout = plan([Item("weight", (7, 5)), Item("bias", (7,))], world_size)
@@ -273,8 +268,3 @@ def check_restore(rank: int, world_size: int) -> None:
     expected = weight.sum(0).expand(4, 5)
     torch.testing.assert_close(results[0], expected)
     assert results[1].isnan().all(), "without the refill backward reads what is there: it is a view"
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_views_saved_by_autograd_survive_a_release(world_size: int) -> None:
-    run_ranks(check_restore, world_size)

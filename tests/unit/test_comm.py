@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import comm
 from shardwise.comm import Axis, Call
 from tests.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WORLDS = (1, 2, 3, 4)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -67,7 +67,9 @@ def rank_order_sum(
 # ------------------------------------------------------------------------------ gathers
 
 
-def check_gather(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", WORLDS)
+@on_ranks()
+def test_a_gather_concatenates_every_dtype_bit_by_bit(rank: int, world_size: int) -> None:
     for dtype in CARRIED:
         expected = torch.cat(
             [values(peer, 7, dtype).view(torch.uint8) for peer in range(world_size)]
@@ -81,11 +83,6 @@ def check_gather(rank: int, world_size: int) -> None:
         mine.copy_(values(rank, 7, dtype))
         comm.all_gather(out, mine, dp()).wait()
         assert torch.equal(bits(out), expected), dtype
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_gather_concatenates_every_dtype_bit_by_bit(world_size: int) -> None:
-    run_ranks(check_gather, world_size)
 
 
 # ------------------------------------------------------------------------------ sums
@@ -160,19 +157,17 @@ def test_the_order_of_a_sum_matters_for_these_values() -> None:
     assert not torch.equal(backwards, rank_order_sum(1000, 4, torch.float32, None))
 
 
-def check_narrow(rank: int, world_size: int) -> Tensor:
+@on_ranks(4)
+def test_bf16_is_added_up_in_fp32(rank: int, world_size: int) -> None:
     # 256 + 1 rounds to 256 in bf16: three ones are lost one by one, but 259 rounds to 260 at once.
     term = torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     comm.all_reduce(term, dp()).wait()
-    return term
+    assert term.tolist() == [260.0] * 4
 
 
-def test_bf16_is_added_up_in_fp32() -> None:
-    for result in run_ranks(check_narrow, 4):
-        assert result.tolist() == [260.0] * 4
-
-
-def check_extremes(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", WORLDS)
+@on_ranks()
+def test_maxima_minima_and_integer_sums(rank: int, world_size: int) -> None:
     for numel in (9, LONG):
         stacked = torch.stack([values(peer, numel) for peer in range(world_size)])
         high, low = values(rank, numel), values(rank, numel)
@@ -188,12 +183,9 @@ def check_extremes(rank: int, world_size: int) -> None:
     assert one.isnan().item()
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_maxima_minima_and_integer_sums(world_size: int) -> None:
-    run_ranks(check_extremes, world_size)
-
-
-def check_float8_refused(rank: int, world_size: int) -> int:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_sums_of_float8_are_refused_on_every_rank(rank: int, world_size: int) -> None:
     refused = 0
     for dtype in FLOAT8:
         full, out = torch.zeros(2 * world_size).to(dtype), torch.zeros(2).to(dtype)
@@ -202,12 +194,7 @@ def check_float8_refused(rank: int, world_size: int) -> int:
         with pytest.raises(TypeError, match="reduce in bfloat16 or float32"):
             comm.all_reduce(out, dp())
         refused += 1
-    return refused
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sums_of_float8_are_refused_on_every_rank(world_size: int) -> None:
-    assert run_ranks(check_float8_refused, world_size) == [len(FLOAT8)] * world_size
+    assert refused == len(FLOAT8)
 
 
 # ------------------------------------------------------------------------------ exchanges
@@ -248,17 +235,14 @@ def test_an_exchange_of_uneven_and_empty_parts(world_size: int) -> None:
     assert all(count > 0 for count in received)
 
 
-def check_broadcast(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", WORLDS)
+@on_ranks()
+def test_a_broadcast_brings_the_source_to_everybody(rank: int, world_size: int) -> None:
     for source in range(world_size):
         for dtype in CARRIED:
             tensor = values(rank, 5, dtype)
             comm.broadcast(tensor, dp(), source).wait()
             assert torch.equal(bits(tensor), values(source, 5, dtype).view(torch.uint8)), dtype
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_broadcast_brings_the_source_to_everybody(world_size: int) -> None:
-    run_ranks(check_broadcast, world_size)
 
 
 def check_agree(rank: int, world_size: int) -> list[object]:
@@ -274,7 +258,9 @@ def test_agree_lists_the_objects_of_all_ranks_in_order(world_size: int) -> None:
 # ------------------------------------------------------------------------------ order and axes
 
 
-def check_out_of_step(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_operations_in_flight_do_not_mix_up_their_messages(rank: int, world_size: int) -> None:
     """A gather and a reduction issued in another order on each rank still meet their own."""
     out, gathered = torch.empty(3), torch.empty(3 * world_size)
     full, shard = values(rank, 3 * world_size), values(rank, 3)
@@ -301,12 +287,8 @@ def check_out_of_step(rank: int, world_size: int) -> None:
         assert torch.equal(result, expected.repeat_interleave(2))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_operations_in_flight_do_not_mix_up_their_messages(world_size: int) -> None:
-    run_ranks(check_out_of_step, world_size)
-
-
-def check_two_axes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: int) -> None:
     outer, inner = comm.mesh_axes(mesh_of(2, 2))
     assert (outer.name, inner.name) == ("dp_outer", "dp")
     assert (outer.rank, inner.rank) == divmod(rank, 2)
@@ -322,11 +304,8 @@ def check_two_axes(rank: int, world_size: int) -> None:
             assert out.tolist() == list(axis.peers)
 
 
-def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only() -> None:
-    run_ranks(check_two_axes, 4)
-
-
-def check_split(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_an_axis_splits_into_runs_of_neighbours(rank: int, world_size: int) -> None:
     pair = dp().split(2)
     assert (
         pair.size == 2
@@ -339,19 +318,16 @@ def check_split(rank: int, world_size: int) -> None:
     assert total.item() == sum(pair.peers)
 
 
-def test_an_axis_splits_into_runs_of_neighbours() -> None:
-    run_ranks(check_split, 4)
-
-
-def check_names(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_an_axis_has_the_name_its_mesh_gives_it(rank: int, world_size: int) -> None:
     """torch gives every one-axis mesh over all ranks the same process group."""
     other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replica",))
     meshes = [mesh_of(world_size), other, mesh_of(world_size)]
-    return [axis.name for mesh in meshes for axis in comm.mesh_axes(mesh)]
-
-
-def test_an_axis_has_the_name_its_mesh_gives_it() -> None:
-    assert run_ranks(check_names, 2) == [["dp", "replica", "dp"]] * 2
+    assert [axis.name for mesh in meshes for axis in comm.mesh_axes(mesh)] == [
+        "dp",
+        "replica",
+        "dp",
+    ]
 
 
 # ------------------------------------------------------------------------------ counting
@@ -403,20 +379,19 @@ def test_wire_bytes_are_those_of_the_best_algorithm() -> None:
     assert Call("broadcast", "dp", 4, 400).wire_bytes == 400
 
 
-def check_equal_recorders(rank: int, world_size: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_recorders_nest_and_end(rank: int, world_size: int) -> None:
     with comm.record() as outer:
         with comm.record():
             pass  # as empty as the outer one: leaving it must not end the outer
         comm.all_reduce(torch.zeros(1), dp()).wait()
     comm.all_reduce(torch.zeros(1), dp()).wait()
-    return len(outer), len(comm._recorders)
+    assert (len(outer), len(comm._recorders)) == (1, 0)
 
 
-def test_recorders_nest_and_end() -> None:
-    assert run_ranks(check_equal_recorders, 2) == [(1, 0)] * 2
-
-
-def check_dropped(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(timeout=20)
+def test_a_collective_that_is_dropped_takes_no_other_with_it(rank: int, world_size: int) -> None:
     """One rank is late, so that the others drop messages which cannot have come yet."""
     for numel in (LONG, 3):
         out = torch.empty(world_size * numel)
@@ -428,8 +403,3 @@ def check_dropped(rank: int, world_size: int) -> None:
         total = torch.full((5,), float(rank))
         dist.all_reduce(total)  # by gloo itself, over the same connections
         assert total[0] == sum(range(world_size))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_collective_that_is_dropped_takes_no_other_with_it(world_size: int) -> None:
-    run_ranks(check_dropped, world_size, timeout=20)

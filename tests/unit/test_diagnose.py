@@ -9,7 +9,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.streams import annotate
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -74,14 +74,11 @@ def test_norms_are_those_of_whole_tensors(strategy: str) -> None:
     run_ranks(norms, 4 if strategy == "hsdp" else 3, strategy)
 
 
-def dump(rank: int, world_size: int) -> str:
-    return sw.describe(wrapped("zero3", world_size))
-
-
-def test_the_dump_names_units_parameters_and_shards() -> None:
-    for text in run_ranks(dump, 2):
-        for word in ("unit", "first.weight [64, 6]", "second.bias [3]", "padding", "shard 0"):
-            assert word in text, text
+@on_ranks(2)
+def test_the_dump_names_units_parameters_and_shards(rank: int, world_size: int) -> None:
+    text = sw.describe(wrapped("zero3", world_size))
+    for word in ("unit", "first.weight [64, 6]", "second.bias [3]", "padding", "shard 0"):
+        assert word in text, text
 
 
 def test_labels_reach_the_profiler_and_cost_nothing_without_one() -> None:

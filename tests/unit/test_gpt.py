@@ -19,7 +19,7 @@ from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, generate
 from shardwise.models.layers import RMSNorm, Rotary, rotate, stretch
 from shardwise.moe import MixtureOfExperts
 from tests.models import mesh_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SMALL = GPTConfig(vocab_size=33, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, context=12)
 EXPERTS = replace(SMALL, num_experts=4, experts_per_token=2, expert_hidden_dim=16)
@@ -375,7 +375,17 @@ def test_generate_repeats_what_was_learned_and_itself() -> None:
 # ---------------------------------------------------------------------------------------- wrapped
 
 
-def wrapped(rank: int, world_size: int, config: GPTConfig) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(SMALL, tied=True, recompute="block"),
+        replace(EXPERTS, recompute="block"),
+        EXPERTS,
+    ],
+    ids=["tied, recomputed", "experts, recomputed", "experts"],
+)
+@on_ranks(2)
+def test_wrapped_model_computes_the_same(rank: int, world_size: int, config: GPTConfig) -> None:
     """Sharded or not: the same loss, gradients, initial values and text."""
     plain = make(config, seed=3)
     with torch.device("meta"):
@@ -403,16 +413,3 @@ def wrapped(rank: int, world_size: int, config: GPTConfig) -> None:
         assert step or reference > 0
     text = generate(model, tokens[:1, :3], 6, temperature=0.0)
     assert torch.equal(text, generate(plain, tokens[:1, :3], 6, temperature=0.0))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        replace(SMALL, tied=True, recompute="block"),
-        replace(EXPERTS, recompute="block"),
-        EXPERTS,
-    ],
-    ids=["tied, recomputed", "experts, recomputed", "experts"],
-)
-def test_wrapped_model_computes_the_same(config: GPTConfig) -> None:
-    run_ranks(wrapped, 2, config)

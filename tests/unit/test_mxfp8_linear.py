@@ -26,7 +26,7 @@ from shardwise.precision.mxfp8_products import (
     through_mxfp8,
 )
 from shardwise.precision.mxfp8_tensor import Format, Matrices, MXFP8Tensor
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10
 formats = pytest.mark.parametrize("format", get_args(Matrices))
@@ -200,7 +200,9 @@ class AtUse(nn.Module):
         return mxfp8_linear(x, stored, parameter=self.weight)
 
 
-def train_gathered(rank: int, world_size: int, level: int) -> None:
+@pytest.mark.parametrize("level", [0, 3])
+@on_ranks(2, timeout=110)
+def test_gathered_parameters_keep_the_protocol(rank: int, world_size: int, level: int) -> None:
     losses: list[list[Tensor]] = []
     weights = []
     for wrapped in (True, False):
@@ -224,11 +226,6 @@ def train_gathered(rank: int, world_size: int, level: int) -> None:
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert len(weights[0]) == 2
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*weights, strict=True))
-
-
-@pytest.mark.parametrize("level", [0, 3])
-def test_gathered_parameters_get_the_same_gradients(level: int) -> None:
-    run_ranks(train_gathered, 2, level, timeout=110)
 
 
 # ------------------------------------------------------------------------------- workspace

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise import comm
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, plan
 from shardwise.tensor import Cut, ShardedTensor
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
     CASES,
     SHAPES,
@@ -86,20 +86,18 @@ def test_inner_axis_is_the_major_one() -> None:
     assert pieces[0][0] == 0 and sum(hi - lo for lo, hi in pieces) == 450
 
 
-def check_tensor_grain_gathers_by_sum(rank: int, world_size: int) -> list[str]:
+@on_ranks(3)
+def test_a_tensor_with_one_owner_is_not_gathered_padded(rank: int, world_size: int) -> None:
     world = World((3,), (True,), 1, TENSOR)
     tensor = world.tensors(full_tensors())["tall"]
     with comm.record() as calls:
         check(tensor, full_tensors()["tall"])
-    return [call.operation for call in calls]
-
-
-def test_a_tensor_with_one_owner_is_not_gathered_padded() -> None:
     # three ranks would receive three tensors' worth of padding
-    assert run_ranks(check_tensor_grain_gathers_by_sum, 3) == [["all_reduce"]] * 3
+    assert [call.operation for call in calls] == ["all_reduce"]
 
 
-def check_construction(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_construction_is_checked(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     cut = world.cuts[0]
     with pytest.raises(ValueError, match=r"'wide'.*pass shape"):
@@ -112,10 +110,6 @@ def check_construction(rank: int, world_size: int) -> None:
         Cut(plan((Item("a", (4, 4)),), 3), 0, world.mesh, (True,))
 
 
-def test_construction_is_checked() -> None:
-    run_ranks(check_construction, 2)
-
-
 # ---------------------------------------------------------------------- modules
 
 
@@ -126,7 +120,8 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor))
 
 
-def check_module(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_copy_convert_and_swap(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     fulls = full_tensors()
     model = Model(world.tensors(fulls))
@@ -168,10 +163,6 @@ def check_module(rank: int, world_size: int) -> None:
     assert torch.equal(torch.as_tensor(2.0).expand(7, 13), full_of(held.grad))
     held.requires_grad_(False)
     assert not held.requires_grad
-
-
-def test_modules_copy_convert_and_swap() -> None:
-    run_ranks(check_module, 2)
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise import tensor as tensor_module
 from shardwise.layout import ROW, TENSOR, Item, plan
 from shardwise.tensor import Cut, ShardedTensor
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
     SHAPES,
     SOME_CASES,
@@ -82,7 +82,9 @@ def test_optimizers_equal_unsharded(case: tuple[Any, ...]) -> None:
     run_case(check_optimizers, case)
 
 
-def check_bitwise(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks()
+def test_optimizers_are_bitwise_equal(rank: int, world_size: int) -> None:
     """Rows of 16 floats: every local is whole SIMD vectors, so nothing may differ."""
     mesh = mesh_of((world_size,))
     layout = plan((Item("a", (9, 16)), Item("b", (5, 32)), Item("c", (2, 16))), world_size)
@@ -104,11 +106,6 @@ def check_bitwise(rank: int, world_size: int) -> None:
                 optimizer.step()
         for one, other in zip(plain, ours, strict=True):
             assert torch.equal(other.full_tensor(), one.data), name
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_optimizers_are_bitwise_equal(world_size: int) -> None:
-    run_ranks(check_bitwise, world_size)
 
 
 def check_fused_skips_empty(rank: int, world_size: int) -> list[int]:
@@ -222,7 +219,8 @@ def test_copy_takes_anything_of_the_global_shape(case: tuple[Any, ...]) -> None:
     run_case(check_copies, case)
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     tensor = world.tensors(full_tensors())["wide"]
     plain = torch.randn(13, 4)
@@ -272,10 +270,6 @@ def check_refusals(rank: int, world_size: int) -> None:
     assert "'wide'" in repr(tensor) and len(repr(tensor)) < 200
 
 
-def test_what_would_be_wrong_is_refused_by_name() -> None:
-    run_ranks(check_refusals, 2)
-
-
 def check_init(rank: int, world_size: int, *case: Any) -> None:
     world = World(*case)
     fills: list[Callable[[Any], Any]] = [
@@ -311,7 +305,8 @@ def test_random_init_equals_unsharded(case: tuple[Any, ...]) -> None:
     run_case(check_init, case)
 
 
-def check_versions(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_write_is_counted_once(rank: int, world_size: int) -> None:
     world = World((2,), (True,), 1, ROW)
     for tensor in world.tensors(full_tensors()).values():
         parameter = nn.Parameter(tensor)
@@ -339,7 +334,3 @@ def check_versions(rank: int, world_size: int) -> None:
             torch.zeros_like(parameter).add_(1)
         parameter.full_tensor()
         assert version.count == before
-
-
-def test_every_write_is_counted_once() -> None:
-    run_ranks(check_versions, 2)
