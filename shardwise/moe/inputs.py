@@ -124,7 +124,7 @@ class ProductChoice:
     def __init__(self, asked: PathName | None, hidden: int, width: int, weight: Tensor) -> None:
         self.asked, self._sizes = asked, (hidden, width)
         self.chosen: tuple[PathName, LoopProducts] | None = None
-        self._chosen_for: torch.dtype | None = None
+        self.chosen_for: torch.dtype | None = None
         if asked is not None and asked not in get_args(PathName):
             choices = ", ".join(get_args(PathName))
             raise ValueError(f"path={asked!r}: choose from {choices}, or None")
@@ -142,9 +142,9 @@ class ProductChoice:
 
     def products(self, x: Tensor) -> LoopProducts:
         dtype = compute_dtype(x)  # autocast may change the dtype between forwards
-        if self.chosen is None or self._chosen_for not in (None, dtype):
+        if self.chosen is None or self.chosen_for not in (None, dtype):
             path = choose_path(self.asked, *self._sizes, x)
-            self.chosen, self._chosen_for = (path, make_products(path)), dtype
+            self.chosen, self.chosen_for = (path, make_products(path)), dtype
         return self.chosen[1]
 
     def reset(self) -> None:
