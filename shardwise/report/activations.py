@@ -86,9 +86,9 @@ def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[
     ledger.watchers.append(follower.note)
     ledger.adopted = follower.adopt
     choices = [module.choice for module in model.modules() if isinstance(module, GroupedMLP)]
-    before = [(choice.chosen, choice._chosen_for) for choice in choices]
+    before = [(choice.chosen, choice.chosen_for) for choice in choices]
     for choice in choices:
-        choice.chosen, choice._chosen_for = ("fused", _SizedProducts()), None
+        choice.chosen, choice.chosen_for = ("fused", _SizedProducts()), None
     try:
         with follower, _StandIns():
             yield
@@ -96,7 +96,7 @@ def following(model: nn.Module, follower: Follower, ledger: Ledger) -> Iterator[
         ledger.watchers.remove(follower.note)
         ledger.adopted = None
         for choice, (chosen, dtype) in zip(choices, before, strict=True):
-            choice.chosen, choice._chosen_for = chosen, dtype
+            choice.chosen, choice.chosen_for = chosen, dtype
 
 
 # ------------------------------------------------------------------------------ stand-ins
