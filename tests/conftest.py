@@ -7,20 +7,22 @@ import pytest
 
 from tests.ranks import shut_down
 
-# Files that take a minute or more: two workers that share the files (`make test`) would wait for
-# the last of them.
+# Files that take half a minute or more: two workers that share the files (`make test`) would wait
+# for the last of them.
 LONG = (
     "faults/test_launch.py",
     "resume/test_train.py",
     "interop/test_command.py",
-    "parity/test_mxfp8.py",
-    "parity/test_muon.py",
-    "parity/test_mxfp8_embedding.py",
-    "unit/test_kernels.py",
-    "unit/test_ranks.py",
     "faults/test_store_kill.py",
     "comm/test_plan.py",
-    "memory/test_bytes.py",
+    "parity/test_mxfp8.py",
+    "unit/test_kernels.py",
+    "parity/test_muon.py",
+    "unit/test_ranks.py",
+    "parity/test_one_process.py",
+    "parity/test_scaling.py",
+    "parity/test_mxfp8_embedding.py",
+    "contract/test_accumulation.py",
 )
 
 

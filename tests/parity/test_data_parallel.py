@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
-from tests.models import loss_of, make_model, mesh_of, shard_model, tokens
+from tests.models import PRECISIONS, loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import on_ranks, run_ranks
 
 STEPS, DEPTH = 3, 4
@@ -77,6 +78,7 @@ def gathered(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: getattr(value, "full_tensor", value.clone)() for name, value in found.items()}
 
 
+@cache
 def reference(microbatches: int, width: int = 10, depth: int = DEPTH) -> dict[str, Tensor]:
     model = make_model(width, depth)
     return everything(model, train(model, 0, 1, microbatches, alone=True))
@@ -89,54 +91,43 @@ def buckets_of(model: Any) -> list[Any]:
 # ------------------------------------------------------------------------------ one process
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("microbatches", [1, 3])  # three with overlapped gathers
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks()
-def test_the_same_bits_as_one_process(rank: int, world_size: int) -> None:
-    """ZeRO 0 to 2, one microbatch and, with overlapped gathers, three."""
-    compared = 0
-    for microbatches in (1, 3):
-        expected = reference(microbatches)
-        for stage in (0, 1, 2):
-            model = sw.data_parallel(
-                make_model(depth=DEPTH),
-                mesh=mesh_of(world_size),
-                placements=sw.zero(stage),
-                bucket_mb=SMALL,
-                overlap_gather=microbatches == 3,
-            )
-            model.set_gradient_divide_factor(4.0)
-            assert len(buckets_of(model)) >= 3
-            optimizer = train(model, rank, world_size, microbatches, alone=True)
-            found = everything(model, optimizer)
-            wrong = differing(found, expected)
-            assert not wrong, f"zero({stage}), {microbatches} microbatches: {wrong}"
-            whole = found["layers.0.up.weight "].full_tensor()  # type: ignore[attr-defined]
-            assert torch.equal(whole, expected["layers.0.up.weight "])
-            compared += 1
-    assert compared == 6
+def test_the_same_bits_as_one_process(
+    rank: int, world_size: int, stage: int, microbatches: int
+) -> None:
+    expected = reference(microbatches)
+    model = sw.data_parallel(
+        make_model(depth=DEPTH),
+        mesh=mesh_of(world_size),
+        placements=sw.zero(stage),
+        bucket_mb=SMALL,
+        overlap_gather=microbatches == 3,
+    )
+    model.set_gradient_divide_factor(4.0)
+    assert len(buckets_of(model)) >= 3
+    optimizer = train(model, rank, world_size, microbatches, alone=True)
+    found = everything(model, optimizer)
+    assert not differing(found, expected)
+    whole = found["layers.0.up.weight "].full_tensor()  # type: ignore[attr-defined]
+    assert torch.equal(whole, expected["layers.0.up.weight "])
 
 
+@pytest.mark.parametrize("main", [[REPLICATE, SHARD], [SHARD, SHARD]], ids=str)
+@pytest.mark.parametrize("grad", [[PARTIAL, PARTIAL], [PARTIAL, SHARD]], ids=str)
 @on_ranks(4)
-def test_two_axes_of_which_the_weights_are_whole(rank: int, world_size: int) -> None:
-    expected = reference(3)
-    both = [REPLICATE, REPLICATE]
-    compared = 0
-    for grad, main in (
-        ([PARTIAL, PARTIAL], [REPLICATE, SHARD]),
-        ([PARTIAL, SHARD], [REPLICATE, SHARD]),
-        ([PARTIAL, PARTIAL], [SHARD, SHARD]),
-        ([PARTIAL, SHARD], [SHARD, SHARD]),
-    ):
-        placements = sw.Placements(compute=both, grad=grad, main=main)
-        model = sw.data_parallel(
-            make_model(depth=DEPTH), mesh=mesh_of(2, 2), placements=placements, bucket_mb=SMALL
-        )
-        model.set_gradient_divide_factor(4.0)
-        optimizer = train(model, rank, world_size, 3, alone=True)
-        wrong = differing(everything(model, optimizer), expected)
-        assert not wrong, f"{placements}: {wrong}"
-        compared += 1
-    assert compared == 4
+def test_two_axes_of_which_the_weights_are_whole(
+    rank: int, world_size: int, grad: Any, main: Any
+) -> None:
+    placements = sw.Placements(compute=[REPLICATE, REPLICATE], grad=grad, main=main)
+    model = sw.data_parallel(
+        make_model(depth=DEPTH), mesh=mesh_of(2, 2), placements=placements, bucket_mb=SMALL
+    )
+    model.set_gradient_divide_factor(4.0)
+    optimizer = train(model, rank, world_size, 3, alone=True)
+    assert not differing(everything(model, optimizer), reference(3))
 
 
 @on_ranks(4)
@@ -155,41 +146,30 @@ def test_matrices_in_parts_over_more_ranks_than_there_are_matrices(
 # ------------------------------------------------------------------------------ fully_shard
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "microbatches", "precision"),
+    [(n, stage, m, "fp32") for n in (2, 3) for stage in (1, 2) for m in (1, 3)]
+    + [(2, 1, 3, "bf16")],
+)
 @on_ranks()
-def test_the_same_bits_as_fully_shard(rank: int, world_size: int) -> None:
+def test_the_same_bits_as_fully_shard(
+    rank: int, world_size: int, stage: int, microbatches: int, precision: str
+) -> None:
     """With data of its own on every rank."""
-    compared = 0
-    for stage in (1, 2):
-        for microbatches in (1, 3):
-            placements, mesh = sw.zero(stage), mesh_of(world_size)
-            ours = sw.data_parallel(
-                make_model(depth=DEPTH), mesh=mesh, placements=placements, bucket_mb=SMALL
-            )
-            theirs = shard_model(make_model(depth=DEPTH), placements, mesh)
-            found = everything(ours, train(ours, rank, world_size, microbatches, alone=False))
-            expected = gathered(
-                everything(theirs, train(theirs, rank, world_size, microbatches, alone=False))
-            )
-            assert not differing(found, expected), (stage, microbatches)
-            compared += 1
-    assert compared == 4
-
-
-def check_bf16(rank: int, world_size: int) -> int:
-    policy = sw.Precision(weights="bf16", reduce="fp32")
-    mesh = mesh_of(world_size)
-    ours = sw.data_parallel(make_model(depth=DEPTH), mesh=mesh, precision=policy, bucket_mb=SMALL)
-    theirs = shard_model(make_model(depth=DEPTH), sw.zero(1), mesh, precision=policy)
-    found = everything(ours, train(ours, rank, world_size, 3, alone=False))
-    expected = gathered(everything(theirs, train(theirs, rank, world_size, 3, alone=False)))
-    assert not differing(found, expected)
-    assert {group.whole.dtype for group in buckets_of(ours)} == {torch.bfloat16}
-    return len(found)
-
-
-def test_bf16_weights_the_same_bits_as_fully_shard() -> None:
-    assert set(run_ranks(check_bf16, 2)) == {27 + 8 + 57}
+    options: Any = {
+        "placements": sw.zero(stage),
+        "mesh": mesh_of(world_size),
+        "precision": PRECISIONS[precision],
+    }
+    ours = sw.data_parallel(make_model(depth=DEPTH), bucket_mb=SMALL, **options)
+    theirs = shard_model(make_model(depth=DEPTH), **options)
+    found, expected = (
+        everything(model, train(model, rank, world_size, microbatches, alone=False))
+        for model in (ours, theirs)
+    )
+    assert not differing(found, gathered(expected)) and len(found) == 27 + 8 + 57
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    assert {group.whole.dtype for group in buckets_of(ours)} == {dtype}
 
 
 # ------------------------------------------------------------------------------ padding

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.models import STRATEGIES, make_model, mesh_of, shard_model
+from tests.models import STRATEGIES, make_model, mesh_of, ranks_for, shard_model
 from tests.parity.helpers import (
     STEPS,
     assert_close_to_reference,
@@ -46,14 +46,16 @@ def check_recipes(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])  # of two axes (1, 1), (2, 1), (1, 3), (2, 2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_train_as_one_process(strategy: str, world_size: int) -> None:
-    done = run_ranks(check_recipes, world_size, STRATEGIES[strategy], RECIPES)
-    assert done == [len(RECIPES)] * world_size
+    recipes = RECIPES if world_size == ranks_for(strategy) else RECIPES[1:3]
+    done = run_ranks(check_recipes, world_size, STRATEGIES[strategy], recipes)
+    assert done == [len(recipes)] * world_size
 
 
-@pytest.mark.parametrize("number", range(14))
-def test_every_legal_two_axis_placement_trains_as_one_process(number: int) -> None:
-    placements = every_two_axis_placements()
-    assert len(placements) == 14
+@pytest.mark.parametrize("number", range(12))
+def test_every_other_two_axis_placement_trains_as_one_process(number: int) -> None:
+    """All that are legal; two of the 14 have names and stand above."""
+    placements = [p for p in every_two_axis_placements() if p not in STRATEGIES.values()]
+    assert len(placements) == 12
     recipes = [(1, True, "adamw"), (3, False, "adamw")]
     assert run_ranks(check_recipes, 4, placements[number], recipes) == [2] * 4
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, make_model, tokens
+from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, make_model, ranks_for, tokens
 from tests.parity.helpers import every_two_axis_placements, make_sharded
 from tests.ranks import on_ranks, run_ranks
 
@@ -97,22 +97,20 @@ def test_a_factor_holds_for_the_unit_it_was_given_to(rank: int, world_size: int)
         )
 
 
-def check_sums(rank: int, world_size: int, placements: sw.Placements) -> None:
-    for factor in (None, 5.0):
-        for microbatches in (1, 3):
-            model = make_sharded(placements, world_size)
-            for unit in (model, *model.layers):
-                unit.set_force_sum_reduction_for_comms(True)
-                if factor is not None:
-                    unit.set_gradient_divide_factor(factor)
-            accumulate(model, rank, world_size, microbatches)
-            assert_gradients(model, world_size, microbatches, factor or world_size)
-
-
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hsdp", "hfsdp"])
-def test_forcing_sums_on_the_wire_does_not_change_gradients(strategy: str) -> None:
+@pytest.mark.parametrize(("factor", "microbatches"), [(None, 1), (None, 3), (5.0, 3), (1.0, 3)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_forcing_sums_on_the_wire_does_not_change_gradients(
+    rank: int, world_size: int, strategy: str, factor: float | None, microbatches: int
+) -> None:
     """torch's words: "even if it comes at the cost of separate pre- or post-scaling"."""
-    run_ranks(check_sums, 4, STRATEGIES[strategy])
+    model = make_sharded(STRATEGIES[strategy], world_size)
+    for unit in (model, *model.layers):
+        unit.set_force_sum_reduction_for_comms(True)
+        if factor is not None:
+            unit.set_gradient_divide_factor(factor)
+    accumulate(model, rank, world_size, microbatches)
+    assert_gradients(model, world_size, microbatches, factor or world_size)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
@@ -149,22 +147,9 @@ def check_no_sync(rank: int, world_size: int, placements: sw.Placements, precisi
 def test_accumulating_without_sync_gives_the_mean_of_the_sums(
     strategy: str, precision: str
 ) -> None:
-    run_ranks(check_no_sync, 4, STRATEGIES[strategy], precision)
+    run_ranks(check_no_sync, ranks_for(strategy), STRATEGIES[strategy], precision)
     if precision == "fp32":
         run_ranks(check_no_sync, 1, STRATEGIES[strategy], precision)
-
-
-def check_no_sync_is_silent(rank: int, world_size: int, placements: sw.Placements) -> list[str]:
-    model = make_sharded(placements, world_size)
-    with sw.comm.record() as calls:
-        model.set_requires_gradient_sync(False)
-        loss_of(model, tokens(0, 0, rank, world_size)).backward()
-    return [call.operation for call in calls if call.operation != "all_gather"]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_sync_no_gradient_is_sent(strategy: str) -> None:
-    assert run_ranks(check_no_sync_is_silent, 4, STRATEGIES[strategy]) == [[]] * 4
 
 
 def check_early_step(rank: int, world_size: int, placements: sw.Placements) -> None:
