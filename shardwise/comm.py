@@ -18,8 +18,7 @@ few bytes (``agree``, ``any_rank``), are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -33,7 +32,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import streams
-from shardwise.lockstep import Journal, Ticket
+from shardwise.lockstep import Call as Call
+from shardwise.lockstep import Journal, Ticket, recorded, uncounted
+from shardwise.lockstep import record as record
 from shardwise.memory import counted
 from shardwise.pending import Flight
 from shardwise.pending import Pending as Pending
@@ -72,7 +73,7 @@ class Axis:
     @property
     def pretends(self) -> bool:
         """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
-        return self.group is None or "fake" in self.backends.values()
+        return "meta" in self.backends or "fake" in self.backends.values()
 
     def backend_for(self, tensor: Tensor) -> str | None:
         return self.backends.get(tensor.device.type)
@@ -150,61 +151,12 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
 
 # ------------------------------------------------------------------------------ counting
 
-
-@dataclass(frozen=True)
-class Call:
-    """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
-    one to be scattered, the reduced one; what this rank sends to each peer for an all-to-all."""
-
-    operation: str
-    axis: str
-    size: int
-    nbytes: int
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that leave this rank under a bandwidth-optimal algorithm."""
-        if self.operation in ("all_to_all", "broadcast"):
-            return self.nbytes
-        once = self.nbytes * (self.size - 1) // self.size
-        return 2 * once if self.operation == "all_reduce" else once
-
-
-_recorders: list[list[Call]] = []
-
-
-@contextmanager
-def record() -> Iterator[list[Call]]:
-    """List every collective issued by this process while the context is open."""
-    calls: list[Call] = []
-    _recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        # by identity: two lists that happen to be equal are still two recorders
-        _recorders[:] = [other for other in _recorders if other is not calls]
-
-
-@contextmanager
-def _uncounted() -> Iterator[None]:
-    """While a collective runs on a copy elsewhere: it was counted already."""
-    open_now = _recorders[:]
-    _recorders.clear()
-    try:
-        yield
-    finally:
-        _recorders[:] = open_now
-
-
 # The unit whose collectives are issued now, in words. Ranks compare it where they wait too long.
 purpose = ""
 
 
 def _count(operation: str, axis: Axis, nbytes: int) -> Ticket:
-    if _recorders:
-        call = Call(operation, axis.name, axis.size, nbytes)
-        for calls in _recorders:
-            calls.append(call)
+    recorded(operation, axis.name, axis.size, nbytes)
     # The sizes of an all-to-all differ between ranks.
     sized = operation != "all_to_all"
     return axis.journal.add(operation, _described(purpose, nbytes) if sized else purpose)
@@ -314,7 +266,7 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with _uncounted():
+        with uncounted():
             all_gather(moved, shard.to(place), axis).wait()
         out.copy_(moved)
         return _DONE
@@ -348,7 +300,7 @@ def reduce_scatter(
         return _DONE
     if (place := _elsewhere(axis, full)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with _uncounted():
+        with uncounted():
             reduce_scatter(moved, full.to(place), axis, divisor=divisor).wait()
         out.copy_(moved)
         return _DONE
@@ -457,7 +409,7 @@ def all_reduce(
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
         moved = tensor.to(place)
-        with _uncounted():
+        with uncounted():
             all_reduce(moved, axis, op, divisor=divisor).wait()
         tensor.copy_(moved)
         return _DONE
@@ -509,7 +461,7 @@ def all_to_all(
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
         moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with _uncounted():
+        with uncounted():
             all_to_all(moved, source.to(place), out_sizes, sizes, axis).wait()
         out.copy_(moved)
         return _DONE
@@ -533,7 +485,7 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
         moved = tensor.to(place)
-        with _uncounted():
+        with uncounted():
             broadcast(moved, axis, source).wait()
         tensor.copy_(moved)
         return _DONE

@@ -121,6 +121,60 @@ class Ticket:
         return (check * _NUMBERS + self.count % _NUMBERS) * len(OPERATIONS) + kind
 
 
+# ------------------------------------------------------------------------------ being counted
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
+    one to be scattered, the reduced one; what this rank sends to each peer for an all-to-all."""
+
+    operation: str
+    axis: str
+    size: int
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave this rank under a bandwidth-optimal algorithm."""
+        if self.operation in ("all_to_all", "broadcast"):
+            return self.nbytes
+        once = self.nbytes * (self.size - 1) // self.size
+        return 2 * once if self.operation == "all_reduce" else once
+
+
+_recorders: list[list[Call]] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Call]]:
+    """List every collective issued by this process while the context is open."""
+    calls: list[Call] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        # by identity: two lists that happen to be equal are still two recorders
+        _recorders[:] = [other for other in _recorders if other is not calls]
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """While a collective runs on a copy elsewhere: it was counted already."""
+    open_now = _recorders[:]
+    _recorders.clear()
+    try:
+        yield
+    finally:
+        _recorders[:] = open_now
+
+
+def recorded(operation: str, axis: str, size: int, nbytes: int) -> None:
+    """Tell every open ``record()`` of a collective."""
+    for calls in _recorders:
+        calls.append(Call(operation, axis, size, nbytes))
+
+
 # ------------------------------------------------------------------------------ long waits
 
 

@@ -148,8 +148,7 @@ def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
     for kind in ("even", "power"):
         matrix, u, v = spectrum(kind, rows, columns)
         batch = torch.stack([matrix, matrix.flip(0), torch.zeros_like(matrix)]).cuda()
-        options = {"norm": polynomial.norm, "safety": polynomial.safety}
-        found = orthogonalise(batch.float(), polynomial.coefficients, form=form, **options)  # type: ignore[arg-type]
+        found = orthogonalise(batch.float(), polynomial, form)
         assert found.shape == batch.shape and not found[2].any()
         rotation, gains = quality(found[0].double(), u.cuda(), v.cuda())
         assert rotation < 0.02, f"{kind}: rotation {rotation:.4f}"
@@ -160,13 +159,7 @@ def check_preset(name: str, form: Form, rows: int, columns: int) -> None:
 
 def check_batch_invariance(form: Form, rows: int, columns: int, name: str) -> None:
     polynomial = PRESETS[name]
-    run = functools.partial(
-        orthogonalise,
-        coefficients=polynomial.coefficients,
-        norm=polynomial.norm,
-        safety=polynomial.safety,
-        form=form,
-    )
+    run = functools.partial(orthogonalise, polynomial=polynomial, form=form)
     batch = random(11, rows, columns)
     whole = run(batch)
     assert torch.equal(run(batch), whole), "the same twice"
