@@ -11,11 +11,12 @@ them: uneven, on some ranks none, and with an element grain even cut inside a ro
 ``gather`` makes the whole tensor of them, ``reduce`` makes one value of every rank's values. Both
 run over the sharded axes alone: ranks of a replicated axis hold the same bytes already.
 
-Replicas may also take *turns*: of what they would all hold, each holds what it works on. That is
-how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are replicated:
+Replicas may also *divide* a tensor: of what they would all hold, each holds what it works on. That
+is how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are
+replicated:
 
     weights     replica 0 | A | B | C |     replica 1 | A | B | C |
-    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     turns of A ((0, n), (0, 0))
+    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     ranges of A ((0, n), (0, 0))
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from shardwise import comm
 from shardwise.layout import Layout
 from shardwise.mesh import PretendedMesh
-from shardwise.placements import REPLICATE, SHARD, Turns, shard_range
+from shardwise.placements import REPLICATE, SHARD, ReplicaRanges, shard_range
 
 
 @dataclass(eq=False)
@@ -49,8 +50,9 @@ class Version:
     ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
     every rank in the same order: whoever wants the new weights early may begin to gather them.
 
-    ``turns``, by item: what each replica's optimizer works on. Its gradient is reduced to there
-    alone. Set by the optimizer, as a new dictionary each time, on every rank alike.
+    ``replica_ranges``, by item: the elements that each replica's optimizer works on. The gradient
+    is reduced to that replica alone. Set by the optimizer, as a new dictionary each time, on every
+    rank alike.
 
     ``waiting`` is set while gradients of earlier microbatches wait to be reduced (no ``.grad``
     shows them), and drops them: an optimizer refuses to step then, and ``zero_grad`` calls it.
@@ -61,7 +63,7 @@ class Version:
 
     count: int = 0
     on_stepped: Callable[[], None] | None = None
-    turns: dict[int, Turns] = field(default_factory=dict)
+    replica_ranges: dict[int, ReplicaRanges] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
     waiting: Callable[[], None] | None = None
     unsynced: bool = False
@@ -80,7 +82,7 @@ class Version:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Version:
         # Nobody has asked about the copy, but its gradient is copied with it.
-        copied = memo[id(self)] = Version(self.count, turns=self.turns)
+        copied = memo[id(self)] = Version(self.count, replica_ranges=self.replica_ranges)
         return copied
 
 
@@ -139,7 +141,7 @@ class Cut:
     index: int
     mesh: DeviceMesh
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
-    turns: Turns | None = None  # of the axes that cut nothing: see :meth:`turned`
+    replica_ranges: ReplicaRanges | None = None  # of the axes that cut nothing: see :meth:`divided`
     others: comm.Axis | None = None  # ranks outside the mesh that hold other experts, each its own
 
     def __post_init__(self) -> None:
@@ -197,19 +199,19 @@ class Cut:
 
     @property
     def _num_runs(self) -> int:
-        """Into how many runs of shards the layout is cut; replicas take turns in each."""
-        return self.num_holders // len(self.turns or (None,))
+        """Into how many runs of shards the layout is cut; replicas may divide each."""
+        return self.num_holders // len(self.replica_ranges or (None,))
 
-    def turned(self, turns: Turns) -> Cut:
-        """The same, with replicas taking turns; ranks of every axis then hold something else."""
-        assert len(turns) * self.num_holders == self.mesh.size() and self.turns is None
-        if turns not in self._turned:
+    def divided(self, ranges: ReplicaRanges) -> Cut:
+        """The same, with the pieces divided between replicas: each rank holds something else."""
+        assert len(ranges) * self.num_holders == self.mesh.size() and self.replica_ranges is None
+        if ranges not in self._divided:
             every = (True,) * self.mesh.ndim
-            self._turned[turns] = replace(self, sharded=every, turns=turns)
-        return self._turned[turns]
+            self._divided[ranges] = replace(self, sharded=every, replica_ranges=ranges)
+        return self._divided[ranges]
 
     @cached_property
-    def _turned(self) -> dict[Turns, Cut]:
+    def _divided(self) -> dict[ReplicaRanges, Cut]:
         return {}
 
     @cached_property
@@ -222,10 +224,11 @@ class Cut:
     def piece_of(self, holder: int) -> tuple[int, int]:
         """The elements [lo, hi) that a holder has; (0, 0) where it has none."""
         count = self.layout.num_shards // self._num_runs
-        run, replica = divmod(holder, len(self.turns or (None,)))
+        run, replica = divmod(holder, len(self.replica_ranges or (None,)))
         lo, hi = self.layout.piece(self.index, run * count, count)
-        if self.turns is not None:
-            lo, hi = max(lo, self.turns[replica][0]), min(hi, self.turns[replica][1])
+        if self.replica_ranges is not None:
+            first, last = self.replica_ranges[replica]
+            lo, hi = max(lo, first), min(hi, last)
         return (lo, hi) if lo < hi else (0, 0)
 
     @cached_property
@@ -259,7 +262,8 @@ class Cut:
             return True
         if self.sharded != other.sharded or self.mesh != other.mesh:
             return False
-        if self.layout is other.layout and (self.index, self.turns) == (other.index, other.turns):
+        same = self.index == other.index and self.replica_ranges == other.replica_ranges
+        if self.layout is other.layout and same:
             return True
         return self.shape == other.shape and self.pieces == other.pieces
 
@@ -353,7 +357,7 @@ class Cut:
             comm.all_gather(joined, part, axis).wait()
             part = joined
         held = zip(self.pieces, part.view(flat.dtype).split(longest), strict=True)
-        in_order = sorted(held, key=lambda piece: piece[0])  # replicas take turns in any order
+        in_order = sorted(held, key=lambda piece: piece[0])  # replicas divide a tensor in any order
         return torch.cat([one[: hi - lo] for (lo, hi), one in in_order if lo < hi])
 
     def _sum_pieces(self, flat: Tensor) -> Tensor:

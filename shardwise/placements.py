@@ -205,13 +205,13 @@ def joint_places(sizes: Sequence[int]) -> list[int]:
 
 # The elements [lo, hi) of a tensor that each replica works on, by replica as ``shard_range`` counts
 # (the outer axis fastest); (0, 0) for none. Together they are all of it.
-Turns: TypeAlias = tuple[tuple[int, int], ...]
+ReplicaRanges: TypeAlias = tuple[tuple[int, int], ...]
 Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
 
 
-def turn_spans(
+def replica_spans(
     pieces: Sequence[tuple[int, int, int]],
-    turns: Mapping[int, Turns],
+    replica_ranges: Mapping[int, ReplicaRanges],
     main: Sequence[Placement],
     sizes: Sequence[int],
     coordinate: Sequence[int],
@@ -223,7 +223,7 @@ def turn_spans(
     ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
     Axes of replicas inside this one have been reduced over already:
 
-        turns of A B C D     at (outer, inner) (0, 0) (1, 0) (0, 1) (1, 1)
+        ranges of A B C D    at (outer, inner) (0, 0) (1, 0) (0, 1) (1, 1)
         inner axis, at 0     | A B | C D |  ->  | A B |
         outer axis, at 0     | A | B |      ->  | A |
     """
@@ -233,10 +233,10 @@ def turn_spans(
     for index, (low, high, offset) in enumerate(pieces):
         if low >= high:
             continue
-        if index not in turns:
+        if index not in replica_ranges:
             shared.append((offset, offset + high - low))
             continue
-        for replica, (first, last) in enumerate(turns[index]):
+        for replica, (first, last) in enumerate(replica_ranges[index]):
             if first == last:
                 continue
             begin, end = max(first, low), min(last, high)

@@ -127,7 +127,8 @@ class Operations:
                 return operand._local_tensor
             why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
             fix = "use full_tensor() of one of them"
-            if cut.turns != operand.cut.turns:  # the gradient of another optimizer's matrix
+            # The gradient of another optimizer's matrix.
+            if cut.replica_ranges != operand.cut.replica_ranges:
                 why += ", of which each replica has a part since sw.optimizer was built"
                 fix = "build the next optimizer with sw.optimizer too"
             _refuse_cut(func, cut, why, fix)

@@ -11,8 +11,8 @@ orthogonalise every matrix. Instead each replica computes some, and only it need
     updates     all-gathered between replicas                           (R-1)/R P/N b
 
 which together is what an all-reduce of gradients sends. The optimizer decides which replica
-computes what (ownership.py) and tells the buffers (``Version.turns``). From the next backward on,
-gradients are reduced accordingly: a rank of another replica has an empty piece.
+computes what (ownership.py) and tells the buffers (``Version.replica_ranges``). From the next
+backward on, gradients are reduced accordingly: a rank of another replica has an empty piece.
 
 **Whether.** A rank that skipped a parameter by itself would keep old weights, or make the owners of
 its matrices wait for pieces. Before each step all ranks compare two bits per parameter:
@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.optim.storage import Sharding, axes_of, local_of, sharding_of, version_of
-from shardwise.placements import Turns
+from shardwise.placements import ReplicaRanges
 from shardwise.tensor import ShardedTensor
 
 # Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
@@ -57,13 +57,13 @@ class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
 # ------------------------------------------------------------------------------ where
 
 
-def replica_ranges(parameter: Tensor) -> Turns | None:
+def replica_ranges(parameter: Tensor) -> ReplicaRanges | None:
     """The elements that each replica updates; None: every replica updates the whole parameter."""
     version = version_of(parameter)
-    return None if version is None else version.turns.get(parameter.cut.index)  # type: ignore[attr-defined]
+    return None if version is None else version.replica_ranges.get(parameter.cut.index)  # type: ignore[attr-defined]
 
 
-def set_replica_ranges(parameter: Tensor, ranges: Turns | None) -> None:
+def set_replica_ranges(parameter: Tensor, ranges: ReplicaRanges | None) -> None:
     """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
 
     A gradient that is stored by other ranges is brought to all replicas first (collective then).
@@ -71,20 +71,21 @@ def set_replica_ranges(parameter: Tensor, ranges: Turns | None) -> None:
     if not isinstance(parameter, ShardedTensor) or parameter.version is None:
         return
     version, index = parameter.version, parameter.cut.index
-    if version.turns.get(index) == ranges:
+    if version.replica_ranges.get(index) == ranges:
         return
-    version.turns = {key: value for key, value in version.turns.items() if key != index}
+    others = version.replica_ranges.items()
+    version.replica_ranges = {key: value for key, value in others if key != index}
     if ranges is not None:
-        version.turns[index] = ranges
+        version.replica_ranges[index] = ranges
     grad = parameter.grad
-    if isinstance(grad, ShardedTensor) and grad.cut.turns is not None:
+    if isinstance(grad, ShardedTensor) and grad.cut.replica_ranges is not None:
         parameter.grad = torch.zeros_like(parameter).copy_(grad)
 
 
 def state_cut(parameter: ShardedTensor) -> Cut:
     """Where the gradient and the optimizer states of a parameter are stored."""
     ranges = replica_ranges(parameter)
-    return parameter.cut if ranges is None else parameter.cut.turned(ranges)
+    return parameter.cut if ranges is None else parameter.cut.divided(ranges)
 
 
 def zero_state(parameter: Tensor) -> Tensor:

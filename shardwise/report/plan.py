@@ -387,11 +387,11 @@ class _Step:
                 matrices=orthogonalisation(matrix_groups, found.exchanged, ranks)
                 if matrix_groups
                 else None,
-                turns={
-                    one.name: turns
+                replica_ranges={
+                    one.name: ranges
                     for one in self.routes
                     if id(one.parameter) in engine.sharded
-                    and (turns := replica_ranges(engine.sharded[id(one.parameter)])) is not None
+                    and (ranges := replica_ranges(engine.sharded[id(one.parameter)])) is not None
                 },
             )
             engine.close()
@@ -446,12 +446,12 @@ def _planned_group(owner: Owner, buffer: Buffer, group: Group, matrices: set[int
 
 
 def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine) -> list[int]:
-    """Optimizer state on each rank. Where replicas take turns at matrices, the state of a matrix is
+    """Optimizer state on each rank. Where replicas divide the matrices, the state of a matrix is
     on one of them."""
     states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
-    turned = [group for group in engine.matrix_groups if ownership(group).num_replicas > 1]
-    found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in turned]
-    apart = {ranks // num_holders(group.sharding) for group in turned}
+    divided = [group for group in engine.matrix_groups if ownership(group).num_replicas > 1]
+    found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
+    apart = {ranks // num_holders(group.sharding) for group in divided}
     for ep in sorted({unit.ep for unit in units if unit.groups}):
         own = mesh.without(ep)
         counted = (0 if ep in apart else states[0], states[1])

@@ -15,7 +15,14 @@ import torch
 from shardwise.comm import Call
 from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
-from shardwise.placements import SHARD, STRATEGIES, Placement, Placements, Turns, shard_range
+from shardwise.placements import (
+    SHARD,
+    STRATEGIES,
+    Placement,
+    Placements,
+    ReplicaRanges,
+    shard_range,
+)
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
@@ -239,8 +246,8 @@ class Figures:
     timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)
-    # By name: the elements of a matrix that each replica works on, where replicas take turns.
-    turns: dict[str, Turns] = field(repr=False, default_factory=dict)
+    # By name: the elements of a matrix that each replica works on, where replicas divide it.
+    replica_ranges: dict[str, ReplicaRanges] = field(repr=False, default_factory=dict)
     # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
     # latter; and how many sequences a microbatch can have in ``memory``.
     followed: int | None = None

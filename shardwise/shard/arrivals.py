@@ -96,6 +96,15 @@ class Arrivals:
         """Whether gradients are missing, and all of these are delayed."""
         return 0 < len(self.missing) == len(self.delayed)
 
+    def refuse_delayed(self, unit: str) -> None:
+        """Raise where delayed gradients have not come before the next forward."""
+        if self.delayed:
+            names = [self._groups[n].items[index].name for n, index in sorted(self.delayed)]
+            raise RuntimeError(
+                f"the gradients of {names} in unit '{unit}' are still to come: call backward_dw() "
+                f"of their module after each backward, before the next forward"
+            )
+
     def forget(self) -> None:
         self.missing, self.delayed, self.elements = set(), set(), 0
 

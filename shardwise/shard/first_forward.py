@@ -89,3 +89,11 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
                     f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
                     f"would update nothing. Build the optimizer after wrapping"
                 )
+
+
+def stray_gradients(originals: list[tuple[str, ref[Tensor]]]) -> list[str]:
+    """The parameters whose original from before wrapping got a gradient, which nobody will use.
+    Originals that are gone are taken off the list: usually all of them."""
+    originals[:] = [entry for entry in originals if entry[1]() is not None]
+    found = [(name, reference()) for name, reference in originals]
+    return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]

@@ -10,8 +10,9 @@ Where gradients wait for later microbatches before they are reduced:
     partial    whole and unreduced: zero(0), zero(1), or without gradient sync
     inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
 
-Over an axis of replicas gradients are all-reduced, but for those at which an optimizer takes turns
-(``Version.turns``): they go to the replica whose turn it is, and only it shows them.
+Over an axis of replicas gradients are all-reduced, but for those that an optimizer divides between
+the replicas (``Version.replica_ranges``): these go to the replica that works on them, and only it
+shows them.
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
 
@@ -35,8 +36,17 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import CACHING, Source, counted, weakly
-from shardwise.placements import PARTIAL, SHARD, Placements, Span, Turns, steps, turn_spans
+from shardwise.memory import CACHING, Source, weakly
+from shardwise.placements import (
+    PARTIAL,
+    SHARD,
+    Placements,
+    ReplicaRanges,
+    Span,
+    replica_spans,
+    steps,
+)
+from shardwise.shard.replicas import reduce_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 from shardwise.tensor import ShardedTensor
@@ -83,7 +93,7 @@ class Gradients:
         self._main: Buffer | None = None
         self._dtensors: list[ShardedTensor] = []
         self._locals: list[Tensor] = []  # of these
-        self._turns: dict[int, Turns] | None = None  # for which these were made
+        self._ranges: dict[int, ReplicaRanges] | None = None  # for which these were made
         self._references = 0  # to them and their memory while nobody else has any
         self._spans: dict[int, tuple[list[Span], list[list[Span]]]] = {}  # by axis
         self._views: dict[int, list[Tensor]] = {}
@@ -174,8 +184,8 @@ class Gradients:
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
         self._main.block.acquire(CACHING)
-        if self._turns is not self.main_weight.version.turns:
-            self._turns, self._spans = self.main_weight.version.turns, {}
+        if self._ranges is not self.main_weight.version.replica_ranges:
+            self._ranges, self._spans = self.main_weight.version.replica_ranges, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
             self._locals = [grad._local_tensor for grad in self._dtensors]
             self._references = self._count_references(self._main)
@@ -192,7 +202,7 @@ class Gradients:
     def _forget_main(self) -> None:
         """Leave the main grad's memory to its holders; the next gradients get another."""
         self._views.pop(id(self._main), None)
-        self._main, self._turns, self._dtensors, self._locals = None, None, [], []
+        self._main, self._ranges, self._dtensors, self._locals = None, None, [], []
 
     def _count_references(self, main: Buffer) -> int:
         """The number of references to the main grad's memory and to the tensors that show it, own
@@ -204,11 +214,11 @@ class Gradients:
         return found + sum(map(getrefcount, self._dtensors)) + sum(map(getrefcount, self._locals))
 
     def _show(self, main: Buffer, index: int) -> ShardedTensor:
-        """The gradient of one parameter: of this rank's turn, where replicas take turns at it."""
+        """The gradient of one parameter; this rank's range, where replicas divide it."""
         cut, local = self.sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
-        turns = self.main_weight.version.turns.get(index)
-        if turns is not None:
-            cut, whole = cut.turned(turns), cut
+        ranges = self.main_weight.version.replica_ranges.get(index)
+        if ranges is not None:
+            cut, whole = cut.divided(ranges), cut
             local = cut.within(whole, local)
         return ShardedTensor(local, cut, version=main.version)
 
@@ -249,8 +259,8 @@ class Gradients:
             self._repair_main()
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
-        # Replicas that take turns share a step between two collectives.
-        number = len(self._steps[last]) * (2 if self._turns else 1)
+        # Replicas that divide matrices split a step into two collectives.
+        number = len(self._steps[last]) * (2 if self._ranges else 1)
         runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
@@ -321,19 +331,15 @@ class Gradients:
     ) -> Iterator[comm.Pending]:
         """Reduce in place over an axis of replicas: to all of them, or to the one that owns a
         matrix."""
-        if not self._turns:
+        if not self._ranges:
             yield comm.all_reduce(current, link, divisor=divisor)
             return
         if axis not in self._spans:
             main, over = self.main_weight, self.ranks
-            self._spans[axis] = turn_spans(
-                main.pieces, self._turns, main.placements, over.sizes, over.coordinate, axis
+            self._spans[axis] = replica_spans(
+                main.pieces, self._ranges, main.placements, over.sizes, over.coordinate, axis
             )
-        shared, parts = self._spans[axis]
-        if shared:
-            yield from _reduce_shared(current, shared, link, divisor)
-        if any(parts):
-            yield from _reduce_parts(current, parts, link, divisor)
+        yield from reduce_spans(current, *self._spans[axis], link, divisor)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
@@ -496,36 +502,6 @@ class Gradients:
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
         self._stamp = self.main_weight.version.waiting = None
-
-
-def _reduce_shared(
-    flat: Tensor, spans: Sequence[Span], link: comm.Axis, divisor: float | None
-) -> Iterator[comm.Pending]:
-    packed = _pack(flat, spans)
-    yield comm.all_reduce(packed, link, divisor=divisor)
-    _unpack(flat, spans, packed)
-
-
-def _reduce_parts(
-    flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
-) -> Iterator[comm.Pending]:
-    """Reduce to each rank its own part; the memory of the other parts is undefined afterwards."""
-    packed = _pack(flat, [span for part in parts for span in part])
-    sizes = [sum(end - begin for begin, end in part) for part in parts]
-    mine = counted(packed.new_empty(sizes[link.rank]), "receive")
-    yield comm.reduce_parts(mine, packed, sizes, link, divisor=divisor)
-    _unpack(flat, parts[link.rank], mine)
-
-
-def _pack(flat: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The spans of a buffer one after another, in memory of their own."""
-    return counted(torch.cat([flat[begin:end] for begin, end in spans]), "receive")
-
-
-def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
-    if spans:
-        views = [flat[begin:end] for begin, end in spans]
-        torch._foreach_copy_(views, list(packed.split([len(view) for view in views])))
 
 
 _GRAD = attrgetter("grad")

@@ -29,7 +29,7 @@ from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
-from shardwise.shard.first_forward import check_first_forward
+from shardwise.shard.first_forward import check_first_forward, stray_gradients
 from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
 
@@ -107,8 +107,6 @@ class Member(InTurn, Protocol):
     def drop_dead_calls(self, entering: bool) -> None: ...
 
     def hide(self, force: bool = False) -> None: ...
-
-    def stray_gradients(self) -> list[str]: ...
 
     def reset(self) -> None: ...
 
@@ -334,7 +332,7 @@ class Runtime:
         self.drain()
         done = [unit for unit in units if not unit.waits_for_delayed]
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
-        strays = [name for unit in units for name in unit.stray_gradients()]
+        strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
         for unit in units:

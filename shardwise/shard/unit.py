@@ -192,8 +192,8 @@ class Unit:
     def inputs_done(self, call: Call) -> None:
         """The gradients of one call's inputs are on their way."""
         self.calls.leave(call)
-        if self.phase is Phase.BACKWARD:
-            self._maybe_complete()
+        if self.phase is Phase.BACKWARD and not self.arrivals.missing and not self.calls.open:
+            self._complete()
 
     # ------------------------------------------------------------------ phases
 
@@ -285,13 +285,7 @@ class Unit:
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
-        if self.arrivals.delayed:
-            delayed = sorted(self.arrivals.delayed)
-            names = [self.groups[number].items[index].name for number, index in delayed]
-            raise RuntimeError(
-                f"the gradients of {names} in unit '{self.name}' are still to come: call "
-                f"backward_dw() of their module after each backward, before the next forward"
-            )
+        self.arrivals.refuse_delayed(self.name)
         for group in self.groups:
             group.follow_trainability()
             group.gradients.tidy()
@@ -441,10 +435,6 @@ class Unit:
         """Whether backward will want this unit's weights."""
         return self.expects_backward and self.gather_in_backward
 
-    def _maybe_complete(self) -> None:
-        if not self.arrivals.missing and not self.calls.open:
-            self._complete()
-
     def _complete(self) -> None:
         """Release the weights first, then reduce: the two never need memory at the same time."""
         self.hide()
@@ -488,14 +478,6 @@ class Unit:
             return
         self.arrivals.delayed.clear()
         self._complete()
-
-    def stray_gradients(self) -> list[str]:
-        """Parameters whose original from before wrapping got a gradient, which nobody will use."""
-        if not self.originals:
-            return []
-        self.originals = [(name, one) for name, one in self.originals if one() is not None]
-        found = [(name, one()) for name, one in self.originals]
-        return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
 
     # ------------------------------------------------------------------ weights
 

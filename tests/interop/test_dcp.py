@@ -203,7 +203,8 @@ def test_full_state_dicts_leave_and_return(rank: int, world_size: int, strategy:
     set_optimizer_state_dict(other, other_optimizer, optimizer_state, options=options)
     found = values(other, other_optimizer)
     assert set(found) == set(truth)
-    assert all(torch.equal(found[name], value) for name, value in truth.items())
+    wrong = {n: (found[n], v) for n, v in truth.items() if not torch.equal(found[n], v)}
+    assert not wrong, str(wrong)[:2000]
     with torch.no_grad():
         assert torch.equal(other(words(rank)), net(words(rank)))
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise.checkpoint import DamagedError, MismatchError, verify
+from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, trained
@@ -197,7 +198,7 @@ def save_otherwise(rank: int, world_size: int, wrapper: str, path: str) -> dict[
     torch.manual_seed(4)
     net = nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 5), Counter(3))
     if wrapper == "fsdp2":
-        fully_shard(net, mesh=helpers.mesh_of(world_size))
+        fully_shard(net, mesh=mesh_of(world_size))
         model: nn.Module = net
     elif wrapper == "ddp":
         model = DistributedDataParallel(net)
@@ -258,7 +259,7 @@ def load_other(rank: int, world_size: int, path: str) -> tuple[str, bool]:
     torch.manual_seed(3)
     other = sw.fully_shard(
         Other(),
-        mesh=helpers.mesh_of(world_size),
+        mesh=mesh_of(world_size),
         placements=sw.zero(3),
         precision=sw.Precision(main="bf16"),
     )

@@ -22,9 +22,9 @@ from shardwise.placements import (
     as_placement,
     hfsdp,
     hsdp,
+    replica_spans,
     shard_range,
     steps,
-    turn_spans,
     zero,
 )
 
@@ -182,7 +182,7 @@ def test_what_a_reduction_over_replicas_brings_where() -> None:
     # Replicas as shards count: (outer, inner) = (0, 0), (1, 0), (0, 1), (1, 1).
     turns = {0: ((0, 0), (0, 6), (0, 0), (0, 0)), 1: ((0, 5), (0, 0), (0, 0), (5, 9)), 3: ()}
     found = {
-        (axis, outer, inner): turn_spans(pieces, turns, main, sizes, (outer, inner, 0), axis)
+        (axis, outer, inner): replica_spans(pieces, turns, main, sizes, (outer, inner, 0), axis)
         for axis in (0, 1)
         for outer in (0, 1)
         for inner in (0, 1)
