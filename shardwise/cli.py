@@ -140,7 +140,7 @@ class Bench:
 
 
 class UsageError(ValueError):
-    """What a user typed cannot be; the message says what to type instead."""
+    """Raised for words that cannot be; the message says what to type instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

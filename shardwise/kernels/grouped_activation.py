@@ -96,7 +96,7 @@ def act_forward(
 
 @triton.jit
 def _places(columns, width, block: tl.constexpr, gated: tl.constexpr):
-    """Where the gate and the up of each column of h stand in a row of z."""
+    """The places of the gate and the up of each column of h in a row of z."""
     if not gated:
         gate, up = columns, columns
     elif block == 0:

@@ -83,7 +83,7 @@ def set_replica_ranges(parameter: Tensor, ranges: ReplicaRanges | None) -> None:
 
 
 def state_cut(parameter: ShardedTensor) -> Cut:
-    """Where the gradient and the optimizer states of a parameter are stored."""
+    """The Cut of a parameter's gradient and optimizer states."""
     ranges = replica_ranges(parameter)
     return parameter.cut if ranges is None else parameter.cut.divided(ranges)
 

@@ -71,7 +71,7 @@ class RoutingReport:
 
 
 def routing_report(model: nn.Module, matrix: MuonSettings | None = None) -> RoutingReport:
-    """Where every parameter goes, with the settings that decide scales and owners.
+    """The route of every parameter, with the settings that decide scales and owners.
 
     The report says what ``sw.optimizer(model, matrix=matrix, ...)`` will do, without
     communication.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a parameter is stored: which rank has which of its elements, under any way of sharding.
+"""The storage of a parameter: which rank has which of its elements, under any way of sharding.
 
     a plain tensor                 all of it, here
     our ShardedTensor              as its layout says: packed, uneven, nothing on some ranks

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run will take, and what it looked like: plans, pictures, one page of HTML."""
+"""Plans of a run, pictures of it, one page of HTML."""

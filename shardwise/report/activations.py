@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a microbatch holds beside the library's own buffers, followed on meta tensors.
+"""The memory of a microbatch beside the library's own buffers, followed on meta tensors.
 
     forward     every operation's result, for as long as anybody (autograd, the model) holds it
     backward    the same, while what was saved is given back; recomputed blocks come and go again

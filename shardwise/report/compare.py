@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes down about itself when it begins: its plan, and what others would have cost."""
+"""The event that begins a run: its plan, and what other strategies would have cost."""
 
 from __future__ import annotations
 

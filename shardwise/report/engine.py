@@ -69,7 +69,7 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one step held and sent."""
+    """The bytes that one step held and sent."""
 
     rest: dict[str, int]
     loaded: dict[str, int]  # after the last backward, gradients included

@@ -107,7 +107,7 @@ def _is_sound(event: Any) -> bool:
 
 
 def _part(what: str, draw: Callable[..., Made], *values: Any, notes: list[str]) -> Made | None:
-    """What ``draw`` gives, or a note that the events do not hold what it needs."""
+    """The result of ``draw``, or a note that the events do not hold what it needs."""
     try:
         return draw(*values)
     except Exception as error:  # events are whatever the file holds

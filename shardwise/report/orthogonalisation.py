@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plan of a matrix optimizer says about all ranks: work, balance, momenta, who sends most.
+"""A matrix optimizer's plan over all ranks: work, balance, momenta, who sends most.
 
 A matrix has one owner, so with fewer matrices than ranks some have nothing to do, and the step
 takes as long as the busiest: that is the balance. The collectives are those that one rank issued.

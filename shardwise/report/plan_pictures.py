@@ -138,7 +138,7 @@ _BAR_COLOURS = KIND_COLOURS | {"transient": RED, "optimizer": GREEN}
 
 
 def bars_of(plan: Figures) -> dict[str, int]:
-    """What one rank holds, as a bar: at rest, with gradients, and what the peak adds."""
+    """The memory of one rank as a bar: at rest, with gradients, and what the peak adds."""
     held = {
         "main": plan.rest.get("main", 0),
         "compute": plan.rest.get("compute", 0),

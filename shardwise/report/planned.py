@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned, and what came of it: values, for those who make them and those who show them."""
+"""Options and results of a plan: values, for those who make them and those who show them."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Options:
 
     @property
     def workspace(self) -> int:
-        """What cuBLAS keeps for itself in torch's memory."""
+        """The bytes that cuBLAS keeps for itself in torch's memory."""
         if self.batch is None or self.device == "cpu":
             return 0
         return WORKSPACE if self.measured else SMALL_WORKSPACE
@@ -265,7 +265,7 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """What a rank needs at the worst moment."""
+        """The bytes that a rank needs at the worst moment."""
         peak = self.peak_total if self.followed is None else self.followed
         options = self.options
         return peak + self.optimizer_bytes + options.other_bytes + options.workspace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change when a plan does not fit: alternatives, each of them planned, least change first.
+"""Suggestions for a plan that does not fit: alternatives, each of them planned, least change first.
 
 A suggestion is a sentence with the bytes that it would take; where nothing fits, the best that was
 found is said, and by how much it misses.

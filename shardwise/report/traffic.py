@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers and rows on their way to experts add to a step.
+"""The collectives that routers and rows on their way to experts add to a step.
 
     router     counts of all ranks for the balance term, and for biases     all_reduce over world
     dispatch   how many rows come                                           all_to_all over ep

@@ -71,7 +71,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What a request means on this machine."""
+    """The run that a request means on this machine."""
 
     config: TrainConfig
     folder: Path
