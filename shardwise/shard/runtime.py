@@ -144,7 +144,6 @@ class Runtime:
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
         self.in_forward = False  # whether that forward runs now (or has raised)
-        self.gated = False  # whether inputs of any call needed gradients
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
@@ -302,7 +301,7 @@ class Runtime:
 
     def _is_for_inputs(self) -> bool:
         """Whether the backward that begins is for chosen inputs, and for no parameter of ours."""
-        if reaches_all_leaves() or not self.gated:
+        if reaches_all_leaves():
             return False
         leaves = (leaf for unit in self.units for leaf in unit.arrivals.leaves())
         return not any(map(will_come, leaves))

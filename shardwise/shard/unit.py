@@ -311,7 +311,6 @@ class Unit:
                 runtime.end_forward()
         if call is not None and call.recorded and self._watch(call, output):
             self.calls.wait_for(call, 0 if runtime.in_backward else runtime.forward)
-            runtime.gated = runtime.gated or call.gated
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
