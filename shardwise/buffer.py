@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise import comm
 from shardwise.layout import Layout
 from shardwise.memory import Block
+from shardwise.mesh import flattened
 from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, shard_range, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
 
@@ -55,8 +56,8 @@ class Ranks:
             return self.axes[sharded[0]]
         names = self.mesh.mesh_dim_names
         assert names is not None, "a mesh of several axes is named, checked at construction"
-        group = self.mesh[tuple(names[axis] for axis in sharded)]._flatten().get_group()
-        return comm.as_axis(group, "+".join(names[axis] for axis in sharded))
+        chosen = tuple(names[axis] for axis in sharded)
+        return comm.as_axis(flattened(self.mesh, chosen).get_group(), "+".join(chosen))
 
 
 class GatherPlan:

@@ -98,6 +98,25 @@ class PretendedMesh:
         return self._parts[name,]
 
 
+def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axes ``names`` as one axis; the first call makes its process group (collective).
+
+    torch keeps a flattened mesh on the root mesh, and its own DTensors then gather over it in one
+    collective. For rows that are cut unevenly by both axes that gather returns padding in the place
+    of rows (torch 2.13), without a word. So the mesh that we make is kept where torch does not
+    look; a mesh that the user flattened stays where it is.
+    """
+    kept = mesh.__dict__.setdefault("_shardwise_flattened", {})
+    if names not in kept:
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        registry = getattr(root, "_flatten_mapping", {})
+        before = set(registry)
+        kept[names] = mesh[names]._flatten()
+        for name in set(registry) - before:
+            del registry[name]
+    return kept[names]
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The data-parallel axes of a mesh; a mesh that names no ``dp`` axis is data-parallel as a
     whole."""

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 from shardwise import comm
 from shardwise.cut import Cut
@@ -308,7 +309,7 @@ class Operations:
             self._refuse(func, args, kwargs, why, f"copy from a tensor of shape {list(cut.shape)}")
         else:
             # Another cut, or another library's DTensor: every rank is here, so all may gather.
-            full = source.full_tensor() if isinstance(source, DTensor) else source
+            full = _gathered(source) if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
         self._write(target)
         func(target._local_tensor, local, *rest, **kwargs)
@@ -432,6 +433,14 @@ def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     raise NotImplementedError(
         f"{func} on '{cut.name}': {why} (elements {lo} to {hi} of {cut.numel} are here); {fix}"
     )
+
+
+def _gathered(source: DTensor) -> Tensor:
+    """All of another library's DTensor. Two axes that both cut the same rows are gathered one after
+    the other: torch 2.13's one gather over both takes padding for rows (see mesh.flattened)."""
+    one_by_one = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
+    with one_by_one():
+        return source.full_tensor()
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import shardwise as sw
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     STRATEGIES,
@@ -207,6 +208,25 @@ def test_full_state_dicts_leave_and_return(rank: int, world_size: int, strategy:
     assert not wrong, str(wrong)[:2000]
     with torch.no_grad():
         assert torch.equal(other(words(rank)), net(words(rank)))
+
+
+@pytest.mark.parametrize("flattened", [False, True], ids=["plain mesh", "flattened mesh"])
+@on_ranks(4)
+def test_a_tensor_that_torch_cuts_over_two_axes_is_copied_whole(
+    rank: int, world_size: int, flattened: bool
+) -> None:
+    """torch 2.13's gather over a flattened mesh takes padding for rows."""
+    mesh = sw.init_mesh(dp_outer=2, dp=2)
+    net = sw.fully_shard(torch.nn.Linear(3, 17), mesh=mesh, placements=sw.hfsdp())
+    sw.optimizer(net, matrix=sw.muon(lr=1e-2), elementwise=sw.adamw(lr=1e-2))
+    assert not mesh._get_root_mesh()._flatten_mapping, "nothing is left on the user's mesh"
+    if flattened:
+        mesh._flatten("both")
+    whole = torch.arange(1.0, 52.0).view(17, 3)
+    theirs = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])
+    with torch.no_grad():
+        net.weight.copy_(theirs)
+    assert torch.equal(net.weight.full_tensor(), whole)
 
 
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
