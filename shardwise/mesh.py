@@ -106,6 +106,7 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     of rows (torch 2.13), without a word. So the mesh that we make is kept where torch does not
     look; a mesh that the user flattened stays where it is.
     """
+    kept: dict[tuple[str, ...], DeviceMesh]
     kept = mesh.__dict__.setdefault("_shardwise_flattened", {})
     if names not in kept:
         root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
