@@ -240,12 +240,12 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         strategy=command.strategy or (config.strategy if config else "zero3"),
         optimizer=command.optimizer or (config.optimizer if config else "muon"),
         replicas=command.replicas,
-        microbatches=command.microbatches or (config.microbatches if config else 1),
+        microbatches=command.microbatches or (config.num_microbatches if config else 1),
     )
     options: dict[str, Any] = {
         "precision": named_precision(weights, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
-        "microbatches": config.microbatches,
+        "microbatches": config.num_microbatches,
         "bucket_mb": command.bucket_mb,
         "memory": None if command.memory is None else parse_size(command.memory),
         "name": command.model,
@@ -285,7 +285,7 @@ def _batch_of(command: PlanCommand, model: Any, config: Any) -> tuple[int, int] 
         return None
     if command.tokens is not None and command.sequences is None:
         return max(1, command.tokens // context), min(command.tokens, context)
-    share = config.batch // (command.ranks * config.microbatches) if config else 1
+    share = config.batch // (command.ranks * config.num_microbatches) if config else 1
     return command.sequences or max(1, share), context
 
 

@@ -16,6 +16,7 @@ the model, which keeps the embedding, the last norm and the head.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import RMSNorm, Rotary, rotate
+from shardwise.models.loss import IGNORED, Softmax, linear_cross_entropy, softmax_and_gradient
 from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
-
-IGNORED = -100  # a target that is not scored
 
 
 class Attention(nn.Module):
@@ -107,12 +107,25 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)  # [B, T, C]
-        normed = self.feed_forward_norm(hidden)
+        hidden, normed = self.attend(hidden, rotary)
         if isinstance(self.feed_forward, MixtureOfExperts):
             change, routes = self.feed_forward(normed)
             return hidden + change, routes.loss
         return hidden + self.feed_forward(normed), None
+
+    def attend(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states after attention, and the same normed for the feed-forward."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)  # [B, T, C]
+        return hidden, self.feed_forward_norm(hidden)
+
+    def compile_forward(self, **options: Any) -> None:
+        """Run forward through ``torch.compile``; of a block with experts, the part before them.
+
+        Only the function is compiled, not the module: hooks of sharding run around it as ever, and
+        the names of parameters stay.
+        """
+        part = "attend" if isinstance(self.feed_forward, MixtureOfExperts) else "forward"
+        setattr(self, part, torch.compile(getattr(self, part), **options))
 
 
 class GPT(nn.Module):
@@ -124,6 +137,7 @@ class GPT(nn.Module):
     """
 
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
+    softmax: Softmax | None = None  # compiled
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -180,6 +194,16 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         return self.config.num_parameters
 
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """Compile the blocks, all equal ones into one graph, and the loss; before the first call.
+
+        ``options`` are those of ``torch.compile``.
+        """
+        options = {"dynamic": False} | options
+        for block in self.blocks:
+            block.compile_forward(**options)  # type: ignore[operator]
+        self.softmax = torch.compile(softmax_and_gradient, **options)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [B, T, V]; with ``targets`` [B, T], the mean cross-entropy over scored targets.
 
@@ -206,24 +230,21 @@ class GPT(nn.Module):
                 terms.append(term)
         hidden = self.norm(hidden)
         head = self.embedding.weight if self.head is None else self.head.weight
-        logits = F.linear(hidden, head)  # [B, T, V]
         if targets is None:
-            return logits
-        loss = cross_entropy(logits, targets)
+            return F.linear(hidden, head)  # [B, T, V]
+        loss = linear_cross_entropy(
+            hidden,
+            head,
+            targets,
+            z_coefficient=self.config.head_z_coefficient if self.training else 0.0,
+            softmax=self.softmax,
+        )
         self.auxiliary = None
         if terms and self.training:
             auxiliary = torch.stack(terms).mean()
             self.auxiliary = auxiliary.detach()
             loss = loss + auxiliary
         return loss
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over scored targets, in fp32; 0, not nan, where no target is scored."""
-    total = F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 @torch.no_grad()

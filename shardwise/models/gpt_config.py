@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Recompute = Literal["none", "block"]
+Recompute = Literal["auto", "none", "block"]
 Score = Literal["softmax", "sigmoid"]
 
 
@@ -63,8 +63,11 @@ class GPTConfig:
         norm_eps: added to the mean square in every RMSNorm.
         qk_norm: whether queries and keys are normed, head by head, before they are rotated.
         tied: whether the head uses the embedding's weight.
+        head_z_coefficient: weight of the term of the training loss that keeps the head's logits
+            from drifting: the squared logarithm of the softmax's denominator.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
-            backward (activation checkpointing); ``"none"`` keeps all.
+            backward (activation checkpointing); ``"none"`` keeps all; ``"auto"`` leaves it to the
+            trainer, and is none elsewhere.
         num_experts: number of experts of a feed-forward; 0: a dense model.
         experts_per_token: number of experts that compute a token.
         expert_hidden_dim: width of one expert. ``None``: ``hidden_width / experts_per_token``, so
@@ -93,6 +96,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     qk_norm: bool = True
     tied: bool = False
+    head_z_coefficient: float = 0.0
     recompute: Recompute = "none"
     num_experts: int = 0
     experts_per_token: int = 2

@@ -16,27 +16,30 @@ from shardwise.report.planned import Figures, Mesh, Options
 from shardwise.report.sizes import size_text
 
 MAX_RANKS = 1 << 16
+MAX_SEQUENCES = 1 << 20
 
 
 def largest(total: Callable[[int], int], memory: int, first: int) -> int:
     """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
 
-    Bytes grow with sequences, at first slower than later: where a line through two counts meets
-    the memory, the next one is tried.
+    Bytes grow with sequences, at first slower than later. So the count is doubled (or halved) until
+    it lies between one that fits and one that does not; then every other guess is where a line
+    through those two meets the memory, the others are halfway.
     """
-    known = {first: total(first)}
-    if first > 1:
-        known[1] = total(1)
-    for _ in range(16):
-        low = max((count for count, held in known.items() if held <= memory), default=0)
+    known = {0: 0, first: total(first)}
+    for attempt in range(2 * MAX_SEQUENCES.bit_length()):
+        low = max(count for count, held in known.items() if held <= memory)
         high = min((count for count, held in known.items() if held > memory), default=None)
-        if high == low + 1:
+        if high == low + 1 or low >= MAX_SEQUENCES:
             return low
-        near = sorted(known, key=lambda count: abs(known[count] - memory))[:2]
-        rise = abs(known[near[0]] - known[near[-1]]) // max(abs(near[0] - near[-1]), 1)
-        guess = near[0] + (memory - known[near[0]]) // rise if rise else 2 * low
-        guess = max(guess, low + 1)
-        guess = min(guess, 64 * low if high is None else high - 1)
+        if high is None:
+            guess = 2 * low
+        elif low == 0 or attempt % 2:
+            guess = (low + high) // 2
+        else:
+            rise = (known[high] - known[low]) / (high - low)
+            guess = low + int((memory - known[low]) / rise)
+        guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
         known[guess] = total(guess)
     return low
 

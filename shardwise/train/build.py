@@ -28,20 +28,23 @@ from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus, load_corpus
-from shardwise.train.sampler import HeldOut, Sampler
+from shardwise.train.fit import fit
+from shardwise.train.sampler import Batches, HeldOut, Sampler
 from shardwise.train.world import World
 
 
 @dataclass(kw_only=True)
 class Parts:
-    """The parts of a run. ``config`` has the vocabulary size of the data."""
+    """The parts of a run. ``config`` has the vocabulary size of the data and no "auto" left."""
 
     config: TrainConfig
+    decision: str | None  # what "auto" became
     corpus: Corpus
     model: nn.Module
     optimizer: ShardedOptimizer
     scheduler: LambdaLR
     sampler: Sampler
+    batches: Batches
     held_out: HeldOut
 
 
@@ -56,6 +59,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     corpus = read_corpus(config, world, cache)
     sized = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
     config = dataclasses.replace(config, model=sized)
+    config, decision = fit(config, precision_of(config, world), world)
     where = {"rank": world.rank, "world_size": world.size}
     context, size = config.model.context, corpus.vocab_size
     sampler, held_out = world.together(
@@ -83,11 +87,13 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     made = build_optimizer(config, model)
     return Parts(
         config=config,
+        decision=decision,
         corpus=corpus,
         model=model,
         optimizer=made,
         scheduler=build_scheduler(config, made),
         sampler=sampler,
+        batches=Batches(sampler, world.device),
         held_out=held_out,
     )
 
@@ -122,6 +128,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     options: dict[str, Any] = {"placements": config.placements, "precision": precision}
     with torch.device("meta"):
         model = GPT(config.model)
+    if compiles(config, world):
+        model.compile()
     spread_experts(model, config, world, options)
     for unit in wrap_units(model):
         fully_shard(unit, mesh=mesh, **options)
@@ -153,6 +161,14 @@ def spread_experts(
         layer.spread(axis, world.axis)
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
+
+
+def compiles(config: TrainConfig, world: World) -> bool:
+    """Whether the model runs through torch.compile. Products of MXFP8 weights are not traced yet,
+    so ``auto`` leaves such models as they are."""
+    if config.compile == "auto":
+        return world.device.type == "cuda" and precision_of(config, world).format is None
+    return config.compile == "on"
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

@@ -15,6 +15,7 @@ from shardwise.placements import STRATEGIES, Placements
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal["muon", "adamw"]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
+CompileChoice = Literal["auto", "on", "off"]
 
 # The fields that a resumed run cannot change, and why. All other fields take effect; other data and
 # another shape of the model are refused when they are read.
@@ -38,7 +39,8 @@ class TrainConfig:
         held_out: fraction of the data that is evaluated and never trained on.
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
-        microbatches: pieces in which a rank computes its share of a batch, one after another.
+        microbatches: pieces in which a rank computes its share of a batch, one after another;
+            ``auto``: as few as fit the card by plan (see :mod:`shardwise.train.fit`), 1 on CPU.
         strategy: how parameters, gradients and optimizer states are spread over the ranks.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
@@ -53,6 +55,7 @@ class TrainConfig:
         precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
             ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
             why. Main weights are fp32.
+        compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs.
         seed: seed of the weights, of the order of the samples and of the random generators.
         eval_every: steps between evaluations of the held-out loss; 0: none.
         eval_windows: windows of held-out tokens in one evaluation.
@@ -71,7 +74,7 @@ class TrainConfig:
     held_out: float = 0.05
     steps: int = 300
     batch: int = 32
-    microbatches: int = 1
+    microbatches: int | Literal["auto"] = "auto"
     strategy: Strategy = "zero3"
     replicas: int | None = None
     ep: int = 1
@@ -83,6 +86,7 @@ class TrainConfig:
     decay: float = 0.5
     clip: float = 1.0
     precision: PrecisionName = "auto"
+    compile: CompileChoice = "auto"
     seed: int = 0
     eval_every: int = 50
     eval_windows: int = 128
@@ -103,7 +107,9 @@ class TrainConfig:
 
     def _problems(self) -> list[str]:
         problems = []
-        for name in ("steps", "batch", "microbatches", "eval_windows", "save_every", "keep", "ep"):
+        if self.microbatches != "auto" and self.num_microbatches < 1:
+            problems.append(f"microbatches={self.microbatches!r} must be 1 or more, or 'auto'")
+        for name in ("steps", "batch", "eval_windows", "save_every", "keep", "ep"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be 1 or more")
@@ -127,6 +133,7 @@ class TrainConfig:
             ("strategy", get_args(Strategy)),
             ("optimizer", get_args(OptimizerName)),
             ("precision", get_args(PrecisionName)),
+            ("compile", get_args(CompileChoice)),
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
@@ -195,15 +202,20 @@ class TrainConfig:
             )
         return {**shape, "dp": shape["dp"] // self.ep, "ep": self.ep}
 
+    @property
+    def num_microbatches(self) -> int:
+        """A number; 1 while ``auto`` is not decided."""
+        return self.microbatches if isinstance(self.microbatches, int) else 1
+
     def share(self, world_size: int) -> int:
         """The number of sequences of one microbatch on one rank."""
-        pieces = world_size * self.microbatches
+        pieces = world_size * self.num_microbatches
         if self.batch % pieces:
             lower = self.batch // pieces * pieces
             near = " or ".join(str(n) for n in (lower, lower + pieces) if n)
             raise ValueError(
                 f"a batch of {self.batch} sequences cannot be cut evenly over {world_size} ranks "
-                f"x {self.microbatches} microbatches: use {near}"
+                f"x {self.num_microbatches} microbatches: use {near}"
             )
         return self.batch // pieces
 

@@ -114,6 +114,9 @@ class Console:
     def _save(self, event: Event) -> None:
         self._print(f"saved    {event['path']}")
 
+    def _note(self, event: Event) -> None:
+        self._print(f"note     {event['text']}")
+
     def _warning(self, event: Event) -> None:
         self._print(f"warning  {event['text']}")
 

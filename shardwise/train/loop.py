@@ -9,6 +9,7 @@ Every decision follows from these, so no rank ever goes on alone.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -76,26 +77,30 @@ class Trainer:
         self.skips = Skips(self.config.max_skipped)
         self.speed = Speed(self.config, world)
         self.experts = ExpertLoad(self.parts.model)
-        self.store = Store(
-            folder / CHECKPOINTS,
-            self.config.keep,
-            config=self.config.to_json(),
-            timeout=self.config.timeout,
-        )
+        self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
         if resume is not None:
             resume = self._restore(resume, or_older)
+        self._first_step = self.step
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        written = self.config.to_json()
-        world.together(lambda: write_config(folder, written) if world.first else None)
+        self._configure(self.config)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
             self.events("plan", **self._plan())
+            if self.parts.decision is not None:
+                self.events("note", text=self.parts.decision)
             if again:  # path null: the run before it was never saved
                 self.events("resume", step=self.step, path=resume and str(resume))
+
+    def _configure(self, config: TrainConfig) -> None:
+        """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
+        self.config, self.store.config = config, config.to_json()
+        written = self.store.config
+        first, folder = self.world.first, self.folder
+        self.world.together(lambda: write_config(folder, written) if first else None)
 
     # ------------------------------------------------------------------------ the whole run
 
@@ -139,8 +144,13 @@ class Trainer:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
         began = time.perf_counter()
-        loss, auxiliary = self._forward_backward()
-        norm = float(parts.optimizer.clip_grad_norm(config.clip))
+        losses = self._forward_backward()
+        norms = parts.optimizer.clip_grad_norm(config.clip).reshape(1)
+        # The host waits for the device here alone: the optimizer's step and the next forward are
+        # issued while the device is at work.
+        every = (losses, norms, self.experts.tally())
+        found = torch.cat([part.double() for part in every]).tolist()
+        (loss, auxiliary, norm), load = found[:3], found[3:]
         broken = not math.isfinite(norm)
         where: list[str] = []
         if broken:  # the norm is the same on all ranks, so all of them get here
@@ -148,13 +158,12 @@ class Trainer:
         else:
             self.skips.good()
             parts.optimizer.step()
-        load = self.experts.tally()
         self.experts.after_step(moved=not broken)
         parts.optimizer.zero_grad()
         parts.scheduler.step()
         self.step += 1
         asked = guard.asked
-        ours = [float(loss), float(auxiliary), float(asked is not None), *load]
+        ours = [loss, auxiliary, float(asked is not None), *load]
         agreed = torch.tensor(ours, dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
         (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
@@ -176,12 +185,36 @@ class Trainer:
         )
         return (asked or "another rank was asked to") if stops else None
 
-    def _forward_backward(self) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of this rank's share. Return the mean loss of the tokens, and the
-        routers' auxiliary loss, which is no loss per byte."""
-        parts, config = self.parts, self.config
-        tokens, targets = (part.to(self.world.device) for part in parts.sampler.next_batch())
-        count = config.microbatches
+    def _forward_backward(self) -> Tensor:
+        """Compute the gradients of this rank's share. Return [2]: the mean loss of the tokens, and
+        the routers' auxiliary loss, which is no loss per byte."""
+        batch = self.parts.batches.next()
+        while True:
+            try:
+                return self._compute_gradients(*batch)
+            except torch.OutOfMemoryError as error:
+                self._use_smaller_microbatches(error)
+
+    def _use_smaller_microbatches(self, error: torch.OutOfMemoryError) -> None:
+        """Twice as many microbatches from now on, in the first steps of a run on one rank; else
+        raise: other ranks would wait in a collective for this one."""
+        config, world = self.config, self.world
+        count = 2 * config.num_microbatches
+        if self.step - self._first_step >= 3 or world.size > 1 or config.batch % count:
+            raise torch.OutOfMemoryError(
+                f"step {self.step + 1} does not fit this device with microbatches of "
+                f"{config.share(world.size)} x {config.model.context} tokens: resume with "
+                f"--microbatches {count}, or with --model.recompute block. {error}"
+            ) from None
+        self.parts.model.reset_iter_state()  # type: ignore[operator]
+        self.parts.optimizer.zero_grad()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._configure(dataclasses.replace(config, microbatches=count))
+        self.events("warning", step=self.step, text=f"out of memory: {count} microbatches now")
+
+    def _compute_gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        parts, count = self.parts, self.config.num_microbatches
         total, auxiliary = torch.zeros(2, device=self.world.device)
         pieces = zip(tokens.chunk(count), targets.chunk(count), strict=True)  # [share, context]
         for number, (piece, answers) in enumerate(pieces):
@@ -192,7 +225,7 @@ class Trainer:
             added = parts.model.auxiliary  # type: ignore[union-attr]
             if added is not None:
                 auxiliary += added / count  # type: ignore[operator]
-        return total - auxiliary, auxiliary
+        return torch.stack([total - auxiliary, auxiliary])
 
     # ------------------------------------------------------------------------ evaluation and saving
 
@@ -201,11 +234,14 @@ class Trainer:
         """The bits per byte of the held-out text; every token is scored once, on one rank."""
         model, corpus = self.parts.model, self.parts.corpus
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, scored tokens
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        count = 0
         for tokens, targets, scored in self.parts.held_out:
             loss = model(tokens.to(self.world.device), targets.to(self.world.device))
-            sums += torch.tensor([float(loss) * scored, scored], dtype=torch.float64)
+            total += loss.double() * scored
+            count += scored
         model.train()
+        sums = torch.tensor([float(total), count], dtype=torch.float64)
         comm.all_reduce(sums, self.world.axis).wait()
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
@@ -293,9 +329,10 @@ class Trainer:
             return
         prompt = torch.tensor([corpus.encode(PROMPT)], device=self.world.device)
         generator = torch.Generator().manual_seed(self.config.seed)
-        drawn = generate(
-            self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
-        )
+        with torch.compiler.set_stance("force_eager"):  # every token has another length
+            drawn = generate(
+                self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
+            )
         self.events("sample", text=corpus.decode(drawn[0].tolist()))
 
     def _plan(self) -> dict[str, Any]:
@@ -311,7 +348,7 @@ class Trainer:
             config.placements,
             precision=precision_of(config, world),
             optimizer=config.optimizer,
-            microbatches=config.microbatches,
+            microbatches=config.num_microbatches,
             device=world.device.type,
             tokens=config.share(world.size) * config.model.context,
             batch=(config.share(world.size), config.model.context) if config.ep == 1 else None,

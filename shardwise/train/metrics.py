@@ -78,14 +78,15 @@ class ExpertLoad:
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = [layer.router for layer in mixtures_of(model)]
+        self.device = next(model.parameters()).device
         self.counts: list[list[int]] = []  # [layer][expert]: choices, dropped ones too
         self.dropped: list[int] = []  # [layer]
 
-    def tally(self) -> list[float]:
-        """This rank's counts since the last step, to be summed over the ranks."""
+    def tally(self) -> Tensor:
+        """This rank's counts since the last step, on the device, to be summed over the ranks."""
         if not self.routers:
-            return []
-        return torch.stack([router.tally() for router in self.routers]).flatten().tolist()
+            return torch.empty(0, device=self.device)
+        return torch.stack([router.tally() for router in self.routers]).flatten()
 
     def after_step(self, *, moved: bool) -> None:
         """Move the routers' biases if weights were moved, and count anew (collective)."""

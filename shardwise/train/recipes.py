@@ -91,9 +91,9 @@ def moe_1b() -> TrainConfig:
         z_coefficient=0.001,
         bias_rate=0.001,
         expert_score="sigmoid",
-        recompute="block",
+        recompute="auto",
     )
-    return _large(model, batch=256, microbatches=8)
+    return _large(model, batch=256)
 
 
 def gpt_124m() -> TrainConfig:
@@ -104,9 +104,9 @@ def gpt_124m() -> TrainConfig:
 
 
 def gpt_1b() -> TrainConfig:
-    """16 x 2048, bf16 on GPUs, blocks recomputed in backward."""
+    """16 x 2048, bf16 on GPUs, blocks recomputed in backward where memory is short."""
     model = GPTConfig(
-        dim=2048, num_layers=16, num_heads=16, hidden_dim=5632, context=2048, recompute="block"
+        dim=2048, num_layers=16, num_heads=16, hidden_dim=5632, context=2048, recompute="auto"
     )
     return _large(model)
 

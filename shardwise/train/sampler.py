@@ -17,6 +17,7 @@ none is drawn twice, none is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,32 @@ class Sampler:
                 f"data and the context of the saved run, or start a new one"
             )
         self.position, self.seed = state["position"], state["seed"]
+
+
+class Batches:
+    """The batches of a sampler on a device. For a GPU a thread prepares the next one, in memory
+    that can be copied while the GPU computes."""
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        self.sampler, self.device = sampler, device
+        self._thread = ThreadPoolExecutor(1) if device.type == "cuda" else None
+        self._ahead: tuple[int, Future[tuple[Tensor, ...]]] | None = None
+
+    def next(self) -> tuple[Tensor, ...]:
+        """The next step's tokens and targets; advances the sampler's position."""
+        if self._thread is None:
+            return self.sampler.next_batch()
+        position, ahead = self.sampler.position, self._ahead
+        if ahead is None or ahead[0] != position:  # the first step, or a resumed one
+            ahead = position, self._thread.submit(self._prepare, position)
+        batch = ahead[1].result()
+        self.sampler.position += self.sampler.global_batch
+        later = self.sampler.position
+        self._ahead = later, self._thread.submit(self._prepare, later)
+        return tuple(part.to(self.device, non_blocking=True) for part in batch)
+
+    def _prepare(self, position: int) -> tuple[Tensor, ...]:
+        return tuple(part.pin_memory() for part in self.sampler.batch(position))
 
 
 class HeldOut:

@@ -6,12 +6,14 @@ The ranks are forked, without a launcher; ``test_launch`` has the runs that need
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +160,53 @@ def test_too_many_in_a_row_end_the_run_on_every_rank(tmp_path: Path) -> None:
     for steps, _, text in results:
         assert steps == [0, 1, 2, 3]
         assert "step 4" in text and "2 steps in a row" in text and "max_skipped" in text
+
+
+def out_of_memory(
+    rank: int, world_size: int, folder: str, data: str, largest: int, after: int
+) -> tuple[Any, str]:
+    """Microbatches of more than ``largest`` sequences do not fit, from step ``after`` on."""
+    trainer = make_trainer(rank, world_size, folder, data=data, steps=6)
+    block = trainer.parts.model.blocks[1]
+    forward = block.forward
+
+    def limited(hidden: torch.Tensor, *args: object) -> object:
+        if len(hidden) > largest and trainer.step >= after and block.training:
+            raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+        return forward(hidden, *args)
+
+    block.forward = limited
+    try:
+        trainer.run()
+    except torch.OutOfMemoryError as error:
+        return trainer.config.microbatches, str(error)
+    return trainer.config.microbatches, ""
+
+
+def test_microbatches_that_do_not_fit_are_halved_in_the_first_steps(tmp_path: Path) -> None:
+    data, run = write_text(tmp_path), tmp_path / "run"
+    assert run_ranks(out_of_memory, 1, str(run), data, 3, 0) == [(4, "")]
+    texts = [event["text"] for event in events_of(run, "warning")]
+    assert texts == [f"out of memory: {count} microbatches now" for count in (2, 4)]
+    assert json.loads((run / "config.json").read_text())["microbatches"] == 4
+    # What was computed before the error is in no gradient: the run is one of 4 microbatches.
+    expected = tmp_path / "expected"
+    run_ranks(plain_run, 1, str(expected), data, 4)
+    losses = [[event["loss"] for event in events_of(one, "step")] for one in (run, expected)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_later_ones_end_the_run_with_what_to_set(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    ((count, text),) = run_ranks(out_of_memory, 1, str(tmp_path / "late"), data, 3, 4)
+    assert count == 1 and "step 5 does not fit" in text and "--microbatches 2" in text
+    for count, text in run_ranks(out_of_memory, 2, str(tmp_path / "two"), data, 3, 0):
+        assert count == 1 and "microbatches of 6 x 16 tokens" in text, text
+
+
+def plain_run(rank: int, world_size: int, folder: str, data: str, microbatches: int) -> None:
+    trainer = make_trainer(rank, world_size, folder, data=data, steps=6, microbatches=microbatches)
+    trainer.run()
 
 
 # ------------------------------------------------------------------------------ saves that fail

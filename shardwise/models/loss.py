@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a language model: cross-entropy of the head's logits, without keeping the logits.
+
+    hidden [N, C] --chunks of rows--> logits [n, V] --> loss, gradient of the logits [n, V]
+                                                    --> gradient of hidden, sum for the head
+
+The logits of a microbatch are its largest tensor: 16 x 2048 tokens and 50,000 words make 6.6 GB in
+fp32, and their gradient as much. So the rows are taken in chunks, and the gradients of each chunk
+are computed at once, while its logits are there: three products as in the plain loss, none twice.
+Backward then only scales them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100  # a target that is not scored
+CHUNK = 1 << 27  # logits of one chunk: 256 MiB in bf16
+
+Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    z_coefficient: float = 0.0,
+    chunk: int = CHUNK,
+    softmax: Softmax | None = None,
+) -> Tensor:
+    """The mean cross-entropy of ``hidden @ head.T`` over scored targets, in fp32.
+
+    Equal to the loss of whole logits to rounding. 0, not nan, where no target is scored.
+
+    Args:
+        hidden: [..., C]; ``targets``: [...], -100 where a target is not scored; ``head``: [V, C].
+        z_coefficient: weight of the squared logarithm of the softmax's denominator, which keeps
+            logits from drifting.
+        chunk: logits that exist at a time. Fewer than that are computed whole.
+        softmax: compiled :func:`softmax_and_gradient`, if there is one.
+    """
+    rows, answers = hidden.flatten(0, -2), targets.flatten()
+    scored = (answers != IGNORED).sum().clamp(min=1)
+    if rows.shape[0] * head.shape[0] <= chunk or type(head) not in (Tensor, torch.nn.Parameter):
+        logits = F.linear(rows, head).float()
+        total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
+        if z_coefficient:
+            squares = logits.logsumexp(-1).square()
+            total = total + z_coefficient * squares.where(answers != IGNORED, 0).sum()
+        return total / scored
+    pieces = -(-rows.shape[0] * head.shape[0] // chunk)
+    size = -(-rows.shape[0] // pieces)
+    step = softmax or softmax_and_gradient
+    return _Chunked.apply(  # type: ignore[no-any-return, no-untyped-call]
+        rows, head, answers, scored, z_coefficient, size, step
+    )
+
+
+def softmax_and_gradient(
+    logits: Tensor, targets: Tensor, scored: Tensor, z_coefficient: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of a chunk, divided by ``scored``, and its gradient by the logits in their dtype."""
+    x = logits.float()  # [n, V]
+    denominator = x.logsumexp(-1, keepdim=True)  # [n, 1], a logarithm
+    counts = (targets != IGNORED).unsqueeze(1)  # [n, 1]
+    index = targets.clamp(min=0).unsqueeze(1)
+    losses = denominator - x.gather(1, index) + z_coefficient * denominator.square()
+    loss = losses.where(counts, 0).sum() / scored
+    answer = torch.arange(x.shape[1], device=x.device) == index  # [n, V]
+    chances = (x - denominator).exp() * (1 + 2 * z_coefficient * denominator)
+    gradient = (chances - answer.float()) * (counts / scored)
+    return loss, gradient.to(logits.dtype)
+
+
+class _Chunked(torch.autograd.Function):
+    """The gradients are those of the loss itself; backward scales them by its own gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        scored: Tensor,
+        z_coefficient: float,
+        size: int,
+        softmax: Softmax,
+    ) -> Tensor:
+        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        # Summed over the chunks in fp32, whatever the dtype of the head.
+        of_head = None
+        if ctx.needs_input_grad[1]:
+            of_head = torch.zeros_like(head, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
+        for begin in range(0, rows.shape[0], size):
+            part = slice(begin, begin + size)
+            loss, gradient = softmax(
+                F.linear(rows[part], head), targets[part], scored, z_coefficient
+            )
+            total += loss
+            if of_rows is not None:
+                torch.mm(gradient, head, out=of_rows[part])
+            if of_head is not None:
+                _add_product(of_head, gradient.t(), rows[part])
+            del gradient
+        ctx.save_for_backward(of_rows, of_head)
+        ctx.head_dtype = head.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_rows, of_head = ctx.saved_tensors
+        if of_rows is not None:
+            of_rows = of_rows * grad.to(of_rows.dtype)
+        if of_head is not None:
+            scaled = torch.empty_like(of_head, dtype=ctx.head_dtype)
+            of_head = torch.mul(of_head, grad, out=scaled)
+        return of_rows, of_head, None, None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, summed in fp32; a CPU has no kernel for 16-bit factors and fp32 sums."""
+    if a.device.type == "cpu":
+        a, b = a.to(total.dtype), b.to(total.dtype)
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit: ``microbatches="auto"`` and ``recompute="auto"`` become what the card can hold.
+
+    the plan of one microbatch --> the most sequences that fit --> the fewest microbatches
+
+Blocks are recomputed only where a microbatch without recomputation would be short of ``ENOUGH``
+tokens, which a GPU needs to be busy. The plan counts memory without compilation, which saves some:
+what it says fits does. All ranks plan with the least memory of any rank, so they decide alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from functools import partial
+
+import torch
+
+from shardwise import comm
+from shardwise.models.gpt import GPT
+from shardwise.precision import Precision
+from shardwise.report.plan import plan
+from shardwise.report.sizes import size_text
+from shardwise.train.config import TrainConfig
+from shardwise.train.world import World
+
+ENOUGH = 8192  # tokens of a microbatch
+HEADROOM = 0.93  # of the memory that is free at the start: the rest is for fragments and libraries
+
+
+def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainConfig, str | None]:
+    """The configuration without "auto", and a line that says what was decided (collective)."""
+    recompute = config.model.recompute
+    if config.microbatches != "auto" and recompute != "auto":
+        return config, None
+    memory = free_memory(world)
+    if memory is None:
+        return decided(config, config.num_microbatches, "none"), None
+    choices = ("none", "block") if recompute == "auto" else (recompute,)
+    each = config.share(world.size) * config.num_microbatches  # sequences of a step on a rank
+    found: dict[str, int] = {}
+    for choice in choices:
+        counts = [config.num_microbatches] if config.microbatches != "auto" else divisors(each)
+        held = partial(bytes_held, config, choice, precision, world)
+        # Bytes grow with the sequences: the first count that fits is found by halving.
+        first = bisect_left(counts, True, key=lambda count: held(each // count, count) <= memory)
+        found[choice] = each // counts[first] if first < len(counts) else 0
+        if found[choice] * config.model.context >= ENOUGH or found[choice] == each:
+            break
+    best = max(found, key=lambda choice: found[choice])
+    if not found[best]:
+        what = f"{each // config.num_microbatches if config.microbatches != 'auto' else 1} x "
+        raise ValueError(
+            f"a microbatch of {what}{config.model.context} tokens does not fit the "
+            f"{size_text(memory)} of a rank, with blocks recomputed "
+            f"{'too' if 'block' in found else 'or not'}: use more ranks, a strategy that shards "
+            f"more, a shorter context or a smaller model ('shardwise plan' shows what each takes)"
+        )
+    made = decided(config, each // found[best], best)
+    again = "blocks are recomputed in backward" if best == "block" else "nothing is recomputed"
+    line = (
+        f"{made.num_microbatches} microbatches of {found[best]} x {config.model.context} tokens "
+        f"on each rank, {again}: fits {size_text(memory)}"
+    )
+    return made, line
+
+
+def decided(config: TrainConfig, microbatches: int, recompute: str) -> TrainConfig:
+    if config.model.recompute == "auto":
+        model = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
+        config = dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, microbatches=microbatches)
+
+
+def bytes_held(
+    config: TrainConfig,
+    recompute: str,
+    precision: Precision,
+    world: World,
+    sequences: int,
+    microbatches: int,
+) -> int:
+    """The peak of a step on the busiest rank, with microbatches of so many sequences."""
+    model = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
+    if config.ep > 1:  # a rank computes as many rows as if its own experts were all there are
+        own = model.num_experts // config.ep
+        model = dataclasses.replace(
+            model, num_experts=own, experts_per_token=min(own, model.experts_per_token)
+        )
+    with torch.device("meta"):
+        bare = GPT(model)
+    made = plan(
+        bare,
+        config.mesh_shape(world.size, world.num_nodes),
+        config.placements,
+        precision=precision,
+        optimizer=config.optimizer,
+        microbatches=min(microbatches, 2),  # more of them hold no more
+        device=world.device.type,
+        batch=(sequences, model.context),
+    )
+    return made.total
+
+
+def free_memory(world: World) -> int | None:
+    """The bytes that every rank can use; None where the device does not tell (collective)."""
+    if world.device.type != "cuda":
+        return None
+    free: list[int] = comm.agree(torch.cuda.mem_get_info(world.device)[0], world.axis)
+    return math.floor(min(free) * HEADROOM)
+
+
+def divisors(count: int) -> list[int]:
+    return [number for number in range(1, count + 1) if count % number == 0]
