@@ -13,9 +13,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ class Trainer:
         *,
         resume: Path | None = None,
         or_older: bool = False,
+        names: Mapping[str, str] = MappingProxyType({}),
         sinks: Iterable[Sink] = (),
     ) -> None:
+        """``names``: values that are written beside the configuration, the run's name."""
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
@@ -76,10 +79,11 @@ class Trainer:
         self.skips = Skips(self.config.max_skipped)
         self.speed = Speed(self.config, world)
         self.experts = ExpertLoad(self.parts.model)
+        written = {**self.config.to_json(), **names}
         self.store = Store(
             folder / CHECKPOINTS,
             self.config.keep,
-            config=self.config.to_json(),
+            config=written,
             timeout=self.config.timeout,
         )
         if resume is not None:
@@ -87,7 +91,6 @@ class Trainer:
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        written = self.config.to_json()
         world.together(lambda: write_config(folder, written) if world.first else None)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
