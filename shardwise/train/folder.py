@@ -71,8 +71,11 @@ def ended_unsaved(path: Path) -> bool:
     """Whether a run began here and was killed before its first checkpoint, so that it can only be
     begun anew. Its process may still be alive: the lock tells.
 
-    A checkpoint counts even if it is damaged; the temporary folder of a save does not.
+    A checkpoint counts even if it is damaged; the temporary folder of a save does not. An empty
+    folder is that of a run killed before it had locked it.
     """
+    if path.is_dir() and not os.listdir(path):
+        return True
     checkpoints = path / CHECKPOINTS
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []
     if not is_run(path) or any(NAME.fullmatch(name) for name in names):

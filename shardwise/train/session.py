@@ -172,7 +172,7 @@ def _edits(
     ]
     if not different:
         return ""
-    return f"{file} differs from {checkpoint.name} and takes effect: {', '.join(different)}"
+    return f"{file} differs from {checkpoint.name}: {', '.join(different)}"
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,9 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             sinks=sinks,
         )
         if resolved.note:
-            trainer.events("warning", step=trainer.step, text=resolved.note)
+            trainer.events(
+                "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"
+            )
     except BaseException:
         if mine is not None:
             mine[1].undo()

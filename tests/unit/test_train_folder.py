@@ -145,8 +145,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
 
 def test_a_start_that_left_only_its_lock_begins_anew(here: Path) -> None:
     (here / "run").mkdir()
-    (here / "run" / ".lock").touch()
-    for resume in (None, "latest"):
+    for resume in (None, "latest", "locked", None, "latest"):
+        if resume == "locked":  # until then the run was killed before it could
+            (here / "run" / ".lock").touch()
+            continue
         resolved = resolve(Request(recipe="smoke", out="run", resume=resume))
         assert (resolved.folder, resolved.checkpoint) == (Path("run"), None)
         assert resolved.config == load_recipe("smoke")
