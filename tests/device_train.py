@@ -47,22 +47,35 @@ def check_loss() -> str:
     return f"loss in chunks: {', '.join(f'{error:.1e}' for error in errors)}"
 
 
+class Kept:
+    """Keeps the events of a run."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def log(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
 def run(recipe: str, world: World, steps: int, **changes: Any) -> dict[str, Any]:
     config = dataclasses.replace(
         load_recipe(recipe), data="random:50304", tokenizer="bytes", steps=steps, eval_every=0,
         save_every=10**6, sample=0, profile_step=0, **changes,
     )  # fmt: skip
-    events: list[dict[str, Any]] = []
+    kept = Kept()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, world, Path(folder), sinks=[events.append])
+        trainer = Trainer(config, world, Path(folder), sinks=[kept])
         built = time.perf_counter() - began
         trainer.save = lambda: None  # type: ignore[method-assign]
         trainer.run()
-    times = [event["seconds"] for event in events if event["event"] == "step"]
+    times = [event["seconds"] for event in kept.events if event["kind"] == "step"]
     later = statistics.median(times[3:])
-    last = [event for event in events if event["event"] == "step"][-1]
+    last = [event for event in kept.events if event["kind"] == "step"][-1]
     made = trainer.config
     tokens = made.batch * made.model.context
     return {

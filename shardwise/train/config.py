@@ -155,8 +155,8 @@ class TrainConfig:
         ]
         if different:
             raise ValueError(
-                f"a resumed run cannot change {'; '.join(different)}: leave it out, or begin a new "
-                f"run without --resume"
+                f"a resumed run cannot change {'; '.join(different)}: keep the saved value, or "
+                f"begin a new run without --resume"
             )
 
     @property

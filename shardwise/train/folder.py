@@ -17,11 +17,16 @@ import logging
 import os
 import re
 import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import CheckpointError, Manifest, valid_checkpoints
+from shardwise.checkpoint.files import read_small, write_file
 from shardwise.checkpoint.store import NAME
+from shardwise.checkpoint.values import MAX_JSON_BYTES, parse_json
 from shardwise.report.html import read_events
 from shardwise.train.config import TrainConfig
 from shardwise.train.world import launch_name
@@ -66,8 +71,11 @@ def ended_unsaved(path: Path) -> bool:
     """Whether a run began here and was killed before its first checkpoint, so that it can only be
     begun anew. Its process may still be alive: the lock tells.
 
-    A checkpoint counts even if it is damaged; the temporary folder of a save does not.
+    A checkpoint counts even if it is damaged; the temporary folder of a save does not. An empty
+    folder is that of a run killed before it had locked it.
     """
+    if path.is_dir() and not os.listdir(path):
+        return True
     checkpoints = path / CHECKPOINTS
     names = os.listdir(checkpoints) if checkpoints.is_dir() else []
     if not is_run(path) or any(NAME.fullmatch(name) for name in names):
@@ -97,8 +105,8 @@ def newest_folder(
 def find_resume(
     recipe: str, out: str | None, resume: str, *, again: bool = False
 ) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path); no
-    checkpoint if the run was killed before its first one.
+    """The run's folder and the checkpoint that ``--resume`` names (``latest`` or a path). For a run
+    that was killed before its first checkpoint: the one it was begun from, or None.
 
     ``again``: these ranks were restarted, so the folder may hold their own checkpoints; they resume
     from the newest of those, if any.
@@ -110,13 +118,13 @@ def find_resume(
                 f"--resume: there is no run of recipe {recipe!r} under runs/: name it with --out "
                 f"FOLDER or --resume PATH"
             )
-        return folder, None if ended_unsaved(folder) else newest_checkpoint(folder)
+        return folder, _begun_from(folder) if ended_unsaved(folder) else newest_checkpoint(folder)
     path = Path(resume)
     if not path.is_dir():
         raise ValueError(f"--resume {resume}: there is no such checkpoint or run")
     home = path if is_run(path) else None
     if home is not None and (out is None or Path(out) == path) and ended_unsaved(home):
-        return home, None
+        return home, _begun_from(home)
     path = path if home is None else newest_checkpoint(path)
     Manifest.read(path)
     if home is None and path.parent.name == CHECKPOINTS:
@@ -152,37 +160,99 @@ def newest_checkpoint(path: Path) -> Path:
     return found[-1][0]
 
 
-def saved_config(checkpoint: Path) -> TrainConfig:
-    """The configuration of the run that wrote a checkpoint."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as ``config.json`` and the manifest of each of its checkpoints describe it."""
+
+    config: TrainConfig
+    name: str | None  # made when the run began; None: by a Trainer alone, without a session
+    origin: str | None = None  # the checkpoint of another run that this one was begun from
+
+    @staticmethod
+    def new(config: TrainConfig, origin: Path | None = None) -> Run:
+        return Run(
+            config=config,
+            name=uuid.uuid4().hex,
+            origin=None if origin is None else os.path.abspath(origin),
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The values that stand beside those of the configuration."""
+        values = {"run": self.name, "origin": self.origin}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.config.to_json(), **self.names}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Run:
+        """The run of :meth:`to_json`; raises for anything else."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a run is described by an object, not by {type(values).__name__}")
+        rest = dict(values)
+        name, origin = rest.pop("run", None), rest.pop("origin", None)
+        if not all(value is None or isinstance(value, str) for value in (name, origin)):
+            raise TypeError(f"run={name!r}, origin={origin!r} must be texts")
+        return Run(config=TrainConfig.from_json(rest), name=name, origin=origin)
+
+
+def saved_run(checkpoint: Path) -> Run:
+    """The run that wrote a checkpoint."""
     values = Manifest.read(checkpoint).config
     if values is None:
         raise ValueError(f"{checkpoint} was not written by `shardwise train`: it has no config")
     try:
-        return TrainConfig.from_json(values)
+        return Run.from_json(values)
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise CheckpointError(f"{checkpoint} has a config that no run can have: {error}") from error
 
 
-def begun_config(folder: Path) -> TrainConfig | None:
-    """The configuration of a run that has not saved yet; None where none was written."""
+def begun_run(folder: Path) -> Run | None:
+    """The run that ``config.json`` describes; None where none was written."""
     path = folder / CONFIG
-    if not path.exists():
-        return None
     try:
-        return TrainConfig.from_json(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+        return Run.from_json(parse_json(read_small(path, MAX_JSON_BYTES), CONFIG))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): begin anew without --resume, with the recipe"
+            f"{path} cannot be read ({error}): repair it, or remove it to resume with the "
+            f"configuration in the checkpoint, or begin anew without --resume"
         ) from error
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write ``config.json``, for people and for a run that is begun anew. A resumed run reads the
-    configuration in its checkpoint's manifest."""
+def _begun_from(folder: Path) -> Path | None:
+    run = begun_run(folder)
+    return None if run is None or run.origin is None else Path(run.origin)
+
+
+def lies_in(folder: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint stands among those of this run folder."""
+    return checkpoint.resolve().parent == (folder / CHECKPOINTS).resolve()
+
+
+def check_owner(folder: Path, run: Run, checkpoint: Path, *, or_older: bool) -> None:
+    """Raise if the checkpoint, or with ``or_older`` another one that might be loaded in its place,
+    was written by another run than the one that ``config.json`` describes."""
+    others = [path for path, _ in valid_checkpoints(folder / CHECKPOINTS)] if or_older else []
+    for path in (checkpoint, *others):
+        saved = saved_run(path)
+        if saved.name != run.name:
+            raise ValueError(
+                f"{path} was saved by another run ({saved.name or 'without a name'}) than the one "
+                f"that {folder / CONFIG} describes ({run.name or 'without a name'}): move that "
+                f"checkpoint away, or begin a run of its own with --resume {path} --out FOLDER"
+            )
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write ``config.json``: for people, and for a resume, which takes what was changed there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{CONFIG}.partial"  # the folder has one writer
-        partial.write_text(json.dumps(config, indent=2) + "\n")
+        partial.unlink(missing_ok=True)
+        write_file(partial, (json.dumps(config, indent=2) + "\n").encode())
         partial.replace(folder / CONFIG)
     except OSError as error:
         raise _not_writable(folder, error) from error

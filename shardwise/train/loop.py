@@ -14,9 +14,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,8 +66,10 @@ class Trainer:
         *,
         resume: Path | None = None,
         or_older: bool = False,
+        names: Mapping[str, str] = MappingProxyType({}),
         sinks: Iterable[Sink] = (),
     ) -> None:
+        """``names``: values that are written beside the configuration, the run's name."""
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
@@ -84,6 +87,7 @@ class Trainer:
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
+        self._names = names
         self._configure(self.config)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
@@ -97,8 +101,8 @@ class Trainer:
 
     def _configure(self, config: TrainConfig) -> None:
         """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
-        self.config, self.store.config = config, config.to_json()
-        written = self.store.config
+        written = {**config.to_json(), **self._names}
+        self.config, self.store.config = config, written
         first, folder = self.world.first, self.folder
         self.world.together(lambda: write_config(folder, written) if first else None)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,15 +31,19 @@ from shardwise.train.console import Console
 from shardwise.train.events import Sink
 from shardwise.train.flags import changed
 from shardwise.train.folder import (
+    CONFIG,
     LATEST,
     Claim,
-    begun_config,
+    Run,
+    begun_run,
+    check_owner,
     ended_unsaved,
     find_resume,
     is_run,
+    lies_in,
     new_folder,
     newest_folder,
-    saved_config,
+    saved_run,
     write_config,
 )
 from shardwise.train.loop import Outcome, Trainer
@@ -73,11 +78,16 @@ class Request:
 class Resolved:
     """The run that a request means on this machine."""
 
-    config: TrainConfig
+    run: Run
     folder: Path
     checkpoint: Path | None
+    note: str = ""  # how config.json differs from the checkpoint
     or_older: bool = False  # whether to load an older checkpoint if this one is damaged
     free_name: bool = False  # whether the folder is the next free name, and must be new
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.run.config
 
 
 def resolve(request: Request) -> Resolved:
@@ -94,38 +104,84 @@ def resolve(request: Request) -> Resolved:
         folder = new_folder(request.recipe, request.out)
         return dataclasses.replace(_anew(request, folder), free_name=request.out is None)
     folder, checkpoint = find_resume(request.recipe, request.out, resume, again=again)
-    saved = begun_config(folder) if checkpoint is None else saved_config(checkpoint)
-    if saved is None:
+    described = begun_run(folder)
+    if checkpoint is None and described is None:
         return _anew(request, folder)
-    if request.recipe != Request.recipe:  # a recipe was named
-        _check_model(request.recipe, saved.model, checkpoint or folder)
-    config = changed(saved, request.changes)
-    if checkpoint is not None:
-        config.check_resume(saved)
+    saved = described if checkpoint is None else saved_run(checkpoint)
+    assert saved is not None
+    if request.recipe != Request.recipe:  # a recipe was named; its other values are ignored
+        wanted = load_recipe(request.recipe).model
+        _check_model(f"recipe {request.recipe!r}", wanted, saved, checkpoint or folder)
+    if checkpoint is None:
+        run = Run.new(changed(saved.config, request.changes))
+        return Resolved(run=run, folder=folder, checkpoint=None)
     # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
-    newest = checkpoint is not None and checkpoint.resolve() != Path(resume).resolve()
-    return Resolved(config=config, folder=folder, checkpoint=checkpoint, or_older=newest)
+    or_older = checkpoint.resolve() != Path(resume).resolve()
+    inside = lies_in(folder, checkpoint)
+    note = ""
+    if described is not None and (inside or described.origin == os.path.abspath(checkpoint)):
+        run = described
+        if inside:
+            check_owner(folder, run, checkpoint, or_older=or_older)
+        file = str(folder / CONFIG)
+        _check_model(file, run.config.model, saved, checkpoint, (*_SHAPE, "vocab_size"))
+        note = _edits(file, run.config, saved.config, checkpoint, request.changes)
+    else:
+        run = saved if inside else Run.new(saved.config, checkpoint)
+    config = changed(run.config, request.changes)
+    try:
+        config.check_resume(saved.config)
+    except ValueError as error:
+        raise ValueError(f"{error}; {note}" if note else str(error)) from None
+    run = dataclasses.replace(run, config=config)
+    return Resolved(run=run, folder=folder, checkpoint=checkpoint, or_older=or_older, note=note)
 
 
 def _anew(request: Request, folder: Path) -> Resolved:
-    config = changed(load_recipe(request.recipe), request.changes)
-    return Resolved(config=config, folder=folder, checkpoint=None)
+    run = Run.new(changed(load_recipe(request.recipe), request.changes))
+    return Resolved(run=run, folder=folder, checkpoint=None)
 
 
-def _check_model(recipe: str, saved: GPTConfig, checkpoint: Path) -> None:
-    """Raise if the named recipe has another model than the resumed run; its other values are
-    ignored."""
-    wanted = load_recipe(recipe).model
+def _check_model(
+    source: str, wanted: GPTConfig, saved: Run, place: Path, names: Sequence[str] = _SHAPE
+) -> None:
+    """Raise if ``source`` asks for another model than that of the resumed run."""
+    model = saved.config.model
     different = [
-        f"{name} {getattr(saved, name)} there, {getattr(wanted, name)} here"
-        for name in _SHAPE
-        if getattr(saved, name) != getattr(wanted, name)
+        f"{name} {getattr(model, name)} there, {getattr(wanted, name)} here"
+        for name in names
+        if getattr(model, name) != getattr(wanted, name)
     ]
     if different:
         raise ValueError(
-            f"{checkpoint} holds another model than recipe {recipe!r} ({', '.join(different)}): "
-            f"leave the recipe out to resume that model, or begin anew without --resume"
+            f"{place} holds another model than {source} ({', '.join(different)}): leave the "
+            f"model as it was saved, or begin anew without --resume"
         )
+
+
+def _edits(
+    file: str, config: TrainConfig, saved: TrainConfig, checkpoint: Path, given: dict[str, Any]
+) -> str:
+    """One line on the values of ``config.json`` that differ from the checkpoint's and that no flag
+    replaces; empty if there are none."""
+    flags, before = _flat(given), _flat(saved.to_json())
+    different = [
+        f"{name}={value!r} (was {before[name]!r})"
+        for name, value in _flat(config.to_json()).items()
+        if value != before[name] and name not in flags
+    ]
+    if not different:
+        return ""
+    return f"{file} differs from {checkpoint.name}: {', '.join(different)}"
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """``{"model.dim": 512}`` for ``{"model": {"dim": 512}}``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = _flat(value) if isinstance(value, dict) else None
+        found |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    return found
 
 
 def claim(request: Request) -> tuple[Resolved, Claim]:
@@ -140,8 +196,8 @@ def claim(request: Request) -> tuple[Resolved, Claim]:
             continue  # another run has taken the name
     try:
         resolved = resolve(dataclasses.replace(request, out=str(resolved.folder)))
-        if resolved.checkpoint is None:
-            write_config(resolved.folder, resolved.config.to_json())
+        if resolved.checkpoint is None or not lies_in(resolved.folder, resolved.checkpoint):
+            write_config(resolved.folder, resolved.run.to_json())
     except BaseException:
         claimed.undo()
         raise
@@ -175,8 +231,13 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             folder,
             resume=resolved.checkpoint,
             or_older=resolved.or_older,
+            names=resolved.run.names,
             sinks=sinks,
         )
+        if resolved.note:
+            trainer.events(
+                "warning", step=trainer.step, text=f"{resolved.note}; config.json takes effect"
+            )
     except BaseException:
         if mine is not None:
             mine[1].undo()

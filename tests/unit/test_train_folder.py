@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
 
 def test_a_start_that_left_only_its_lock_begins_anew(here: Path) -> None:
     (here / "run").mkdir()
-    (here / "run" / ".lock").touch()
-    for resume in (None, "latest"):
+    for resume in (None, "latest", "locked", None, "latest"):
+        if resume == "locked":  # until then the run was killed before it could
+            (here / "run" / ".lock").touch()
+            continue
         resolved = resolve(Request(recipe="smoke", out="run", resume=resume))
         assert (resolved.folder, resolved.checkpoint) == (Path("run"), None)
         assert resolved.config == load_recipe("smoke")
@@ -173,7 +176,7 @@ def test_restarted_ranks_find_the_run_of_their_own_launch(
         sw.save(
             folder / "checkpoints" / "step-000001",
             nn.Linear(1, 1),
-            config=load_recipe("smoke").to_json(),
+            config=json.loads((folder / "config.json").read_text()),
         )
         claimed.release()
     os.utime(other / ".lock", (1e10, 1e10))  # the newest, but another's
@@ -182,6 +185,89 @@ def test_restarted_ranks_find_the_run_of_their_own_launch(
     assert resolve(Request()).checkpoint == Path("runs/default/checkpoints/step-000001")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a third")
     assert resolve(Request()).folder == Path("runs/default-3")
+
+
+# ------------------------------------------------------------------------------ whose checkpoint
+
+
+def begin(out: str, *, step: int | None = 1, **request: Any) -> Path:
+    """A run that was begun in a folder and killed after its save of ``step``; the checkpoint."""
+    resolved, claimed = claim(Request(out=out, **request))
+    (resolved.folder / "events.jsonl").write_text('{"kind": "run"}\n')
+    path = resolved.folder / "checkpoints" / f"step-{step or 0:06d}"
+    if step is not None:
+        described = json.loads((resolved.folder / "config.json").read_text())
+        sw.save(path, nn.Linear(1, 1), config=described)
+    claimed.release()
+    return path
+
+
+def edit(folder: str, **changes: Any) -> None:
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -> None:
+    saved = begin("run", recipe="smoke")
+    again = Request(out="run", resume="latest")
+    assert resolve(again).note == "" and resolve(again).config == load_recipe("smoke")
+    edit("run", lr=0.5, clip=7.0)
+    for resume in ("latest", "run", str(saved)):
+        found = resolve(Request(out="run", resume=resume, changes={"clip": 3.0}))
+        assert (found.config.lr, found.config.clip) == (0.5, 3.0)
+        assert "run/config.json" in found.note and "step-000001" in found.note
+        assert "lr=0.5 (was 0.003)" in found.note and "clip" not in found.note, "a flag was given"
+    other = resolve(Request(out="other", resume=str(saved)))
+    assert other.config == load_recipe("smoke") and not other.note, "it is a run of its own"
+    edit("run", seed=4)
+    with pytest.raises(ValueError, match=r"seed=4 cannot replace 0.*run/config\.json differs"):
+        resolve(again)
+    assert resolve(dataclasses.replace(again, changes={"seed": 0})).config.seed == 0
+    edit("run", seed=0, model={**load_recipe("smoke").to_json()["model"], "dim": 4})
+    with pytest.raises(ValueError, match=r"another model than run/config\.json \(dim .* 4 here"):
+        resolve(again)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"lr": ', '{"warp": 9}', '{"lr": "fast"}', "[" * 99999]
+)
+def test_a_config_json_that_no_run_can_have_is_refused(here: Path, content: str) -> None:
+    begin("run", recipe="smoke")
+    Path("run/config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run/config\.json cannot be read .*or remove it"):
+        resolve(Request(out="run", resume="latest"))
+    Path("run/config.json").unlink()
+    assert resolve(Request(out="run", resume="latest")).config == load_recipe("smoke")
+    os.mkfifo("run/config.json")
+    with pytest.raises(ValueError, match="no regular file"):
+        resolve(Request(out="run", resume="latest"))
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_checkpoint_of_another_run_is_refused_by_name(here: Path, newer: bool) -> None:
+    """Equal configurations or not; also one that would be loaded only if the newest is damaged."""
+    mine = begin("mine", recipe="smoke", step=2)
+    shutil.copytree(mine, "copy")
+    theirs = begin("theirs", recipe="smoke", step=3 if newer else 1)
+    theirs.rename(mine.parent / theirs.name)
+    for resume in ("latest", "mine", f"mine/checkpoints/{theirs.name}"):
+        with pytest.raises(ValueError, match=rf"{theirs.name} was saved by another run"):
+            claim(Request(out="mine", resume=resume))
+    assert resolve(Request(resume=str(mine))).checkpoint == mine, "named itself, it is this run's"
+    found = resolve(Request(out="new", resume=f"mine/checkpoints/{theirs.name}"))
+    assert found.folder == Path("new"), "as its own run it may go on"
+
+
+def test_a_run_begun_from_a_checkpoint_and_killed_unsaved_begins_from_it_again(here: Path) -> None:
+    saved = begin("first", recipe="smoke", step=5)
+    begin("second", step=None, resume=str(saved), changes={"lr": 0.5})
+    found = resolve(Request(out="second", resume="latest"))
+    assert found.checkpoint is not None and found.checkpoint.resolve() == saved.resolve()
+    assert found.config.lr == 0.5 and "lr=0.5" in found.note
+    own = begin("second", step=7, resume="latest")
+    assert resolve(Request(out="second", resume="latest")).checkpoint == own
+    names = [json.loads(Path(out, "config.json").read_text())["run"] for out in ("first", "second")]
+    assert len(set(names)) == 2
 
 
 # ------------------------------------------------------------------------------ one writer
