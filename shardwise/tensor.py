@@ -36,10 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.cut import Cut, Version
 from shardwise.tensor_ops import Operations
+from shardwise.waiting import UNREDUCED, WaitingGradient
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
 
 
+GRAD: Any = Tensor.grad  # as torch holds it, microbatches that wait or not
 # Before 2.13 torch sends every DTensor, subclasses too, to its own C++ rules without asking the
 # class. It does ask dispatch modes first, so there each call runs under one that asks us.
 _CXX_FIRST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -130,8 +132,8 @@ class ShardedTensor(DTensor):
         new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if self.grad is not None:
-            new.grad = copy.deepcopy(self.grad, memo)
+        if (grad := GRAD.__get__(self)) is not None:
+            new.grad = copy.deepcopy(grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -149,6 +151,24 @@ class ShardedTensor(DTensor):
         raise NotImplementedError(
             f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
         )
+
+    @property  # type: ignore[override]
+    def grad(self) -> Any:
+        """The reduced gradient; a :class:`WaitingGradient` while a part of it waits unreduced."""
+        waiting = () if self.version is None else self.version.waiting
+        if waiting and self.cut.index in waiting and isinstance(self, torch.nn.Parameter):
+            return WaitingGradient(self)
+        return GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)
+        if self.version is not None and isinstance(self, torch.nn.Parameter):
+            self.version.waiting.discard(self.cut.index)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def register_hook(self, hook: Any) -> Any:
         """Refused for parameters: forward computes with another tensor, so no backward would call
@@ -320,18 +340,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
     versions = _versions_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None and any(version.waiting is not None for version in versions):
+    if closure is None and any(version.waiting for version in versions):
         names = [
             parameter.cut.name
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if type(parameter) is ShardedTensor and getattr(parameter.version, "waiting", None)
+            if type(parameter) is ShardedTensor and isinstance(parameter.grad, WaitingGradient)
         ]
         raise RuntimeError(
             f"the optimizer steps before the last microbatch: gradients of {names} still wait "
-            f"unreduced, and the step would leave them out. Call set_is_last_backward(True), "
-            f"set_requires_all_reduce(True) and set_requires_gradient_sync(True) before the last "
-            f"backward of a step, or model.zero_grad() to drop them"
+            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
+            f"them"
         )
     for version in versions:
         version.await_readers()

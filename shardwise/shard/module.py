@@ -147,17 +147,6 @@ class ShardedModule(FSDPModule):
         """Whether backward reduces gradients at all; without, they add up whole on every rank."""
         self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of microbatches that still wait to be reduced too.
-
-        ``sw.optimizer``'s does so too; that of torch's optimizers sees what was reduced alone.
-        """
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in units_of(self):  # type: ignore[arg-type]
-            for group in unit.groups:
-                if group.main.version.waiting is not None:
-                    group.main.version.waiting()
-
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the outer axis too."""
         self._each(recurse, lambda unit: setattr(unit, "reduce_outer", requires_all_reduce))
