@@ -147,6 +147,17 @@ class ShardedModule(FSDPModule):
         """Whether backward reduces gradients at all; without, they add up whole on every rank."""
         self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those of parameters that are gathered by hand too: the modules hold
+        whole weights then, and those have no gradients."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        gathered = (unit for unit in units_of(self) if unit.weights.shown)  # type: ignore[arg-type]
+        for parameter in (p for unit in gathered for group in unit.groups for p in group.sharded):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the outer axis too."""
         self._each(recurse, lambda unit: setattr(unit, "reduce_outer", requires_all_reduce))

@@ -241,6 +241,23 @@ def test_zero_grad_drops_microbatches_that_wait(
         assert_parameters_equal(net, plain, 1e-5)
 
 
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_zero_grad_while_weights_are_gathered_by_hand(
+    rank: int, world_size: int, strategy: str, wait: bool
+) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    net.set_requires_gradient_sync(not wait)
+    word_loss(net, rank, 1).backward()
+    net.blocks[0].unshard()
+    net.zero_grad()
+    net.blocks[0].reshard()
+    net.set_requires_gradient_sync(True)
+    check_backward(net, plain, word_loss, rank, world_size, 2)
+
+
 @pytest.mark.parametrize(
     ("strategy", "how"), [("zero0", "last backward"), ("zero3", "no sync"), ("hsdp", "all reduce")]
 )
