@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from shardwise.layout import Layout
 
@@ -173,20 +172,4 @@ def _stand_in(wanted: Any) -> Any:
     return wanted if whole is None else whole()
 
 
-_grad = torch.autograd.grad
-
-
-@functools.wraps(_grad)
-def _grad_of_others(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses parameters at rest: with ``allow_unused=True`` torch answers None for each."""
-    wanted = inputs if isinstance(inputs, (Tensor, GradientEdge, dict)) else tuple(inputs)
-    for one in tree_leaves(wanted):
-        if hasattr(one, WHOLE):
-            raise RuntimeError(
-                f"torch.autograd.grad for '{one.cut.name}': a parameter at rest is in no graph, "
-                f"and its gradient is made by all ranks. Call loss.backward() and read .grad"
-            )
-    return _grad(outputs, wanted, *args, **kwargs)
-
-
-torch.autograd.backward, torch.autograd.grad = _backward_to_whole, _grad_of_others
+torch.autograd.backward = _backward_to_whole
