@@ -19,6 +19,7 @@ what would be wrong on a piece raises, by name.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -36,12 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.cut import Cut, Version
 from shardwise.tensor_ops import Operations
-from shardwise.waiting import UNREDUCED, WaitingGradient
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
 
 
-GRAD: Any = Tensor.grad  # as torch holds it, microbatches that wait or not
+GRAD: Any = Tensor.grad
+UNREDUCED = (
+    "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
+    "set_requires_gradient_sync(True) before the last backward of a step"
+)
 # Before 2.13 torch sends every DTensor, subclasses too, to its own C++ rules without asking the
 # class. It does ask dispatch modes first, so there each call runs under one that asks us.
 _CXX_FIRST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -154,10 +158,8 @@ class ShardedTensor(DTensor):
 
     @property  # type: ignore[override]
     def grad(self) -> Any:
-        """The reduced gradient; a :class:`WaitingGradient` while a part of it waits unreduced."""
-        waiting = () if self.version is None else self.version.waiting
-        if waiting and self.cut.index in waiting and isinstance(self, torch.nn.Parameter):
-            return WaitingGradient(self)
+        """The reduced gradient. Microbatches that wait to be reduced are not in it; setting it, to
+        None too, drops them."""
         return GRAD.__get__(self)
 
     @grad.setter
@@ -345,7 +347,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             parameter.cut.name
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if type(parameter) is ShardedTensor and isinstance(parameter.grad, WaitingGradient)
+            if type(parameter) is ShardedTensor
+            and parameter.version is not None
+            and parameter.cut.index in parameter.version.waiting
         ]
         raise RuntimeError(
             f"the optimizer steps before the last microbatch: gradients of {names} still wait "
@@ -366,6 +370,21 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             version.count += 1
 
 
+_zero_grad = torch.optim.Optimizer.zero_grad
+
+
+@functools.wraps(_zero_grad)
+def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """torch's own, which passes over parameters whose ``.grad`` is None, also drops microbatches
+    that wait to be reduced. torch has no hook for it."""
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is ShardedTensor and parameter.version is not None:
+                parameter.version.waiting.discard(parameter.cut.index)
+    _zero_grad(self, set_to_none)
+
+
+torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 

@@ -49,8 +49,7 @@ from shardwise.placements import (
 from shardwise.shard.replicas import reduce_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
-from shardwise.tensor import GRAD, ShardedTensor
-from shardwise.waiting import UNREDUCED
+from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 
 
 class Gradients:

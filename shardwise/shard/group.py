@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import LOST, WHOLE, WholeParameter
+from shardwise.shard.whole_parameter import LOST, WholeParameter
 
 
 class Group:
@@ -92,7 +91,6 @@ class Group:
         for original, sharded, whole in zip(values, self.sharded, self.unsharded, strict=True):
             carry_attributes(original, sharded)
             carry_attributes(original, whole)
-            setattr(sharded, WHOLE, ref(whole))
 
     # ------------------------------------------------------------------ construction
 

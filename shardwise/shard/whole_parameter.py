@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.layout import Layout
@@ -30,7 +27,6 @@ class Home(Protocol):
 
 
 _DATA: Any = torch.Tensor.data
-WHOLE = "_shardwise_whole"  # an attribute of a parameter at rest: a reference to this form of it
 LOST = (
     "weights are made from the main weights by every gather, so what forward writes to them is "
     "lost. Write to the parameter outside of forward, under torch.no_grad(): the next forward "
@@ -142,34 +138,3 @@ def _refuse_whole(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_refuse_whole)
-
-
-# ------------------------------------------------------------------------------ chosen inputs
-
-_backward = torch.autograd.backward
-_INPUTS = list(inspect.signature(_backward).parameters).index("inputs")
-
-
-@functools.wraps(_backward)
-def _backward_to_whole(*args: Any, **kwargs: Any) -> None:
-    """``loss.backward(inputs=list(model.parameters()))``: parameters at rest are in no graph, and
-    torch passes over such inputs without a word. Those that forward has read stand in for them.
-
-    torch has no hook for this. Every form of backward looks ``torch.autograd.backward`` up.
-    """
-    wanted = kwargs.get("inputs") if len(args) <= _INPUTS else args[_INPUTS]
-    if wanted is not None and not isinstance(wanted, (Tensor, GradientEdge)):
-        wanted = tuple(wanted.values() if isinstance(wanted, dict) else wanted)
-    if wanted is not None:
-        several = wanted if isinstance(wanted, tuple) else (wanted,)
-        kwargs["inputs"] = tuple(map(_stand_in, several))
-        args = args[:_INPUTS]
-    _backward(*args, **kwargs)
-
-
-def _stand_in(wanted: Any) -> Any:
-    whole = getattr(wanted, WHOLE, None)
-    return wanted if whole is None else whole()
-
-
-torch.autograd.backward = _backward_to_whole

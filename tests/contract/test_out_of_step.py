@@ -13,20 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise import lockstep
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
-    STRATEGIES,
     WIDTH,
-    Block,
     assert_gradients_equal,
-    options_for,
     pair,
     raised,
     ranks_for,
     vector_loss,
-    vectors,
     wrap,
 )
 from tests.ranks import on_ranks, run_ranks
@@ -177,40 +172,6 @@ def test_gradients_of_inputs_alone(rank: int, world_size: int, strategy: str, un
         assert_gradients_equal(net, plain)
         net.zero_grad()
         plain.zero_grad()
-
-
-def chosen_losses(model: Any, rank: int, with_input: bool) -> tuple[Tensor, list[Tensor]]:
-    x = vectors(rank).requires_grad_(with_input)
-    return model(x).square().mean(), [x] if with_input else []
-
-
-@pytest.mark.parametrize("with_input", [False, True])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "data_parallel"])
-@on_ranks(ranks_for)
-def test_backward_for_chosen_parameters(
-    rank: int, world_size: int, strategy: str, with_input: bool
-) -> None:
-    """``loss.backward(inputs=...)``: for all parameters, and some left out are named."""
-    net, plain = pair(lambda: nn.Sequential(Block(), Block()))
-    if strategy != "data_parallel":
-        sw.fully_shard(net[1], **options_for(strategy, world_size))
-    wrap(net, world_size, strategy)
-    for step in range(2):
-        loss, more = chosen_losses(net, rank, with_input)
-        parameters: Any = [*more, *net.parameters()]
-        if step == 1:
-            torch.autograd.backward(loss, inputs=dict(enumerate(parameters)))
-        else:
-            loss.backward(inputs=parameters)
-        for each in range(world_size):
-            (chosen_losses(plain, each, False)[0] / world_size).backward()
-        assert_gradients_equal(net, plain)
-        assert not more or more[0].grad is not None
-    loss, more = chosen_losses(net, rank, with_input)
-    message = raised(lambda: loss.backward(inputs=[net[0].up.weight]), RuntimeError)
-    assert "no gradient reached" in message and "up.bias" in message, message
-    net.zero_grad()
-    vector_loss(net, rank).backward()
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
