@@ -54,8 +54,9 @@ class Version:
     is reduced to that replica alone. Set by the optimizer, as a new dictionary each time, on every
     rank alike.
 
-    ``waiting`` is set while gradients of earlier microbatches wait to be reduced (no ``.grad``
-    shows them), and drops them: an optimizer refuses to step then, and ``zero_grad`` calls it.
+    ``waiting``: the items whose gradients of earlier microbatches wait to be reduced. An optimizer
+    refuses to step then; who sets ``.grad`` takes its item out, and the next backward forgets what
+    waited for it.
 
     ``unsynced``: the values were made after wrapping (meta device), and may differ between replicas
     until the first forward takes the first one's.
@@ -65,7 +66,7 @@ class Version:
     on_stepped: Callable[[], None] | None = None
     replica_ranges: dict[int, ReplicaRanges] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
-    waiting: Callable[[], None] | None = None
+    waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
 
     def await_readers(self) -> None:

@@ -19,6 +19,7 @@ what would be wrong on a piece raises, by name.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -40,6 +41,11 @@ from shardwise.tensor_ops import Operations
 __all__ = ["Cut", "ShardedTensor", "Version"]
 
 
+GRAD: Any = Tensor.grad
+UNREDUCED = (
+    "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
+    "set_requires_gradient_sync(True) before the last backward of a step"
+)
 # Before 2.13 torch sends every DTensor, subclasses too, to its own C++ rules without asking the
 # class. It does ask dispatch modes first, so there each call runs under one that asks us.
 _CXX_FIRST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -130,8 +136,8 @@ class ShardedTensor(DTensor):
         new = _wrap(self._local_tensor.clone(), self.cut, version, self.requires_grad)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if self.grad is not None:
-            new.grad = copy.deepcopy(self.grad, memo)
+        if (grad := GRAD.__get__(self)) is not None:
+            new.grad = copy.deepcopy(grad, memo)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -149,6 +155,22 @@ class ShardedTensor(DTensor):
         raise NotImplementedError(
             f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
         )
+
+    @property  # type: ignore[override]
+    def grad(self) -> Any:
+        """The reduced gradient. Microbatches that wait to be reduced are not in it; setting it, to
+        None too, drops them."""
+        return GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        GRAD.__set__(self, value)
+        if self.version is not None and isinstance(self, torch.nn.Parameter):
+            self.version.waiting.discard(self.cut.index)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def register_hook(self, hook: Any) -> Any:
         """Refused for parameters: forward computes with another tensor, so no backward would call
@@ -320,18 +342,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
     versions = _versions_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None and any(version.waiting is not None for version in versions):
+    if closure is None and any(version.waiting for version in versions):
         names = [
             parameter.cut.name
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if type(parameter) is ShardedTensor and getattr(parameter.version, "waiting", None)
+            if type(parameter) is ShardedTensor
+            and parameter.version is not None
+            and parameter.cut.index in parameter.version.waiting
         ]
         raise RuntimeError(
             f"the optimizer steps before the last microbatch: gradients of {names} still wait "
-            f"unreduced, and the step would leave them out. Call set_is_last_backward(True), "
-            f"set_requires_all_reduce(True) and set_requires_gradient_sync(True) before the last "
-            f"backward of a step, or model.zero_grad() to drop them"
+            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
+            f"them"
         )
     for version in versions:
         version.await_readers()
@@ -347,6 +370,21 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             version.count += 1
 
 
+_zero_grad = torch.optim.Optimizer.zero_grad
+
+
+@functools.wraps(_zero_grad)
+def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """torch's own, which passes over parameters whose ``.grad`` is None, also drops microbatches
+    that wait to be reduced. torch has no hook for it."""
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is ShardedTensor and parameter.version is not None:
+                parameter.version.waiting.discard(parameter.cut.index)
+    _zero_grad(self, set_to_none)
+
+
+torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 

@@ -24,7 +24,7 @@ from shardwise.checkpoint.torch_files import Entry
 from shardwise.checkpoint.values import encode
 from shardwise.layout import Shape
 from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
-from shardwise.optim.storage import local_of
+from shardwise.optim.storage import local_of, version_of
 from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,10 @@ def create_state(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _lent_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    versions = {id(v): v for p in parameters if (v := version_of(p)) is not None}.values()
+    waiting = [version.waiting for version in versions]  # is no gradient; and stays
+    for version in versions:
+        version.waiting = set()
     before = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -74,6 +78,8 @@ def _lent_gradients(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+        for version, items in zip(versions, waiting, strict=True):
+            version.waiting = items
 
 
 def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.optim.storage import Sharding, axes_of, local_of, sharding_of, version_of
 from shardwise.placements import ReplicaRanges
-from shardwise.tensor import ShardedTensor
+from shardwise.tensor import GRAD, ShardedTensor
 
 # Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
 OTHERS_ELSEWHERE = "_shardwise_others_elsewhere"
@@ -77,9 +77,9 @@ def set_replica_ranges(parameter: Tensor, ranges: ReplicaRanges | None) -> None:
     version.replica_ranges = {key: value for key, value in others if key != index}
     if ranges is not None:
         version.replica_ranges[index] = ranges
-    grad = parameter.grad
+    grad = GRAD.__get__(parameter)
     if isinstance(grad, ShardedTensor) and grad.cut.replica_ranges is not None:
-        parameter.grad = torch.zeros_like(parameter).copy_(grad)
+        GRAD.__set__(parameter, torch.zeros_like(parameter).copy_(grad))
 
 
 def state_cut(parameter: ShardedTensor) -> Cut:

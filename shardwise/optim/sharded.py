@@ -197,15 +197,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of microbatches that still wait to be reduced too."""
-        super().zero_grad(set_to_none)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                version = version_of(parameter)
-                if version is not None and version.waiting is not None:
-                    version.waiting()
-
     @torch.no_grad()
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

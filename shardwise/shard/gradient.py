@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import is_
 from sys import getrefcount
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.memory import CACHING, Source, weakly
+from shardwise.memory import CACHING, Source
 from shardwise.placements import (
     PARTIAL,
     SHARD,
@@ -49,7 +49,7 @@ from shardwise.placements import (
 from shardwise.shard.replicas import reduce_spans
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
-from shardwise.tensor import ShardedTensor
+from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 
 
 class Gradients:
@@ -110,6 +110,7 @@ class Gradients:
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
         self.keep = not sync or (all(waiting) and not last)
+        self._drop_waiting()
 
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for one parameter's gradient in this microbatch, and whether it is
@@ -400,7 +401,7 @@ class Gradients:
             if last:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
-                self._stamp = self.main_weight.version.waiting = None
+                self._stamp, self.main_weight.version.waiting = None, set()
                 self._publish(runtime)
 
         return finish
@@ -434,7 +435,7 @@ class Gradients:
         In other memory, where the user's may lie in this one (two gradients exchanged).
         """
         with _plain_attributes():
-            grads = [parameter.grad for parameter in self.sharded]
+            grads = list(map(_GRAD, self.sharded))
         shown: list[Any] = list(self._dtensors) or [None] * len(grads)
         if any(
             grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
@@ -456,13 +457,12 @@ class Gradients:
             self._leave_main_to_holders()
             if self._main is not None:
                 self._main.block.release(CACHING)
+        self._drop_waiting()
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
             raise RuntimeError(
                 f"the main weights of {names} changed while gradients were still accumulating "
-                f"unreduced: the optimizer stepped before the last microbatch. Call "
-                f"set_is_last_backward(True), set_requires_all_reduce(True) and "
-                f"set_requires_gradient_sync(True) before the last backward of a step"
+                f"unreduced: the optimizer stepped before the last microbatch. {UNREDUCED}"
             )
 
     def unreduced(self) -> list[int]:
@@ -475,9 +475,10 @@ class Gradients:
 
     def kept(self) -> list[int]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
-        waiting = self._stamp is not None
+        waiting = self.main_weight.version.waiting
         with _plain_attributes():
-            return [i for i, one in enumerate(self.sharded) if waiting or one.grad is not None]
+            grads = map(_GRAD, self.sharded)
+            return [i for i, grad in enumerate(grads) if i in waiting or grad is not None]
 
     def discard(self) -> None:
         """Forget all gradients, those that were accumulated too (``reset_iter_state``)."""
@@ -489,22 +490,32 @@ class Gradients:
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
         self._open, self._written, self._in_flight = None, set(), False
-        self._stamp = self.main_weight.version.waiting = None
+        self._stamp, self.main_weight.version.waiting = None, set()
 
     def _wait(self) -> None:
         """Note that the gradients summed so far wait for a later microbatch."""
         self._stamp = self.main_weight.state
-        self.main_weight.version.waiting = weakly(self._drop_waiting)
+        trained = (i for i, parameter in enumerate(self.unsharded) if parameter.requires_grad)
+        self.main_weight.version.waiting = set(trained)
 
     def _drop_waiting(self) -> None:
-        """Forget microbatches that wait to be reduced, between two backwards (``zero_grad``)."""
+        """Forget what waits for parameters whose ``.grad`` was dropped or set since then."""
+        waiting = self.main_weight.version.waiting
+        if self._stamp is None or len(waiting) == len(self.sharded):
+            return
         for buffer in (self._partial, self._inner):
-            if buffer is not None:
-                buffer.block.release(self._source_of(buffer))
-        self._stamp = self.main_weight.version.waiting = None
+            if buffer is None or not buffer.block.live:
+                continue
+            if not waiting:
+                buffer.block.release(CACHING)
+            for index in range(len(self.sharded)) if waiting else ():
+                if index not in waiting:
+                    buffer.view(index).zero_()
+        if not waiting:
+            self._stamp = None
 
 
-_GRAD = attrgetter("grad")
+_GRAD = GRAD.__get__
 # Attributes of parameters at rest (.grad and the like) are read many times a step; not through
 # __torch_function__, which some torch versions give our DTensors.
 _plain_attributes = torch._C.DisableTorchFunctionSubclass

@@ -148,15 +148,16 @@ class ShardedModule(FSDPModule):
         self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, those of microbatches that still wait to be reduced too.
-
-        ``sw.optimizer``'s does so too; that of torch's optimizers sees what was reduced alone.
-        """
+        """Drop all gradients: those of microbatches that wait to be reduced too, and those of
+        parameters that are gathered by hand (the module holds whole weights then)."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in units_of(self):  # type: ignore[arg-type]
-            for group in unit.groups:
-                if group.main.version.waiting is not None:
-                    group.main.version.waiting()
+        for group in (group for unit in units_of(self) for group in unit.groups):  # type: ignore[arg-type]
+            group.main.version.waiting.clear()
+            for parameter in group.sharded:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the outer axis too."""

@@ -412,8 +412,7 @@ class Runtime:
             raise RuntimeError(
                 f"the last backward raised an exception and left a part of its gradients "
                 f"({', '.join(kept[:3])}{', ...' if len(kept) > 3 else ''}). Drop them before the "
-                f"next forward: call reset_iter_state() on the root module, or zero_grad() where "
-                f"no microbatch before it was accumulated without gradient sync"
+                f"next forward: call reset_iter_state() on the root module, or zero_grad()"
             )
         self.reset()
 

@@ -20,6 +20,7 @@ from tests.contract.helpers import (
     assert_gradients_equal,
     assert_parameters_equal,
     average_gradients,
+    check_backward,
     pair,
     raised,
     ranks_for,
@@ -208,7 +209,7 @@ def test_stepping_while_gradients_wait_unreduced_is_refused(
         ("hfsdp", "all reduce"),
     ],
 )
-@pytest.mark.parametrize("by", ["optimizer", "model"])
+@pytest.mark.parametrize("by", ["optimizer", "torch's optimizer", "model", "hand"])
 @on_ranks(ranks_for)
 def test_zero_grad_drops_microbatches_that_wait(
     rank: int, world_size: int, strategy: str, how: str, by: str
@@ -218,11 +219,17 @@ def test_zero_grad_drops_microbatches_that_wait(
     wrap(net, world_size, strategy)
     optimizer = optimizer_of(net, "muon" if by == "optimizer" else "sgd")
     other = optimizer_of(plain, "muon" if by == "optimizer" else "sgd")
-    for step in range(2):
+    for step in range(3):
+        if step == 2:  # on top of gradients that are there
+            word_loss(net, rank).backward()
         for microbatch in range(2):
             announce(net, how, False)
             word_loss(net, rank, 10 * step + microbatch).backward()
-        (optimizer if by == "optimizer" else net).zero_grad(set_to_none=step == 0)
+        if by == "hand":
+            for parameter in net.parameters():
+                parameter.grad = None
+        else:
+            (net if by == "model" else optimizer).zero_grad(set_to_none=step == 0)
         announce(net, how, True)
         word_loss(net, rank, 100 + step).backward()
         average_gradients(plain, lambda m, r, s=step: word_loss(m, r, 100 + s), world_size)
@@ -230,3 +237,39 @@ def test_zero_grad_drops_microbatches_that_wait(
             one.step()
             one.zero_grad()
         assert_parameters_equal(net, plain, 1e-5)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@on_ranks(2)
+def test_zero_grad_while_weights_are_gathered_by_hand(
+    rank: int, world_size: int, strategy: str, wait: bool
+) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    net.set_requires_gradient_sync(not wait)
+    word_loss(net, rank, 1).backward()
+    net.blocks[0].unshard()
+    net.zero_grad()
+    net.blocks[0].reshard()
+    net.set_requires_gradient_sync(True)
+    check_backward(net, plain, word_loss, rank, world_size, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"), [("zero0", "last backward"), ("zero3", "no sync"), ("hsdp", "all reduce")]
+)
+@on_ranks(ranks_for)
+def test_one_gradient_is_dropped_and_the_others_wait_on(
+    rank: int, world_size: int, strategy: str, how: str
+) -> None:
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    announce(net, how, False)
+    word_loss(net, rank, 1).backward()
+    average_gradients(plain, lambda m, r: word_loss(m, r, 1), world_size)
+    weights = [m.blocks[0].up.weight for m in (net, plain)]
+    for weight in weights:
+        weight.grad = None
+    announce(net, how, True)
+    check_backward(net, plain, word_loss, rank, world_size, 2)
