@@ -47,8 +47,9 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
 }
 _SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
-# Below this an all-reduce is one exchange of everything, above it a reduce-scatter and a gather.
-_ONE_ROUND_BYTES = 1 << 16
+# An all-reduce that sends no more than this is one exchange of everything with everybody; above it
+# a reduce-scatter and a gather, whose bytes do not grow with the ranks.
+_ONE_ROUND_BYTES = 1 << 18
 
 
 @dataclass(eq=False)
@@ -95,14 +96,17 @@ class Axis:
         return _SPLITS[key]
 
     def _subgroup(self, mine: tuple[int, ...], name: str) -> Axis:
-        everyone: list[Any] = [mine]
-        if not self.pretends:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+        groups = {mine[0]: list(mine)}
+        if not self.pretends:  # a rank names the first of its group: all of them would be ranks^2
+            firsts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(firsts, mine[0])
+            groups = {first: [] for first in sorted(firsts)}
+            for rank, first in enumerate(firsts):
+                groups[first].append(rank)
         group = None
-        for peers in sorted(set(everyone)):  # every rank makes every group, in one order
-            made = dist.new_group(list(peers))
-            group = made if peers == mine else group
+        for first, peers in groups.items():  # every rank makes every group, in one order
+            made = dist.new_group(peers)
+            group = made if first == mine[0] else group
         rank = mine.index(self.peers[self.rank])
         journal = Journal(group, rank, len(mine))
         return Axis(name, group, len(mine), rank, self.backends, mine, journal)
@@ -155,8 +159,8 @@ def mesh_axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
 purpose = ""
 
 
-def _count(operation: str, axis: Axis, nbytes: int) -> Ticket:
-    recorded(operation, axis.name, axis.size, nbytes)
+def _count(operation: str, axis: Axis, nbytes: int, arriving: int | None = None) -> Ticket:
+    recorded(operation, axis.name, axis.size, nbytes, arriving)
     # The sizes of an all-to-all differ between ranks.
     sized = operation != "all_to_all"
     return axis.journal.add(operation, _described(purpose, nbytes) if sized else purpose)
@@ -426,7 +430,7 @@ def _all_reduce_messages(
     ticket: Ticket, axis: Axis, tensor: Tensor, op: ReduceName, divisor: float | None
 ) -> Pending:
     flat = tensor.view(-1)
-    if tensor.nbytes <= _ONE_ROUND_BYTES:
+    if tensor.nbytes * axis.size <= _ONE_ROUND_BYTES:
         terms = [flat.clone() if r == axis.rank else _room_for(flat) for r in range(axis.size)]
 
         def add_up() -> None:
@@ -455,8 +459,9 @@ def all_to_all(
     if axis.size == 1:
         out.copy_(source)
         return _DONE
-    remote = sum(size for peer, size in enumerate(sizes) if peer != axis.rank)
-    ticket = _count("all_to_all", axis, remote * source.element_size())
+    width, here = source.element_size(), axis.rank
+    sent, arriving = sum(sizes) - sizes[here], sum(out_sizes) - out_sizes[here]
+    ticket = _count("all_to_all", axis, sent * width, arriving * width)
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:

@@ -16,13 +16,13 @@ is how gradients and momenta of whole matrices lie under ``hsdp()``, while the w
 replicated:
 
     weights     replica 0 | A | B | C |     replica 1 | A | B | C |
-    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     ranges of A ((0, n), (0, 0))
+    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     or parts of equal length
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -34,9 +34,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise import comm
+from shardwise.division import Division
 from shardwise.layout import Layout
 from shardwise.mesh import PretendedMesh
-from shardwise.placements import REPLICATE, SHARD, ReplicaRanges, shard_range
+from shardwise.placements import REPLICATE, SHARD, shard_range
 
 
 @dataclass(eq=False)
@@ -50,8 +51,8 @@ class Version:
     ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
     every rank in the same order: whoever wants the new weights early may begin to gather them.
 
-    ``replica_ranges``, by item: the elements that each replica's optimizer works on. The gradient
-    is reduced to that replica alone. Set by the optimizer, as a new dictionary each time, on every
+    ``divisions``, by item: the elements that each replica's optimizer works on. The gradient is
+    reduced to that replica alone. Set by the optimizer, as a new dictionary each time, on every
     rank alike.
 
     ``waiting``: the items whose gradients of earlier microbatches wait to be reduced. An optimizer
@@ -64,7 +65,7 @@ class Version:
 
     count: int = 0
     on_stepped: Callable[[], None] | None = None
-    replica_ranges: dict[int, ReplicaRanges] = field(default_factory=dict)
+    divisions: dict[int, Division] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
     waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
@@ -83,7 +84,7 @@ class Version:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Version:
         # Nobody has asked about the copy, but its gradient is copied with it.
-        copied = memo[id(self)] = Version(self.count, replica_ranges=self.replica_ranges)
+        copied = memo[id(self)] = Version(self.count, divisions=self.divisions)
         return copied
 
 
@@ -142,7 +143,7 @@ class Cut:
     index: int
     mesh: DeviceMesh
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
-    replica_ranges: ReplicaRanges | None = None  # of the axes that cut nothing: see :meth:`divided`
+    division: Division | None = None  # between replicas: see :meth:`divided`
     others: comm.Axis | None = None  # ranks outside the mesh that hold other experts, each its own
 
     def __post_init__(self) -> None:
@@ -201,18 +202,18 @@ class Cut:
     @property
     def _num_runs(self) -> int:
         """Into how many runs of shards the layout is cut; replicas may divide each."""
-        return self.num_holders // len(self.replica_ranges or (None,))
+        return self.num_holders // len(self.division or (None,))
 
-    def divided(self, ranges: ReplicaRanges) -> Cut:
+    def divided(self, division: Division) -> Cut:
         """The same, with the pieces divided between replicas: each rank holds something else."""
-        assert len(ranges) * self.num_holders == self.mesh.size() and self.replica_ranges is None
-        if ranges not in self._divided:
+        assert len(division) * self.num_holders == self.mesh.size() and self.division is None
+        if division not in self._divided:
             every = (True,) * self.mesh.ndim
-            self._divided[ranges] = replace(self, sharded=every, replica_ranges=ranges)
-        return self._divided[ranges]
+            self._divided[division] = replace(self, sharded=every, division=division)
+        return self._divided[division]
 
     @cached_property
-    def _divided(self) -> dict[ReplicaRanges, Cut]:
+    def _divided(self) -> dict[Division, Cut]:
         return {}
 
     @cached_property
@@ -225,11 +226,10 @@ class Cut:
     def piece_of(self, holder: int) -> tuple[int, int]:
         """The elements [lo, hi) that a holder has; (0, 0) where it has none."""
         count = self.layout.num_shards // self._num_runs
-        run, replica = divmod(holder, len(self.replica_ranges or (None,)))
+        run, replica = divmod(holder, len(self.division or (None,)))
         lo, hi = self.layout.piece(self.index, run * count, count)
-        if self.replica_ranges is not None:
-            first, last = self.replica_ranges[replica]
-            lo, hi = max(lo, first), min(hi, last)
+        if self.division is not None:
+            return self.division.part(replica, run, lo, hi)
         return (lo, hi) if lo < hi else (0, 0)
 
     @cached_property
@@ -238,7 +238,21 @@ class Cut:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self.piece_of(holder) for holder in range(self.num_holders))
+        found = [(0, 0)] * self.num_holders
+        for holder, piece in self._held():
+            found[holder] = piece
+        return tuple(found)
+
+    def _held(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """(holder, piece) of those that have one, among thousands that may have none."""
+        count, shards = self.layout.num_shards // self._num_runs, self.layout.holders(self.index)
+        for run in range(shards[0] // count, shards[-1] // count + 1):
+            lo, hi = self.layout.piece(self.index, run * count, count)
+            if self.division is None:
+                yield run, (lo, hi)
+                continue
+            for replica, piece in self.division.parts(run, lo, hi):
+                yield run * len(self.division) + replica, piece
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -248,7 +262,7 @@ class Cut:
     def in_rows(self) -> bool:
         """Whether every holder has whole rows: the same answer on every rank."""
         row = math.prod(self.shape[1:])
-        return len(self.shape) > 0 and not any(lo % row or hi % row for lo, hi in self.pieces)
+        return len(self.shape) > 0 and not any(lo % row or hi % row for _, (lo, hi) in self._held())
 
     @cached_property
     def boxes(self) -> tuple[tuple[torch.Size, torch.Size], ...]:
@@ -263,7 +277,7 @@ class Cut:
             return True
         if self.sharded != other.sharded or self.mesh != other.mesh:
             return False
-        same = self.index == other.index and self.replica_ranges == other.replica_ranges
+        same = self.index == other.index and self.division == other.division
         if self.layout is other.layout and same:
             return True
         return self.shape == other.shape and self.pieces == other.pieces

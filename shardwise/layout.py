@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd, lcm, prod
 
@@ -291,6 +291,17 @@ def plan_groups(items: Sequence[Item], num_shards: int) -> list[tuple[int, ...]]
         else:
             groups.append((family, alone))
     return sorted(tuple(group) for group, _ in groups)
+
+
+def cut_finer(items: Sequence[Item], num_shards: int) -> list[Item]:
+    """The same items; to be cut anywhere, where their grains would pad the buffers by more than a
+    sixteenth: with about as many shards as rows."""
+    groups = [[items[index] for index in group] for group in plan_groups(items, num_shards)]
+    layouts = [plan(group, num_shards) for group in groups]
+    padding = sum(layout.padding for layout in layouts)
+    if padding <= max(CHEAP_PADDING, sum(layout.payload for layout in layouts) // 16):
+        return list(items)
+    return [replace(item, grain=ELEMENT) for item in items]
 
 
 def _kinds(items: Sequence[Item]) -> tuple[_Kind, ...]:

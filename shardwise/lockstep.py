@@ -127,12 +127,13 @@ class Ticket:
 @dataclass(frozen=True)
 class Call:
     """One collective as this rank issued it. ``nbytes`` is the whole buffer: the gathered one, the
-    one to be scattered, the reduced one; what this rank sends to each peer for an all-to-all."""
+    one to be scattered, the reduced one; what this rank sends to its peers for an all-to-all."""
 
     operation: str
     axis: str
     size: int
     nbytes: int
+    arriving: int | None = None  # bytes that an all-to-all brings; None: as many as it sends
 
     @property
     def wire_bytes(self) -> int:
@@ -141,6 +142,11 @@ class Call:
             return self.nbytes
         once = self.nbytes * (self.size - 1) // self.size
         return 2 * once if self.operation == "all_reduce" else once
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that reach this rank, under the same algorithm."""
+        return self.wire_bytes if self.arriving is None else self.arriving
 
 
 _recorders: list[list[Call]] = []
@@ -169,10 +175,12 @@ def uncounted() -> Iterator[None]:
         _recorders[:] = open_now
 
 
-def recorded(operation: str, axis: str, size: int, nbytes: int) -> None:
+def recorded(
+    operation: str, axis: str, size: int, nbytes: int, arriving: int | None = None
+) -> None:
     """Tell every open ``record()`` of a collective."""
     for calls in _recorders:
-        calls.append(Call(operation, axis, size, nbytes))
+        calls.append(Call(operation, axis, size, nbytes, None if arriving == nbytes else arriving))
 
 
 # ------------------------------------------------------------------------------ long waits

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -201,52 +201,6 @@ def joint_places(sizes: Sequence[int]) -> list[int]:
     every, count = [SHARD] * len(sizes), math.prod(sizes)
     coordinates = itertools.product(*(range(size) for size in sizes))
     return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]
-
-
-# The elements [lo, hi) of a tensor that each replica works on, by replica as ``shard_range`` counts
-# (the outer axis fastest); (0, 0) for none. Together they are all of it.
-ReplicaRanges: TypeAlias = tuple[tuple[int, int], ...]
-Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
-
-
-def replica_spans(
-    pieces: Sequence[tuple[int, int, int]],
-    replica_ranges: Mapping[int, ReplicaRanges],
-    main: Sequence[Placement],
-    sizes: Sequence[int],
-    coordinate: Sequence[int],
-    axis: int,
-) -> tuple[list[Span], list[list[Span]]]:
-    """(shared, parts) of a reduction over an axis of replicas: the spans that every rank of the
-    axis needs, and those that each of them needs alone.
-
-    ``pieces``, by item: the elements [low, high) that are here, from ``offset`` of the buffer on.
-    Axes of replicas inside this one have been reduced over already:
-
-        ranges of A B C D    at (outer, inner) (0, 0) (1, 0) (0, 1) (1, 1)
-        inner axis, at 0     | A B | C D |  ->  | A B |
-        outer axis, at 0     | A | B |      ->  | A |
-    """
-    replicated = [a for a, placement in enumerate(main) if placement != SHARD]
-    shared: list[Span] = []
-    parts: list[list[Span]] = [[] for _ in range(sizes[axis])]
-    for index, (low, high, offset) in enumerate(pieces):
-        if low >= high:
-            continue
-        if index not in replica_ranges:
-            shared.append((offset, offset + high - low))
-            continue
-        for replica, (first, last) in enumerate(replica_ranges[index]):
-            if first == last:
-                continue
-            begin, end = max(first, low), min(last, high)
-            rest, place = replica, {}
-            for a in replicated:
-                rest, place[a] = divmod(rest, sizes[a])
-            reduced = all(place[a] == coordinate[a] for a in replicated if a > axis)
-            if begin < end and reduced:
-                parts[place[axis]].append((offset + begin - low, offset + end - low))
-    return shared, parts
 
 
 # By the names that command lines and files use.

@@ -129,7 +129,7 @@ class Operations:
             why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
             fix = "use full_tensor() of one of them"
             # The gradient of another optimizer's matrix.
-            if cut.replica_ranges != operand.cut.replica_ranges:
+            if cut.division != operand.cut.division:
                 why += ", of which each replica has a part since sw.optimizer was built"
                 fix = "build the next optimizer with sw.optimizer too"
             _refuse_cut(func, cut, why, fix)

@@ -128,7 +128,7 @@ def two_ways(rank: int, world_size: int, way: str) -> float:
         )
         if way == "turns" and first:
             assert planned() == {
-                name: parameter.version.replica_ranges[parameter.cut.index]  # type: ignore[attr-defined]
+                name: parameter.version.divisions[parameter.cut.index]  # type: ignore[attr-defined]
                 for name, parameter in wrapped.named_parameters()
                 if parameter.ndim > 1
             }

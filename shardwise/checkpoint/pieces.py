@@ -13,6 +13,7 @@ ones, so all ranks come to the same division with no message:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -86,12 +87,12 @@ def pieces_to_write(
             pieces = local_pieces(key, tensor)
             offers.append((-sum(piece.data.nbytes for piece in pieces), key, holders, pieces))
     written: list[Piece] = []
-    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of (bytes, rank)
     # Ranks with the same replicas see the same tensors of the same sizes, and choose alike.
     for negative_size, _, holders, pieces in sorted(offers, key=lambda offer: offer[:2]):
-        load = loads.setdefault(holders, dict.fromkeys(holders, 0))
-        writer = min(load, key=lambda one: (load[one], one))
-        load[writer] += 1 - negative_size  # 1: empty tensors are shared out too
+        heap = loads.setdefault(holders, [(0, holder) for holder in holders])
+        load, writer = heap[0]
+        heapq.heapreplace(heap, (load + 1 - negative_size, writer))  # 1: empty ones count too
         if writer == rank:
             written += pieces
     return written

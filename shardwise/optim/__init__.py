@@ -6,6 +6,7 @@ which         routing          which optimizer a parameter belongs to
 where         split            the matrices of a fused weight
               storage          the rank that stores each piece
               ownership        the rank that computes each matrix: pure arithmetic
+              replicas         what each of several replicas updates
 exchange      exchange         pieces to owners and back
               gradients        stored where, present on all ranks, their norm
 maths         presets          Newton-Schulz by preset, and its price

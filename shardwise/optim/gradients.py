@@ -6,13 +6,13 @@ their norm.
 replicas divide the matrices between them. Under ``hsdp()`` and ``zero(0)`` every replica could
 orthogonalise every matrix. Instead each replica computes some, and only it needs their gradients:
 
-    gradients   reduce-scattered between replicas, matrix by matrix     (R-1)/R P/N b
-    momenta     on the replica that computes the matrix: 1/R of the memory
-    updates     all-gathered between replicas                           (R-1)/R P/N b
+    gradients   reduce-scattered between replicas, by matrix or in even parts    (R-1)/R P/N b
+    momenta     on the replica that has the gradient: 1/R of the memory
+    updates     (even parts: weights) all-gathered between replicas              (R-1)/R P/N b
 
 which together is what an all-reduce of gradients sends. The optimizer decides which replica
-computes what (ownership.py) and tells the buffers (``Version.replica_ranges``). From the next
-backward on, gradients are reduced accordingly: a rank of another replica has an empty piece.
+has what (replicas.py) and tells the buffers (``Version.divisions``). From the next backward on,
+gradients are reduced accordingly: a rank of another replica has an empty piece.
 
 **Whether.** A rank that skipped a parameter by itself would keep old weights, or make the owners of
 its matrices wait for pieces. Before each step all ranks compare two bits per parameter:
@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.cut import Cut
+from shardwise.division import Division
 from shardwise.optim.storage import Sharding, axes_of, local_of, sharding_of, version_of
-from shardwise.placements import ReplicaRanges
 from shardwise.tensor import GRAD, ShardedTensor
 
 # Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
@@ -57,40 +57,40 @@ class NonFiniteGradient(RuntimeError):  # noqa: N818  (it names what happened)
 # ------------------------------------------------------------------------------ where
 
 
-def replica_ranges(parameter: Tensor) -> ReplicaRanges | None:
+def division_of(parameter: Tensor) -> Division | None:
     """The elements that each replica updates; None: every replica updates the whole parameter."""
     version = version_of(parameter)
-    return None if version is None else version.replica_ranges.get(parameter.cut.index)  # type: ignore[attr-defined]
+    return None if version is None else version.divisions.get(parameter.cut.index)  # type: ignore[attr-defined]
 
 
-def set_replica_ranges(parameter: Tensor, ranges: ReplicaRanges | None) -> None:
+def divide(parameter: Tensor, division: Division | None) -> None:
     """Have the gradients of a parameter reduced to the replicas that need them (None: to all).
 
-    A gradient that is stored by other ranges is brought to all replicas first (collective then).
+    A gradient that is divided otherwise is brought to all replicas first (collective then).
     """
     if not isinstance(parameter, ShardedTensor) or parameter.version is None:
         return
     version, index = parameter.version, parameter.cut.index
-    if version.replica_ranges.get(index) == ranges:
+    if version.divisions.get(index) == division:
         return
-    others = version.replica_ranges.items()
-    version.replica_ranges = {key: value for key, value in others if key != index}
-    if ranges is not None:
-        version.replica_ranges[index] = ranges
+    others = version.divisions.items()
+    version.divisions = {key: value for key, value in others if key != index}
+    if division is not None:
+        version.divisions[index] = division
     grad = GRAD.__get__(parameter)
-    if isinstance(grad, ShardedTensor) and grad.cut.replica_ranges is not None:
+    if isinstance(grad, ShardedTensor) and grad.cut.division is not None:
         GRAD.__set__(parameter, torch.zeros_like(parameter).copy_(grad))
 
 
 def state_cut(parameter: ShardedTensor) -> Cut:
     """The Cut of a parameter's gradient and optimizer states."""
-    ranges = replica_ranges(parameter)
-    return parameter.cut if ranges is None else parameter.cut.divided(ranges)
+    division = division_of(parameter)
+    return parameter.cut if division is None else parameter.cut.divided(division)
 
 
 def zero_state(parameter: Tensor) -> Tensor:
     """An optimizer state of zeros, stored like the parameter's gradient."""
-    if replica_ranges(parameter) is not None:
+    if division_of(parameter) is not None:
         assert isinstance(parameter, ShardedTensor)
         cut = state_cut(parameter)
         return ShardedTensor(local_of(parameter).new_zeros(cut.local_shape), cut)
@@ -109,7 +109,7 @@ def moved_state(parameter: Tensor, state: Tensor) -> Tensor:
 def gradient_sharding(parameter: Tensor) -> Sharding:
     """The sharding of the gradient; where replicas divide a parameter, every axis shards it."""
     found = sharding_of(parameter)
-    if replica_ranges(parameter) is None:
+    if division_of(parameter) is None:
         return found
     return replace(found, sharded=(True,) * len(found.sharded))
 

@@ -58,8 +58,8 @@ class MuonSettings:
             ("duplicated", exact), Gram matrices summed over ranks ("distributed", exact up to
             rounding), or each rank's block by itself ("blockwise", another optimizer).
         replicas: ranks that store the same shards divide the matrices and "spread" the results
-            (gradients and momenta are stored by the replica that computes the matrix, and no more
-            is sent than the all-reduce of gradients would), or each replica "repeat"s all of it.
+            (each gradient and momentum is stored by one replica, and about as much is sent as
+            the all-reduce of gradients would send), or each replica "repeat"s all of it.
     """
 
     kind: ClassVar[str] = "matrix"

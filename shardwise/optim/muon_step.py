@@ -23,14 +23,16 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.division import ByMatrix, Division
 from shardwise.kernels.forms import Polynomial
 from shardwise.kernels.newton_schulz import iterate_direct, uses_kernels
 from shardwise.layout import Grain
 from shardwise.optim import muon
 from shardwise.optim.exchange import Exchange
-from shardwise.optim.gradients import gradient_of, moved_state, set_replica_ranges, zero_state
-from shardwise.optim.ownership import update_order
+from shardwise.optim.gradients import divide, gradient_of, moved_state, zero_state
+from shardwise.optim.ownership import assign_owners, update_order
 from shardwise.optim.presets import Form, newton_schulz, polynomial_of, price
+from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
 from shardwise.optim.routing import Route
 from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
 from shardwise.optim.storage import (
@@ -70,10 +72,17 @@ class MatrixParameter:
         return found
 
     def matrices(
-        self, position: int, *, measured: bool, order: int = 0, known: Known | None = None
+        self,
+        position: int,
+        *,
+        measured: bool,
+        order: int = 0,
+        known: Known | None = None,
+        divided: Sequence[Piece] | None = None,
     ) -> list[Matrix]:
         """Its matrices with pieces and prices; ``position`` is the parameter's in the group.
-        ``known``: those of parameters that are cut and priced alike, which are made once."""
+        ``known``: those of parameters that are cut and priced alike, which are made once.
+        ``divided``: the pieces that ranks update, where those are not all that they store."""
         known = {} if known is None else known
         parameter, group = self.parameter, self.group
         shape = self.route.shape_of(block_shape(parameter))
@@ -81,8 +90,8 @@ class MatrixParameter:
         grain = None
         if isinstance(parameter, ShardedTensor):
             grain = parameter.cut.layout.items[parameter.cut.index].grain
-        pinned = grain is not None and keeps_whole(grain, shape)
-        pieces = pieces_of(parameter)
+        pinned = grain is not None and divided is None and keeps_whole(grain, shape)
+        pieces = pieces_of(parameter) if divided is None else divided
         key = (id(pieces), shape, self.split_here[0], pinned)
         if key not in known:  # with the pieces, whose id is part of the key
             cost = partial(price, polynomial=polynomial, form=group["form"], measured=measured)
@@ -132,16 +141,16 @@ class MatrixGroup:
     ) -> None:
         """Collective where the parameters are sharded."""
         self.sharding, self.members = sharding, list(members)
+        self.spread: Spread | None = None
         first = members[0].group
         self.polynomial = polynomial_of(first["preset"])
         self.form, self.scale = first["form"], first["scale"]
         locals_ = [local_of(one.parameter) for one in members]
         device = locals_[0].device
-        self._stored = [local.numel() > 0 for local in locals_]
         shards = sharding.axis(sharding.sharded)
-        replicas = sharding.axis(sharding.replicated)
+        replicas = sharding.axis(sharding.replicated) if first["replicas"] == "spread" else None
         if measured is None:
-            measured = kernels_everywhere(device, (shards, replicas))
+            measured = kernels_everywhere(device, (shards, sharding.axis(sharding.replicated)))
         known: Known = {}
         orders = self._orders()
         # Positions of members, by part of the step: what is updated, and can be gathered, together.
@@ -149,19 +158,14 @@ class MatrixGroup:
             [position for position, at in enumerate(orders) if at == order]
             for order in sorted(set(orders))
         ]
-        self.exchange = Exchange(
-            [
-                matrix
-                for position, one in enumerate(members)
-                for matrix in one.matrices(
-                    position, measured=measured, order=orders[position], known=known
-                )
-            ],
-            shards,
-            replicas if first["replicas"] == "spread" else None,
-            device,
-            wire=first["wire"],
-        )
+        matrices = self._matrices(measured, orders, known)
+        self.spread = self._spread(matrices, shards, replicas)
+        if self.spread is not None:
+            self.sharding = self.spread.sharding
+            matrices = self._matrices(measured, orders, known)
+            shards, replicas = self.sharding.axis(self.sharding.sharded), None
+        self.exchange = Exchange(matrices, shards, replicas, device, wire=first["wire"])
+        self._stored = [self._weight(position).numel() > 0 for position in range(len(members))]
         self.exchange.agree()
         of_round = [orders[self._parameter(index)] for index, *_ in self.exchange.ownership.rounds]
         self._num_rounds = [of_round.count(order) for order in sorted(set(orders))]
@@ -180,6 +184,46 @@ class MatrixGroup:
             skipped = [index for indices in self.local.values() for index in indices]
             self.exchange.excluded = frozenset(skipped)
 
+    def _matrices(self, measured: bool, orders: Sequence[int], known: Known) -> list[Matrix]:
+        return [
+            matrix
+            for position, one in enumerate(self.members)
+            for matrix in one.matrices(
+                position,
+                measured=measured,
+                order=orders[position],
+                known=known,
+                divided=None if self.spread is None else self.spread.pieces[position],
+            )
+        ]
+
+    def _spread(
+        self, matrices: Sequence[Matrix], shards: comm.Axis | None, replicas: comm.Axis | None
+    ) -> Spread | None:
+        """The even division between replicas, where that is cheaper than one by matrix."""
+        if replicas is None:
+            return None
+        plan = assign_owners(matrices, shards.size if shards is not None else 1, replicas.size)
+        parameters = [one.parameter for one in self.members]
+        dense = all(local_of(parameter).is_contiguous() for parameter in parameters)
+        return (
+            spread_evenly(self.sharding, parameters) if dense and evenly_is_cheaper(plan) else None
+        )
+
+    @property
+    def divides(self) -> bool:
+        """Whether replicas divide the matrices between them, and store what they work on."""
+        return self.spread is not None or self.exchange.replicas is not None
+
+    def _weight(self, position: int) -> Tensor:
+        """The elements of a weight that this rank updates."""
+        return self._mine(position, local_of(self.members[position].parameter))
+
+    def _mine(self, position: int, local: Tensor) -> Tensor:
+        """What this rank updates, of a tensor that may have all that is stored here; flat where
+        replicas divide it evenly."""
+        return local if self.spread is None else self.spread.take(position, local.view(-1))
+
     def _parameter(self, index: int) -> int:
         return self.exchange.matrices[index].parameter
 
@@ -196,12 +240,15 @@ class MatrixGroup:
         """Have each gradient reduced to the replicas that compute its matrices."""
         ownership = self.exchange.ownership
         places = sharding.places(sharding.replicated) if self.exchange.replicas else []
+        by_place = sorted(range(len(places)), key=places.__getitem__)
         for position, one in enumerate(self.members):
-            ranges = None
-            if places:
+            division: Division | None = None
+            if self.spread is not None:
+                division = self.spread.divisions[position]
+            elif places:
                 by_rank = ownership.replica_ranges[position]
-                ranges = tuple(by_rank[places.index(place)] for place in range(len(places)))
-            set_replica_ranges(one.parameter, ranges)
+                division = ByMatrix(tuple(by_rank[rank] for rank in by_place))
+            divide(one.parameter, division)
 
     def _local_matrices(self) -> dict[int, list[int]]:
         """By position: the matrices of parameters whose pieces here are whole plain matrices that
@@ -240,6 +287,9 @@ class MatrixGroup:
                 next(rounds)
             for positions in self._by_group([p for p in part if p in exchanged]):
                 self._apply(positions, workspaces)
+            if self.spread is not None:
+                weights = [local_of(one.parameter) for one in self.members]
+                self.spread.gather([p for p in part if given[p]], weights)
             yield [self.members[position].parameter for position in part if given[position]]
 
     def _by_group(self, positions: Sequence[int]) -> list[list[int]]:
@@ -262,7 +312,7 @@ class MatrixGroup:
             parameter = self.members[position].parameter
             local = local_of(parameter)
             buffer = local_of(states[parameter]["momentum_buffer"])
-            if buffer.numel() < local.numel():
+            if self.spread is None and buffer.numel() < local.numel():
                 workspaces[position] = torch.empty_like(local)
             if buffer.numel():
                 grad = gradient_of(parameter)
@@ -276,7 +326,7 @@ class MatrixGroup:
         updates = advance(buffers, grads, group)
         for position, update in zip(advanced, updates, strict=True):
             if position not in workspaces:
-                workspaces[position] = update.contiguous()
+                workspaces[position] = self._mine(position, update.contiguous())
                 continue
             parameter = self.members[position].parameter
             momentum = states[parameter]["momentum_buffer"]
@@ -289,13 +339,13 @@ class MatrixGroup:
         owners expect its pieces, nothing for one that skips the exchange."""
         nothing = local_of(self.members[0].parameter).new_empty(0)
         found = []
-        for position, one in enumerate(self.members):
+        for position in range(len(self.members)):
             if position in workspaces:
                 found.append(workspaces[position].view(-1))
             elif position in self.local or not self._stored[position]:
                 found.append(nothing)
             else:
-                found.append(torch.zeros_like(local_of(one.parameter)).view(-1))
+                found.append(torch.zeros_like(self._weight(position)).view(-1))
         return found
 
     def _orthogonalise(self, batch: Tensor) -> Tensor:
@@ -314,7 +364,7 @@ class MatrixGroup:
 
     def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
         """Decay and update the weights of one parameter group."""
-        weights = [local_of(self.members[position].parameter) for position in positions]
+        weights = [self._weight(position) for position in positions]
         updates = [workspaces.pop(position) for position in positions]
         apply = muon.apply_update_by_kernels if self.fused else muon.apply_update
         apply(weights, updates, self.members[positions[0]].group)
@@ -324,11 +374,11 @@ class MatrixGroup:
         batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]]]] = {}
         for position in positions:
             one = self.members[position]
-            weight = local_of(one.parameter).view(-1)
-            grad = gradient_of(one.parameter)
+            weight, grad = self._weight(position).view(-1), gradient_of(one.parameter)
             assert grad is not None
-            given = grad.reshape(-1)
-            momentum = local_of(states[one.parameter]["momentum_buffer"]).view(-1)
+            given = self._mine(position, grad.contiguous()).view(-1)
+            momentum = local_of(states[one.parameter]["momentum_buffer"])
+            momentum = self._mine(position, momentum).view(-1)
             for index in self.local[position]:
                 matrix, low = self.exchange.matrices[index], self.exchange.offsets[index]
                 key = (id(one.group), given.dtype, matrix.rows, matrix.cols)

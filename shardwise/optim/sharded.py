@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.agreement import raise_together
 from shardwise.optim import adamw, gradients
 from shardwise.optim.adamw import AdamWSettings
-from shardwise.optim.gradients import Gradients, quoted, replica_ranges, set_replica_ranges
+from shardwise.optim.gradients import Gradients, divide, division_of, quoted
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, matrix_groups, momentum_state
 from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         group = self.param_groups[-1]
         for parameter in group["params"] if kind == "elementwise" else ():
-            set_replica_ranges(parameter, None)
+            divide(parameter, None)
             if group["fused"] is None:
                 group["fused"] = parameter.device.type == "cuda"
             self.state[parameter] = adamw.new_state(parameter, group["fused"])
@@ -123,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             before = self.state.get(one.parameter, {})
             self.state[one.parameter] = momentum_state(one.parameter, before)
         every = [p for group in self.param_groups for p in group["params"]]
-        self._replica_ranges = [(p, replica_ranges(p)) for p in every]
+        self._divisions = [(p, division_of(p)) for p in every]
         self._gradients = Gradients(every, self._name)
 
     def _warn_of_narrow_weights(self) -> None:
@@ -140,9 +140,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 quoted(names),
             )
 
-    def _check_replica_ranges(self) -> None:
+    def _check_divisions(self) -> None:
         """Gradients are reduced for one optimizer: the last that was built."""
-        lost = [self._name(p) for p, ranges in self._replica_ranges if replica_ranges(p) != ranges]
+        lost = [self._name(p) for p, before in self._divisions if division_of(p) != before]
         if lost:
             raise RuntimeError(
                 f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_replica_ranges()
+        self._check_divisions()
         with _plain_attributes():
             self._gradients.check()
         # (the parameters that a part may write, the iterator that runs it), in order; parts of

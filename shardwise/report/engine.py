@@ -31,6 +31,7 @@ from shardwise.optim.muon import MuonSettings
 from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.routing import Routed
 from shardwise.optim.sharded import ShardedOptimizer, group_of
+from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
 from shardwise.report.units import Buffer, Owner
@@ -202,10 +203,16 @@ class Engine:
         self.doing = "step"
         with comm.record() as calls, self._followed():
             self._update()
-        exchanged = Counter(call for call in calls if call.operation == "all_to_all")
+        exchanged = Counter(call for call in calls if self._exchanges(call))
         if self.options.gather_in_step:
             phases["step"] = Counter(calls) - exchanged
         return phases, loaded, exchanged
+
+    def _exchanges(self, call: comm.Call) -> bool:
+        """Whether the matrix optimizer issued it: units gather over axes that shard main alone."""
+        pairs = zip(self.options.mesh.names, self.options.placements.main, strict=True)
+        replicated = {name for name, placement in pairs if placement != SHARD}
+        return call.operation == "all_to_all" or not replicated.isdisjoint(call.axis.split("+"))
 
     def _followed(self) -> AbstractContextManager[None]:
         if self.follower is None:

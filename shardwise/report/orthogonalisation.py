@@ -117,7 +117,8 @@ def momenta(group: MatrixGroup, tensors: int) -> Counter[tuple[int, int]]:
 
 
 def heaviest(groups: Sequence[MatrixGroup], num_ranks: int) -> int:
-    """The rank that sends most between shards."""
+    """The rank that sends most between shards and replicas. It receives as much: what a rank
+    sends on one leg of an exchange it receives on the other."""
     sent = summed([by_rank(group.sharding, _sent(ownership(group)), num_ranks) for group in groups])
     return sent.index(max(sent))
 
@@ -135,7 +136,17 @@ def _sent(plan: Ownership) -> Counter[tuple[int, int]]:
                 cut[holder] += high - low
         alike[replica, id(parcel.pieces)] += 1
         sent[replica, owner] += parcel.numel - 2 * cut[owner]  # what it sends, less what it keeps
+    stored: Counter[int] = Counter()
+    computed: Counter[tuple[int, int]] = Counter()
     for (replica, key), count in alike.items():
         for holder, numel in cuts[key].items():
-            sent[replica, holder] += count * numel
+            stored[holder] += count * numel
+            computed[replica, holder] += count * numel
+    for (replica, holder), part in computed.items():
+        sent[replica, holder] += part
+    others = plan.num_replicas - 1
+    for replica in range(plan.num_replicas if others else 0):
+        for holder, total in stored.items():  # gradients to other replicas, updates to all of them
+            part = computed[replica, holder]
+            sent[replica, holder] += total - part + others * part
     return sent

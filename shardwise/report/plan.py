@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.memory import separate_ledger
 from shardwise.moe import mixtures_of
-from shardwise.optim.gradients import replica_ranges
+from shardwise.optim.gradients import division_of
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
@@ -37,7 +37,6 @@ from shardwise.report.orthogonalisation import (
     momenta,
     num_holders,
     orthogonalisation,
-    ownership,
     summed,
 )
 from shardwise.report.planned import (
@@ -387,11 +386,11 @@ class _Step:
                 matrices=orthogonalisation(matrix_groups, found.exchanged, ranks)
                 if matrix_groups
                 else None,
-                replica_ranges={
-                    one.name: ranges
+                divisions={
+                    one.name: division
                     for one in self.routes
                     if id(one.parameter) in engine.sharded
-                    and (ranges := replica_ranges(engine.sharded[id(one.parameter)])) is not None
+                    and (division := division_of(engine.sharded[id(one.parameter)])) is not None
                 },
             )
             engine.close()
@@ -449,7 +448,7 @@ def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine)
     """Optimizer state on each rank. Where replicas divide the matrices, the state of a matrix is
     on one of them."""
     states, mesh, ranks = OPTIMIZERS[options.optimizer], options.mesh, options.mesh.num_ranks
-    divided = [group for group in engine.matrix_groups if ownership(group).num_replicas > 1]
+    divided = [group for group in engine.matrix_groups if group.divides]
     found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
     apart = {ranks // num_holders(group.sharding) for group in divided}
     for ep in sorted({unit.ep for unit in units if unit.groups}):

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from shardwise.comm import Call
+from shardwise.division import Division
 from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
 from shardwise.placements import (
@@ -20,7 +21,6 @@ from shardwise.placements import (
     STRATEGIES,
     Placement,
     Placements,
-    ReplicaRanges,
     shard_range,
 )
 from shardwise.precision import Precision
@@ -219,6 +219,7 @@ class Collective:
     count: int
     nbytes: int  # whole buffers, as comm.record() counts them
     wire_bytes: int  # what leaves the rank
+    received_bytes: int  # what reaches it
     even: bool = False  # whether the bytes are those of even routing: tokens will decide
 
 
@@ -247,7 +248,7 @@ class Figures:
     matrices: Orthogonalisation | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)
     # By name: the elements of a matrix that each replica works on, where replicas divide it.
-    replica_ranges: dict[str, ReplicaRanges] = field(repr=False, default_factory=dict)
+    divisions: dict[str, Division] = field(repr=False, default_factory=dict)
     # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
     # latter; and how many sequences a microbatch can have in ``memory``.
     followed: int | None = None
@@ -305,6 +306,7 @@ class Figures:
                 count=sum(count for _, count in found),
                 nbytes=sum(call.nbytes * count for call, count in found),
                 wire_bytes=sum(call.wire_bytes * count for call, count in found),
+                received_bytes=sum(call.received_bytes * count for call, count in found),
                 even=even,
             )
             for (axis, operation, size, even), found in sorted(kinds.items())

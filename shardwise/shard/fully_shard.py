@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardwise import comm
 from shardwise.agreement import raise_together
 from shardwise.buffer import Ranks
-from shardwise.layout import Layout, plan_groups
+from shardwise.layout import Layout, cut_finer, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
@@ -91,7 +91,8 @@ def fully_shard(
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
             shard.
         grain: the smallest piece of a parameter that may not be cut, of all or as a function of
-            name and parameter; rows by default.
+            name and parameter. By default a row, or an element where whole rows would pad a
+            unit's buffers by more than a sixteenth: with about as many ranks as rows.
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
@@ -198,6 +199,8 @@ def planned_groups(
     groups = []
     for (_, _, format), positions in alike.items():
         items = [item_of(found[position], grain, format) for position in positions]
+        if grain is None and format is None:
+            items = cut_finer(items, num_shards)
         for members in plan_groups(items, num_shards):
             layout = lay_out([items[member] for member in members], num_shards, format)
             groups.append((tuple(positions[member] for member in members), layout, format))

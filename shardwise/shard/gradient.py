@@ -11,7 +11,7 @@ Where gradients wait for later microbatches before they are reduced:
     inner      reduced over the inner axes, partial over the outer: hsdp, hfsdp
 
 Over an axis of replicas gradients are all-reduced, but for those that an optimizer divides between
-the replicas (``Version.replica_ranges``): these go to the replica that works on them, and only it
+the replicas (``Version.divisions``): these go to the replica that works on them, and only it
 shows them.
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
@@ -36,17 +36,15 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
+from shardwise.division import Division, Shares, replica_shares
 from shardwise.memory import CACHING, Source
 from shardwise.placements import (
     PARTIAL,
     SHARD,
     Placements,
-    ReplicaRanges,
-    Span,
-    replica_spans,
     steps,
 )
-from shardwise.shard.replicas import reduce_spans
+from shardwise.shard.replicas import reduce_shares
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
@@ -93,9 +91,9 @@ class Gradients:
         self._main: Buffer | None = None
         self._dtensors: list[ShardedTensor] = []
         self._locals: list[Tensor] = []  # of these
-        self._ranges: dict[int, ReplicaRanges] | None = None  # for which these were made
+        self._divisions: dict[int, Division] | None = None  # for which these were made
         self._references = 0  # to them and their memory while nobody else has any
-        self._spans: dict[int, tuple[list[Span], list[list[Span]]]] = {}  # by axis
+        self._shares: dict[int, Shares] = {}  # by axis
         self._views: dict[int, list[Tensor]] = {}
         self._open: Buffer | None = None
         self._open_fresh = True
@@ -185,8 +183,8 @@ class Gradients:
                 pin=self.pin and weight.flat.device.type == "cpu",
             )
         self._main.block.acquire(CACHING)
-        if self._ranges is not self.main_weight.version.replica_ranges:
-            self._ranges, self._spans = self.main_weight.version.replica_ranges, {}
+        if self._divisions is not self.main_weight.version.divisions:
+            self._divisions, self._shares = self.main_weight.version.divisions, {}
             self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
             self._locals = [grad._local_tensor for grad in self._dtensors]
             self._references = self._count_references(self._main)
@@ -203,7 +201,7 @@ class Gradients:
     def _forget_main(self) -> None:
         """Leave the main grad's memory to its holders; the next gradients get another."""
         self._views.pop(id(self._main), None)
-        self._main, self._ranges, self._dtensors, self._locals = None, None, [], []
+        self._main, self._divisions, self._dtensors, self._locals = None, None, [], []
 
     def _count_references(self, main: Buffer) -> int:
         """The number of references to the main grad's memory and to the tensors that show it, own
@@ -217,9 +215,9 @@ class Gradients:
     def _show(self, main: Buffer, index: int) -> ShardedTensor:
         """The gradient of one parameter; this rank's range, where replicas divide it."""
         cut, local = self.sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
-        ranges = self.main_weight.version.replica_ranges.get(index)
-        if ranges is not None:
-            cut, whole = cut.divided(ranges), cut
+        division = self.main_weight.version.divisions.get(index)
+        if division is not None:
+            cut, whole = cut.divided(division), cut
             local = cut.within(whole, local)
         return ShardedTensor(local, cut, version=main.version)
 
@@ -261,7 +259,7 @@ class Gradients:
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that divide matrices split a step into two collectives.
-        number = len(self._steps[last]) * (2 if self._ranges else 1)
+        number = len(self._steps[last]) * (2 if self._divisions else 1)
         runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
@@ -332,15 +330,15 @@ class Gradients:
     ) -> Iterator[comm.Pending]:
         """Reduce in place over an axis of replicas: to all of them, or to the one that owns a
         matrix."""
-        if not self._ranges:
+        if not self._divisions:
             yield comm.all_reduce(current, link, divisor=divisor)
             return
-        if axis not in self._spans:
+        if axis not in self._shares:
             main, over = self.main_weight, self.ranks
-            self._spans[axis] = replica_spans(
-                main.pieces, self._ranges, main.placements, over.sizes, over.coordinate, axis
+            self._shares[axis] = replica_shares(
+                main.pieces, self._divisions, main.placements, over.sizes, over.coordinate, axis
             )
-        yield from reduce_spans(current, *self._spans[axis], link, divisor)
+        yield from reduce_shares(current, self._shares[axis], link, divisor)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""

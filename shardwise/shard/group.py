@@ -223,7 +223,7 @@ class Group:
         version, was_meta = self.main.version, self.main.flat.is_meta
         self._build_main(dtypes.pop(), device)
         # An optimizer that is there already goes on with its ranges.
-        self.main.version.replica_ranges = version.replica_ranges
+        self.main.version.divisions = version.divisions
         self.main.version.count = version.count + 1  # other weights than a graph may know
         self.main.version.unsynced = was_meta or version.unsynced
         if device.type != "meta":

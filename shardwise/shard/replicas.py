@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions between replicas that divide a buffer: some spans go to all, others to one replica."""
+"""Reductions between replicas that divide a buffer: some spans go to all, others to one replica.
+
+parts of one size     one reduce-scatter: what a rank receives does not grow with the replicas
+parts of any sizes    one all-to-all of exact sizes, summed by the receiver
+"""
 
 from __future__ import annotations
 
@@ -9,49 +13,44 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.division import Shares, Span
 from shardwise.memory import counted
-from shardwise.placements import Span
 
 
-def reduce_spans(
-    flat: Tensor,
-    shared: Sequence[Span],
-    parts: Sequence[Sequence[Span]],
-    link: comm.Axis,
-    divisor: float | None,
+def reduce_shares(
+    flat: Tensor, shares: Shares, link: comm.Axis, divisor: float | None
 ) -> Iterator[comm.Pending]:
-    """Reduce in place: the ``shared`` spans to every rank, ``parts[rank]`` to each rank alone."""
-    if shared:
-        yield from _reduce_shared(flat, shared, link, divisor)
-    if any(parts):
-        yield from _reduce_parts(flat, parts, link, divisor)
+    """Reduce in place: the shared spans to every rank, the divided ones to one rank each. The
+    memory of those that go elsewhere is undefined afterwards."""
+    if shares.shared:
+        packed = _pack(flat, shares.shared)
+        yield comm.all_reduce(packed, link, divisor=divisor)
+        _unpack(flat, shares.shared, packed)
+    if not shares.divided:
+        return
+    if shares.even:
+        length = shares.sizes[0]
+        packed = _pack(flat, shares.divided, link.size * length)
+        mine = packed.view(link.size, length)[link.rank]
+        yield comm.reduce_scatter(mine, packed, link, divisor=divisor)
+    else:
+        packed = _pack(flat, shares.divided)
+        mine = counted(packed.new_empty(shares.sizes[link.rank]), "receive")
+        yield comm.reduce_parts(mine, packed, shares.sizes, link, divisor=divisor)
+    _unpack(flat, shares.mine, mine)
 
 
-def _reduce_shared(
-    flat: Tensor, spans: Sequence[Span], link: comm.Axis, divisor: float | None
-) -> Iterator[comm.Pending]:
-    packed = _pack(flat, spans)
-    yield comm.all_reduce(packed, link, divisor=divisor)
-    _unpack(flat, spans, packed)
-
-
-def _reduce_parts(
-    flat: Tensor, parts: Sequence[Sequence[Span]], link: comm.Axis, divisor: float | None
-) -> Iterator[comm.Pending]:
-    """Reduce to each rank its own part; the memory of the other parts is undefined afterwards."""
-    packed = _pack(flat, [span for part in parts for span in part])
-    sizes = [sum(end - begin for begin, end in part) for part in parts]
-    mine = counted(packed.new_empty(sizes[link.rank]), "receive")
-    yield comm.reduce_parts(mine, packed, sizes, link, divisor=divisor)
-    _unpack(flat, parts[link.rank], mine)
-
-
-def _pack(flat: Tensor, spans: Sequence[Span]) -> Tensor:
-    """The spans of a buffer one after another, in memory of their own."""
-    return counted(torch.cat([flat[begin:end] for begin, end in spans]), "receive")
+def _pack(flat: Tensor, spans: Sequence[Span], length: int = 0) -> Tensor:
+    """The spans of a buffer one after another, in memory of their own; zeros up to ``length``."""
+    views = [flat[begin:end] for begin, end in spans]
+    missing = length - sum(map(len, views))
+    if missing > 0:
+        views.append(flat.new_zeros(missing))
+    return counted(torch.cat(views), "receive")
 
 
 def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
     if spans:
         views = [flat[begin:end] for begin, end in spans]
-        torch._foreach_copy_(views, list(packed.split([len(view) for view in views])))
+        lengths = [len(view) for view in views]
+        torch._foreach_copy_(views, list(packed[: sum(lengths)].split(lengths)))

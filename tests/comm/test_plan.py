@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import comm
+from shardwise.division import Evenly
 from shardwise.layout import ELEMENT
 from shardwise.placements import STRATEGIES
 from shardwise.report.plan import Plan, plan
@@ -116,7 +117,16 @@ class Stacked(Model):
         return self.head(hidden)
 
 
+class Single(Model):
+    """One matrix that an optimizer orthogonalises: replicas can only divide its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 1)
+        self.layers = nn.ModuleList([nn.Linear(64, 64)])
+
+
 MODELS: dict[str, Any] = {
+    "single": Single,
     "plain": lambda: Model(10, 3),
     "backbone": Backbone,
     "half frozen": half_frozen,
@@ -402,7 +412,9 @@ def check_muon(
         with comm.record() as calls:
             optimizer.step()
         optimizer.zero_grad()
-        exchanged = Counter(call for call in calls if call.operation == "all_to_all")
+        # Replicas gather nothing of their own accord.
+        replicas = strategy == "zero0"
+        exchanged = Counter(one for one in calls if replicas or one.operation == "all_to_all")
         if options.get("gather_in_step"):
             phases["step"] = Counter(calls) - exchanged
         else:
@@ -439,19 +451,22 @@ def assert_exchanged(
     options["precision"] = PRECISIONS[precision]
     made = plan(model, shape, strategy, **options)
     everyone = run_ranks(check_muon, world_size, strategy, model_name, precision, early)
-    sent = {}
+    sent, most = {}, 0
     for rank, (coordinate, calls, _, facts) in enumerate(everyone):
         of_rank = plan(model, shape, strategy, rank=rank, **options)
         assert facts == facts_of(of_rank), (rank, strategy)
         assert of_rank.matrices is not None
         assert calls == of_rank.matrices.calls and calls, coordinate
         sent[coordinate] = calls
+        every = (Counter(calls) + Counter(facts["calls"])).items()
+        most = max(most, sum(call.wire_bytes * count for call, count in every))
+        assert sum(call.received_bytes * count for call, count in every) == sum(
+            call.wire_bytes * count for call, count in every
+        ), "who sends a matrix on one leg gets it on the other"
     assert made.matrices is not None and made.matrices.calls in sent.values()
     assert made.optimizer_bytes == max(state for _, _, state, _ in everyone)
     assert made.matrices.total > 0
-    heaviest = max(sum(call.nbytes * n for call, n in calls.items()) for calls in sent.values())
-    if strategy in ("zero1", "zero3"):  # else replicas send to each other as well
-        assert sum(call.nbytes * n for call, n in made.matrices.calls.items()) == heaviest
+    assert sum(one.wire_bytes for one in made.collectives) == most
     return made
 
 
@@ -461,6 +476,15 @@ def assert_exchanged(
 )
 def test_the_exchange_of_matrices_is_planned_to_the_byte(strategy: str, world_size: int) -> None:
     assert_exchanged(strategy, world_size, "uneven")
+
+
+@pytest.mark.parametrize("early", [{}, {"gather_in_step": True}, {"bucket_mb": 1}], ids=str)
+def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
+    """Four replicas and one matrix: one of them would receive and send four copies."""
+    made = assert_exchanged("zero0", 4, "single", **early)
+    assert [type(one) for one in made.divisions.values()] == [Evenly]
+    assert made.matrices is not None
+    assert {call.operation for call in made.matrices.calls} == {"all_to_all", "all_gather"}
 
 
 @pytest.mark.parametrize(

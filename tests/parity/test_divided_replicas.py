@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that divide the matrices give the same bits as replicas that repeat each other's work,
-from gradients that are stored on one replica each."""
+"""Replicas that divide the matrices, one by one or evenly, give the same bits as replicas that
+repeat each other's work, from gradients that are stored on one replica each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardwise as sw
+from shardwise.optim import muon_step
 from shardwise.optim.split import Split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
@@ -29,6 +30,15 @@ PATIENCE = 240.0  # seconds, on a machine that others use too
 SPLITS = {"layers.0.up.weight": Split.stacked(7, 13, 10)}
 MATRICES = ["layers.0.up.weight", "layers.0.down.weight"]
 MATRICES += ["layers.1.up.weight", "layers.1.down.weight"]
+
+
+WAYS = ("by matrix", "evenly", "repeat")
+
+
+def divided_by(way: str) -> str:
+    """Have every optimizer that is built from now on divide matrices so, whatever it costs."""
+    muon_step.evenly_is_cheaper = lambda plan: way == "evenly"  # type: ignore[assignment]
+    return "repeat" if way == "repeat" else "spread"
 
 
 def optimizer_of(model: Model, replicas: str, **options: Any) -> Any:
@@ -164,12 +174,12 @@ PROGRAMS: list[Callable[..., Any]] = [
 
 def check_program(rank: int, world_size: int, program: Callable[..., Any]) -> int:
     found, returned = [], []
-    for replicas in ("spread", "repeat"):
-        model, optimizer = build(world_size, replicas)
+    for way in WAYS:
+        model, optimizer = build(world_size, divided_by(way))
         returned.append(program(model, optimizer, rank))
         found.append(everything(model, optimizer))
-    assert_same(found[0], found[1])
-    assert returned[0] == returned[1]
+        assert_same(found[0], found[-1])
+        assert returned[0] == returned[-1]
     return len(found[0])
 
 
@@ -237,40 +247,43 @@ def test_gradients_lie_on_one_replica_each_and_everybody_reads_them_right() -> N
 # ------------------------------------------------------------------------------ other meshes
 
 
-def check_three_axes(rank: int, world_size: int, precision: str) -> int:
+def check_three_axes(rank: int, world_size: int, precision: str) -> list[int]:
     """Two axes of replicas: gradients go one axis at a time, to the replica that needs them."""
     placements = sw.Placements(
         compute=[REPLICATE, REPLICATE, SHARD],
         grad=[PARTIAL, PARTIAL, SHARD],
         main=[REPLICATE, REPLICATE, SHARD],
     )
-    found = []
-    for replicas in ("spread", "repeat"):
+    found, held = [], []
+    for way in WAYS:
         model = make_model(depth=2)
         sw.route(model, split=SPLITS)
         wire = sw.Precision(weights=precision)
         shard_model(model, placements, mesh_of(2, 2, 1), precision=wire)
-        optimizer = optimizer_of(model, replicas)
+        optimizer = optimizer_of(model, divided_by(way))
         plain(model, optimizer, rank)
         found.append(everything(model, optimizer))
-    assert_same(found[0], found[1])
-    model, optimizer = build(world_size, "spread")
-    return sum(
-        optimizer.state[model.get_parameter(name)]["momentum_buffer"].to_local().numel()
-        for name in MATRICES
-    )
+        assert_same(found[0], found[-1])
+        momenta = [optimizer.state[model.get_parameter(name)] for name in MATRICES]
+        held.append(sum(one["momentum_buffer"].to_local().numel() for one in momenta))
+    return held
 
 
 def test_two_axes_of_replicas_and_gradients_in_bf16() -> None:
-    held = run_ranks(check_three_axes, 4, "bf16", timeout=PATIENCE)
-    assert sum(held) == 4 * 300, "every momentum once"
+    by_matrix, evenly, repeated = zip(
+        *run_ranks(check_three_axes, 4, "bf16", timeout=PATIENCE), strict=True
+    )
+    assert sum(by_matrix) == sum(evenly) == 4 * 300, "every momentum once"
+    assert sorted(evenly) == [240, 320, 320, 320], "two buffers in parts of 160"
+    assert repeated == (4 * 300,) * 4
 
 
 # ------------------------------------------------------------------------------ torch's checkpoints
 
 
-def check_torch_checkpoint(rank: int, world_size: int, path: str) -> int:
+def check_torch_checkpoint(rank: int, world_size: int, path: str, way: str) -> int:
     """torch's own: saved here, loaded under zero(3) and here, and gone on with."""
+    divided_by(way)
     model, optimizer = build(world_size, "spread")
     plain(model, optimizer, rank)
     states = get_state_dict(model, optimizer)
@@ -301,5 +314,36 @@ def check_torch_checkpoint(rank: int, world_size: int, path: str) -> int:
     return len(expected)
 
 
-def test_torch_writes_momenta_once_and_reads_them_anywhere(tmp_path: Path) -> None:
-    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), timeout=PATIENCE) == [52] * 4
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_torch_writes_momenta_once_and_reads_them_anywhere(tmp_path: Path, way: str) -> None:
+    assert run_ranks(check_torch_checkpoint, 4, str(tmp_path), way, timeout=PATIENCE) == [52] * 4
+
+
+# ------------------------------------------------------------------------------ our checkpoints
+
+
+def check_our_checkpoint(rank: int, world_size: int, path: str) -> int:
+    """Saved by four replicas in even parts, loaded under other strategies and gone on with."""
+    divided_by("evenly")
+    model = shard_model(make_model(depth=2), sw.zero(0), mesh_of(world_size))
+    optimizer = optimizer_of(model, "spread")
+    plain(model, optimizer, rank)
+    sw.save(path, model, optimizer)
+    before = everything(model, optimizer)
+    plain(model, optimizer, rank)
+    after = everything(model, optimizer)
+    for way, placements in (("by matrix", sw.hsdp()), ("evenly", sw.hsdp()), ("", sw.zero(3))):
+        divided_by(way)
+        other = make_model(depth=2, seed=5)
+        mesh = mesh_of(world_size, 1) if placements == sw.hsdp() else mesh_of(world_size)
+        shard_model(other, placements, mesh)
+        again = optimizer_of(other, "spread")
+        sw.load(path, other, again)
+        assert_same(everything(other, again), before, placements)
+        plain(other, again, rank)
+        assert_same(everything(other, again), after, placements)
+    return len(before)
+
+
+def test_even_parts_are_saved_and_loaded_anywhere(tmp_path: Path) -> None:
+    assert all(run_ranks(check_our_checkpoint, 4, str(tmp_path / "saved"), timeout=PATIENCE))

@@ -24,6 +24,7 @@ from shardwise.layout import (
     Grain,
     Item,
     Layout,
+    cut_finer,
     plan,
     plan_groups,
     rows,
@@ -398,3 +399,19 @@ def test_a_trillion_parameters_over_1024_ranks(step: int) -> None:
     assert payload == sum(prod(item.shape) for unit in units for item in unit) > 10**12
     assert padding * 50 < payload
     assert seconds < 10
+
+
+def test_rows_are_cut_where_whole_ones_would_be_padding() -> None:
+    """A block of a GPT: few ranks keep rows, 4096 have twice as many places as matrices rows."""
+    shapes = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632), (2048,), (2048,)]
+    items = [Item(str(number), shape) for number, shape in enumerate(shapes)]
+    for num_shards in (1, 8, 100, 1024):
+        assert cut_finer(items, num_shards) == items, num_shards
+    groups = [[items[index] for index in group] for group in plan_groups(items, 4096)]
+    assert sum(plan(group, 4096).padding for group in groups) * 5 > sum(i.numel for i in items)
+    finer = cut_finer(items, 4096)
+    assert {item.grain for item in finer} == {ELEMENT}
+    assert plan_groups(finer, 4096) == [tuple(range(len(items)))], "one buffer"
+    layout = plan(finer, 4096)
+    assert layout.padding * 100 < layout.payload
+    assert cut_finer([Item("small", (3, 5))], 64) == [Item("small", (3, 5))], "not worth it"

@@ -22,7 +22,6 @@ from shardwise.placements import (
     as_placement,
     hfsdp,
     hsdp,
-    replica_spans,
     shard_range,
     steps,
     zero,
@@ -173,27 +172,6 @@ def test_the_inner_axis_is_the_major_shard_index() -> None:
         for inner in range(3)
     }
     assert held == {(o, i): (i * 2 + o, 1) for o in range(2) for i in range(3)}
-
-
-def test_what_a_reduction_over_replicas_brings_where() -> None:
-    """A mesh of 2 x 2 replicas and one shard: A whole to one of four, B in two runs, C to all."""
-    main, sizes = (REPLICATE, REPLICATE, SHARD), (2, 2, 1)
-    pieces = [(0, 6, 0), (2, 8, 6), (0, 3, 12), (0, 0, 0)]
-    # Replicas as shards count: (outer, inner) = (0, 0), (1, 0), (0, 1), (1, 1).
-    turns = {0: ((0, 0), (0, 6), (0, 0), (0, 0)), 1: ((0, 5), (0, 0), (0, 0), (5, 9)), 3: ()}
-    found = {
-        (axis, outer, inner): replica_spans(pieces, turns, main, sizes, (outer, inner, 0), axis)
-        for axis in (0, 1)
-        for outer in (0, 1)
-        for inner in (0, 1)
-    }
-    assert all(shared == [(12, 15)] for shared, _ in found.values())
-    for outer in (0, 1):
-        for inner in (0, 1):  # the inner axis comes first: nothing has been reduced before it
-            assert found[1, outer, inner][1] == [[(0, 6), (6, 9)], [(9, 12)]]
-    for outer in (0, 1):
-        assert found[0, outer, 0][1] == [[(6, 9)], [(0, 6)]]
-        assert found[0, outer, 1][1] == [[], [(9, 12)]]
 
 
 # ------------------------------------------------------------------------------ steps

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that divide the matrices of an optimizer between them, by one of two rules.
+
+    by matrix   each replica computes whole matrices: it receives their gradients from all others
+                and sends them the updates. A rank sends what an all-reduce would send, as long as
+                there are matrices enough to be shared out evenly.
+    evenly      replicas are shards, for the time of a step. Gradients are reduce-scattered between
+                them, rows go to the owners of matrices and back over all ranks at once, and each
+                replica's part of the new weights is all-gathered. A rank sends what an all-reduce
+                would send and twice its share of the matrices, however many replicas there are.
+
+Which rule costs less between replicas follows from the sizes of matrices alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.division import Evenly, Span, divide_evenly
+from shardwise.memory import counted
+from shardwise.optim.ownership import Ownership
+from shardwise.optim.split import Piece
+from shardwise.optim.storage import Sharding, pieces_of, version_of
+from shardwise.tensor import ShardedTensor
+
+
+def evenly_is_cheaper(plan: Ownership) -> bool:
+    """Whether even parts cost less than whole matrices, in elements that the busiest rank receives
+    from other replicas."""
+    replicas = plan.num_replicas
+    stored: Counter[int] = Counter()  # by shard
+    parts: Counter[tuple[int, int]] = Counter()  # by replica and shard
+    for matrix, (replica, _) in zip(plan.matrices, plan.owners, strict=True):
+        for rank, low, high in matrix.pieces:
+            stored[rank] += high - low
+            parts[replica, rank] += high - low
+    by_matrix = max(stored[rank] + (replicas - 2) * part for (_, rank), part in parts.items())
+    largest = max(matrix.numel for matrix in plan.matrices)
+    owned = max(largest, sum(stored.values()) / (replicas * plan.num_shards))
+    most = max(stored.values())
+    evenly = (2 * (replicas - 1) + 1) * most / replicas + owned
+    return evenly < by_matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Parameters of one Sharding, divided evenly between their replicas."""
+
+    sharding: Sharding  # as if replicas were shards
+    replicas: comm.Axis
+    places: list[int]  # by rank of ``replicas``: its number in a division
+    divisions: list[Evenly]  # by parameter
+    pieces: list[tuple[Piece, ...]]  # by parameter: the ranks of ``sharding`` that update it
+    mine: list[Span]  # by parameter: of the elements that are stored here, those updated here
+    bundles: list[tuple[list[int], int]]  # of each buffer: its parameters, elements of a replica
+
+    def take(self, position: int, flat: Tensor) -> Tensor:
+        """What this rank updates, of a flat tensor that may have all that is stored here."""
+        low, high = self.mine[position]
+        return flat if len(flat) == high - low else flat[low:high]
+
+    def gather(self, positions: Iterable[int], weights: Sequence[Tensor]) -> None:
+        """Bring every replica's part of the new weights to all replicas, a buffer at a time
+        (collective). ``weights``: of all parameters, what is stored here."""
+        wanted = set(positions)
+        for bundle, chunk in self.bundles:
+            flat = [weights[position].view(-1) for position in bundle]
+            if not any(map(len, flat)) or wanted.isdisjoint(bundle):
+                continue
+            updated = [self.take(p, one) for p, one in zip(bundle, flat, strict=True)]
+            part = torch.cat([*updated, flat[0].new_zeros(chunk - sum(map(len, updated)))])
+            whole = counted(part.new_empty(self.replicas.size * chunk), "receive")
+            comm.all_gather(whole, part, self.replicas).wait()
+            if self.places != sorted(self.places):  # several axes, which divisions count otherwise
+                order = sorted(range(len(self.places)), key=self.places.__getitem__)
+                whole = whole.view(-1, chunk)[order].view(-1)
+            lengths = [len(one) for one in flat]
+            torch._foreach_copy_(flat, list(whole[: sum(lengths)].split(lengths)))
+
+
+def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
+    """Divide parameters evenly between the replicas of their sharding (it has some)."""
+    shards, replicas = sharding.axis(sharding.sharded), sharding.axis(sharding.replicated)
+    assert replicas is not None
+    shard_places = sharding.places(sharding.sharded)
+    places = sharding.places(sharding.replicated)
+    pieces = [pieces_of(parameter) for parameter in parameters]
+    shard, replica = shards.rank if shards is not None else 0, places[replicas.rank]
+    joint = _joint_ranks(sharding, places)
+    buffers: dict[Any, list[int]] = {}
+    for position, parameter in enumerate(parameters):
+        buffers.setdefault((id(version_of(parameter)), parameter.dtype), []).append(position)
+    divisions: dict[int, Evenly] = {}
+    bundles = []
+    for members in buffers.values():
+        members.sort(key=lambda position: _start(parameters[position]))
+        placed = [
+            [(shard_places[rank], low, high) for rank, low, high in pieces[position]]
+            for position in members
+        ]
+        found = divide_evenly(placed, len(shard_places), len(places))
+        divisions |= zip(members, found, strict=True)
+        bundles.append((members, found[0].chunks[shard_places[shard]]))
+    known: dict[Any, tuple[Sequence[Piece], tuple[Piece, ...]]] = {}
+    every, mine = [], []
+    for position, held in enumerate(pieces):
+        division, key = divisions[position], (id(held), divisions[position])
+        if key not in known:  # layers that are alike share their pieces
+            parts = (
+                (joint[rank, number], *span)
+                for rank, low, high in held
+                for number, span in division.parts(shard_places[rank], low, high)
+            )
+            known[key] = held, tuple(parts)
+        every.append(known[key][1])
+        low, high = next(((low, high) for rank, low, high in held if rank == shard), (0, 0))
+        begin, end = division.part(replica, shard_places[shard], low, high)
+        mine.append((begin - low, end - low) if begin < end else (0, 0))
+    flags = zip(sharding.sharded, sharding.replicated, strict=True)
+    return Spread(
+        sharding=replace(sharding, sharded=tuple(one or other for one, other in flags)),
+        replicas=replicas,
+        places=places,
+        divisions=[divisions[position] for position in range(len(parameters))],
+        pieces=every,
+        mine=mine,
+        bundles=bundles,
+    )
+
+
+def _start(parameter: Tensor) -> int:
+    """Where a parameter lies in its buffer; those of other libraries have none."""
+    cut = parameter.cut if isinstance(parameter, ShardedTensor) else None
+    return 0 if cut is None else cut.layout.starts[cut.index]
+
+
+def _joint_ranks(sharding: Sharding, places: Sequence[int]) -> dict[tuple[int, int], int]:
+    """The rank on the joint axis of shards and replicas, by rank of the shards and number of the
+    replica."""
+    flags = list(zip(sharding.sizes, sharding.sharded, sharding.replicated, strict=True))
+    axes = [(size, sharded) for size, sharded, replicated in flags if sharded or replicated]
+    found = {}
+    for joint, coordinate in enumerate(itertools.product(*(range(size) for size, _ in axes))):
+        at = {True: 0, False: 0}
+        for (size, sharded), place in zip(axes, coordinate, strict=True):
+            at[sharded] = at[sharded] * size + place
+        found[at[True], places[at[False]]] = joint
+    return found
