@@ -26,6 +26,7 @@ from shardwise.memory import Block
 from shardwise.mesh import flattened
 from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, shard_range, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
+from shardwise.tile import Tile
 
 
 class Ranks:
@@ -132,15 +133,16 @@ class Buffer:
         shape = self.layout.piece_shape(index, low, high)
         return self.flat[offset : offset + high - low].view(shape)
 
-    def cut(self, index: int) -> Cut:
+    def cut(self, index: int, tile: Tile | None = None) -> Cut:
         """The :class:`Cut` of one parameter, which its DTensors share."""
         assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
         sharded = tuple(placement == SHARD for placement in self.placements)
-        return Cut(self.layout, index, self.ranks.mesh, sharded, others=self.ranks.others)
+        mesh, others = self.ranks.mesh, self.ranks.others
+        return Cut(self.layout, index, mesh, sharded, others=others, tile=tile)
 
-    def dtensor(self, index: int) -> ShardedTensor:
+    def dtensor(self, index: int, tile: Tile | None = None) -> ShardedTensor:
         """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""
-        return ShardedTensor(self.view(index), self.cut(index), version=self.version)
+        return ShardedTensor(self.view(index), self.cut(index, tile), version=self.version)
 
     def part_of(self, other: Buffer) -> Tensor:
         """The range of ``other`` that this buffer holds: where a gather puts it."""

@@ -9,7 +9,11 @@ them: uneven, on some ranks none, and with an element grain even cut inside a ro
     wk       |             | rows 0-1    | 2-4 |                          pieces [0,2) [2,5) [5,5)
 
 ``gather`` makes the whole tensor of them, ``reduce`` makes one value of every rank's values. Both
-run over the sharded axes alone: ranks of a replicated axis hold the same bytes already.
+run over the axes that cut the tensor: ranks of the other axes hold the same bytes already.
+
+Under tensor parallelism the layout's item is a *tile* of the whole tensor (see tile.py). Pieces
+count the elements of the tile; shapes, boxes, ``gather``, ``take`` and ``reduce`` are about the
+whole tensor.
 
 Replicas may also *divide* a tensor: of what they would all hold, each holds what it works on. That
 is how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are
@@ -35,9 +39,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise import comm
 from shardwise.division import Division
-from shardwise.layout import Layout
+from shardwise.layout import Box, Layout, Shape
 from shardwise.mesh import PretendedMesh
 from shardwise.placements import REPLICATE, SHARD, shard_range
+from shardwise.tile import Tile
 
 
 @dataclass(eq=False)
@@ -118,7 +123,7 @@ class Rows(Shard):
                 f"copy the full tensor into the parameter (every rank takes its piece), for "
                 f"example with full_state_dict=True and broadcast_from_rank0=False"
             )
-        # All sharded axes cut the same rows, so one of them can tell: the last.
+        # All these axes cut the same rows, so one of them can tell: the last.
         begin, end = self.rows if self.last else (0, curr_local_size)
         return end - begin, begin
 
@@ -145,6 +150,7 @@ class Cut:
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
     division: Division | None = None  # between replicas: see :meth:`divided`
     others: comm.Axis | None = None  # ranks outside the mesh that hold other experts, each its own
+    tile: Tile | None = None  # None: the item is the whole tensor
 
     def __post_init__(self) -> None:
         name = self.layout.items[self.index].name
@@ -177,7 +183,18 @@ class Cut:
 
     @cached_property
     def shape(self) -> torch.Size:
-        return torch.Size(self.layout.items[self.index].shape)
+        """Of the whole tensor."""
+        return torch.Size(self.item_shape if self.tile is None else self.tile.shape)
+
+    @property
+    def full_mesh(self) -> DeviceMesh:
+        """The mesh of the DTensors: ``mesh``, and the axes of the tile inside of it."""
+        return self.mesh if self.tile is None else self.tile.mesh
+
+    @property
+    def item_shape(self) -> Shape:
+        """Of what is laid out: the whole tensor, or its tile."""
+        return self.layout.items[self.index].shape
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
@@ -224,7 +241,7 @@ class Cut:
         return shard_range(placements, sizes, self.coordinate, self.num_holders)[0]
 
     def piece_of(self, holder: int) -> tuple[int, int]:
-        """The elements [lo, hi) that a holder has; (0, 0) where it has none."""
+        """The elements [lo, hi) of the item that a holder has; (0, 0) where it has none."""
         count = self.layout.num_shards // self._num_runs
         run, replica = divmod(holder, len(self.division or (None,)))
         lo, hi = self.layout.piece(self.index, run * count, count)
@@ -261,21 +278,38 @@ class Cut:
     @cached_property
     def in_rows(self) -> bool:
         """Whether every holder has whole rows: the same answer on every rank."""
-        row = math.prod(self.shape[1:])
+        row = math.prod(self.item_shape[1:])
         return len(self.shape) > 0 and not any(lo % row or hi % row for _, (lo, hi) in self._held())
+
+    @cached_property
+    def _chunks(self) -> tuple[Box, ...]:
+        """This rank's piece as (offsets, sizes) boxes of the item."""
+        lo, hi = self.piece
+        return self.layout.chunks(self.index, lo, hi) if lo < hi else ()
 
     @cached_property
     def boxes(self) -> tuple[tuple[torch.Size, torch.Size], ...]:
         """This rank's piece as (offsets, sizes) boxes of the whole tensor, for checkpoints."""
-        lo, hi = self.piece
-        found = self.layout.chunks(self.index, lo, hi) if lo < hi else ()
-        return tuple((torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found)
+        first = (0,) * len(self.shape) if self.tile is None else self.tile.box[0]
+        return tuple(
+            (torch.Size(map(sum, zip(first, offsets, strict=True))), torch.Size(sizes))
+            for offsets, sizes in self._chunks
+        )
+
+    def views(self, local: Tensor) -> list[Tensor]:
+        """The memory of each of these boxes, of this rank's piece ``local``."""
+        flat, found, begin = local.view(-1), [], 0
+        for _, sizes in self._chunks:  # in order, one behind the other
+            count = math.prod(sizes)
+            found.append(flat[begin : begin + count].view(sizes))
+            begin += count
+        return found
 
     def matches(self, other: Cut) -> bool:
         """Whether both put the same elements on the same ranks."""
         if self is other:
             return True
-        if self.sharded != other.sharded or self.mesh != other.mesh:
+        if (self.sharded, self.mesh, self.tile) != (other.sharded, other.mesh, other.tile):
             return False
         same = self.index == other.index and self.division == other.division
         if self.layout is other.layout and same:
@@ -285,8 +319,10 @@ class Cut:
     def take(self, full: Tensor) -> Tensor:
         """This rank's piece of a full tensor, as a view where it can be one."""
         lo, hi = self.piece
-        if len(self.shape) and self.local_shape[1:] == self.shape[1:]:
-            row = math.prod(self.shape[1:])
+        if self.tile is not None:
+            full = self.tile.take(full)
+        if len(self.shape) and self.local_shape[1:] == self.item_shape[1:]:
+            row = math.prod(self.item_shape[1:])
             return full[lo // row : hi // row]
         return full.reshape(-1)[lo:hi].view(self.local_shape)
 
@@ -312,7 +348,8 @@ class Cut:
         spec = self._specs.get(dtype)
         if spec is None:
             meta = TensorMeta(self.shape, self.stride, dtype)
-            spec = self._specs[dtype] = DTensorSpec(self.mesh, self._placements, tensor_meta=meta)
+            placements = self._placements
+            spec = self._specs[dtype] = DTensorSpec(self.full_mesh, placements, tensor_meta=meta)
         return spec
 
     @cached_property
@@ -321,26 +358,42 @@ class Cut:
 
     @cached_property
     def _placements(self) -> tuple[Replicate | Shard, ...]:
-        rows = None
+        dims = [0 if sharded else None for sharded in self.sharded]
+        rows, first = None, 0
+        if self.tile is not None:
+            dims += self.tile.dims
+            first = self.tile.box[0][0] if self.shape else 0
         if self.in_rows:
-            row = math.prod(self.shape[1:])
-            rows = (self.piece[0] // row, self.piece[1] // row)
-        last = len(self.sharded) - 1
+            row = math.prod(self.item_shape[1:])
+            rows = (first + self.piece[0] // row, first + self.piece[1] // row)
+        last = max((axis for axis, dim in enumerate(dims) if dim == 0), default=None)
         return tuple(
-            Rows(self.name, rows, last=axis == last) if sharded else Replicate()
-            for axis, sharded in enumerate(self.sharded)
+            Rows(self.name, rows, last=axis == last)
+            if dim == 0
+            else Replicate()
+            if dim is None
+            else Shard(dim)
+            for axis, dim in enumerate(dims)
         )
 
     # ------------------------------------------------------------------ collectives
 
+    def _data_axes(self, *, cut: bool) -> tuple[comm.Axis, ...]:
+        """The data-parallel axes of several ranks that hold different pieces, or the same ones."""
+        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
+        return tuple(axis for axis, sharded in axes if sharded == cut and axis.size > 1)
+
+    @cached_property
+    def _piece_axes(self) -> tuple[comm.Axis, ...]:
+        return self._data_axes(cut=True)
+
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
-        """The axes to communicate over, outer to inner."""
-        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
-        return tuple(axis for axis, sharded in axes if sharded and axis.size > 1)
+        """The axes to communicate over, outer to inner: their ranks hold different elements."""
+        return self._piece_axes + (self.tile.axes(cut=True) if self.tile is not None else ())
 
     def gather(self, local: Tensor) -> Tensor:
-        """The whole tensor in new memory, on every rank (collective over the sharded axes).
+        """The whole tensor in new memory, on every rank (collective over ``axes``).
 
             rank 0 | a a . |                             | a a . | b b b | c . . |
             rank 1 | b b b |  pieces padded to equal  ->  | a a . | b b b | c . . |  ->  a a b b b c
@@ -354,20 +407,20 @@ class Cut:
             return local.new_empty(self.shape)
         if not self.axes:
             return local.detach().clone().view(self.shape)
-        flat = local.detach().reshape(-1).to(self.mesh.device_type)
+        full = local.detach().reshape(-1).to(self.mesh.device_type)
         longest = max(hi - lo for lo, hi in self.pieces)
-        if longest * self.num_holders <= 2 * self.numel:
-            full = self._gather_padded(flat, longest)
-        else:
-            full = self._sum_pieces(flat)
-        return full.view(self.shape).to(local.device)
+        if self._piece_axes:
+            few = longest * self.num_holders <= 2 * math.prod(self.item_shape)
+            full = self._gather_padded(full, longest) if few else self._sum_pieces(full)
+        full = full.view(self.item_shape)
+        return (full if self.tile is None else self.tile.join(full)).to(local.device)
 
     def _gather_padded(self, flat: Tensor, longest: int) -> Tensor:
         padded = flat.new_empty(longest)
         padded[: flat.numel()] = flat
         # As bytes, because not every backend carries every dtype.
         part = padded.view(torch.uint8)
-        for axis in self.axes:
+        for axis in self._piece_axes:
             joined = part.new_empty(part.numel() * axis.size)
             comm.all_gather(joined, part, axis).wait()
             part = joined
@@ -376,19 +429,19 @@ class Cut:
         return torch.cat([one[: hi - lo] for (lo, hi), one in in_order if lo < hi])
 
     def _sum_pieces(self, flat: Tensor) -> Tensor:
-        num_bytes = self.numel * flat.element_size()
+        num_bytes = math.prod(self.item_shape) * flat.element_size()
         words = torch.zeros(-(-num_bytes // 4), dtype=torch.int32, device=flat.device)
         full = words.view(torch.uint8)[:num_bytes].view(flat.dtype)
         full[slice(*self.piece)] = flat
-        for axis in self.axes:
+        for axis in self._piece_axes:
             comm.all_reduce(words, axis).wait()
         return full
 
     @cached_property
     def replica_axes(self) -> tuple[comm.Axis, ...]:
         """The axes whose ranks hold the same bytes, outer to inner."""
-        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
-        return tuple(axis for axis, sharded in axes if not sharded and axis.size > 1)
+        tiles = self.tile.axes(cut=False) if self.tile is not None else ()
+        return self._data_axes(cut=False) + tiles
 
     @cached_property
     def norm_axes(self) -> tuple[comm.Axis, ...]:
@@ -402,8 +455,8 @@ class Cut:
         op: Literal["sum", "max", "min"],
         axes: tuple[comm.Axis, ...] | None = None,
     ) -> Tensor:
-        """Every rank's ``values`` (one dimension) made one (collective over ``axes``; None: the
-        sharded ones).
+        """Every rank's ``values`` (one dimension) made one (collective over ``axes``; None: those
+        that cut the tensor).
 
         A maximum is taken of gathered values: NCCL's own drops a NaN, torch's keeps it.
         """

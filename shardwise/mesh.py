@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,17 @@ class PretendedMesh:
         ]
         self._parts: dict[tuple[str, ...], PretendedMesh] = {}
 
+    @staticmethod
+    def joining(meshes: Sequence[PretendedMesh]) -> PretendedMesh:
+        """The axes of both, those of the second inside."""
+        first, second = meshes
+        return PretendedMesh(
+            first.mesh_dim_names + second.mesh_dim_names,
+            first.shape + second.shape,
+            first._coordinate + second._coordinate,
+            first._backend,
+        )
+
     def size(self, axis: int | None = None) -> int:
         return math.prod(self.shape) if axis is None else self.shape[axis]
 
@@ -106,16 +118,37 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     of rows (torch 2.13), without a word. So the mesh that we make is kept where torch does not
     look; a mesh that the user flattened stays where it is.
     """
-    kept: dict[tuple[str, ...], DeviceMesh]
-    kept = mesh.__dict__.setdefault("_shardwise_flattened", {})
-    if names not in kept:
-        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    root, kept = _kept_on_root(mesh)
+    if (mesh, names) not in kept:
         registry = getattr(root, "_flatten_mapping", {})
         before = set(registry)
-        kept[names] = mesh[names]._flatten()
+        kept[mesh, names] = mesh[names]._flatten()
         for name in set(registry) - before:
             del registry[name]
-    return kept[names]
+    return kept[mesh, names]
+
+
+def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axes of ``data``, then the axes ``names`` of ``other``; both belong to one mesh, whose
+    process groups are used."""
+    wanted = (*(data.mesh_dim_names or ()), *names)
+    if other.mesh_dim_names == wanted:
+        return other
+    if not names:
+        return data
+    rest = other if other.mesh_dim_names == names else other[names]
+    _, kept = _kept_on_root(data)
+    if (data, rest) not in kept:
+        join = PretendedMesh.joining if isinstance(data, PretendedMesh) else DeviceMesh._concatenate
+        kept[data, rest] = join([data, rest])
+    return kept[data, rest]
+
+
+def _kept_on_root(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[Any, DeviceMesh]]:
+    """The mesh that ``mesh`` is a part of, and the meshes that we made of its parts: torch makes a
+    new object for every ``mesh["dp"]``."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return root, root.__dict__.setdefault("_shardwise_made", {})
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -203,6 +203,15 @@ def joint_places(sizes: Sequence[int]) -> list[int]:
     return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]
 
 
+def chunk_range(length: int, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
+    """The part [begin, end) of a dimension that torch's Shard gives to one coordinate."""
+    begin, end = 0, length
+    for size, position in zip(sizes, coordinate, strict=True):
+        step = -(-(end - begin) // size)
+        begin, end = min(begin + position * step, end), min(begin + (position + 1) * step, end)
+    return begin, end
+
+
 # By the names that command lines and files use.
 STRATEGIES: dict[str, Placements] = {
     **{f"zero{stage}": zero(stage) for stage in range(4)},

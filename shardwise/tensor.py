@@ -201,7 +201,7 @@ class ShardedTensor(DTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor in new memory on every rank (collective over the sharded axes)."""
+        """The whole tensor in new memory on every rank (collective over the axes that cut it)."""
         if grad_placements is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}': full_tensor(grad_placements=...): no gradient flows through it"
@@ -220,17 +220,17 @@ class ShardedTensor(DTensor):
     ) -> DTensor:
         """A plain DTensor for all ``Replicate()``, itself for its own placements; others are
         refused."""
-        here = device_mesh is None or device_mesh == self.cut.mesh
+        mesh = self.device_mesh
+        here = device_mesh is None or device_mesh == mesh
         wanted = None if placements is None else tuple(placements)
         plain = forward_dtype is None and backward_dtype is None
         if here and plain and wanted == self.placements:
             return self
-        if here and plain and wanted == (Replicate(),) * self.cut.mesh.ndim:
-            full = self.full_tensor()
-            return DTensor.from_local(full, self.cut.mesh, wanted, run_check=False)
+        if here and plain and wanted == (Replicate(),) * mesh.ndim:
+            return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
         raise NotImplementedError(
             f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
-            f"{device_mesh or self.cut.mesh} (dtypes {forward_dtype}, {backward_dtype}): the "
+            f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): the "
             f"pieces are uneven, so only all Replicate() on the same mesh is possible; "
             f"use full_tensor()"
         )
@@ -279,18 +279,15 @@ class ShardedTensor(DTensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """The memory of one box, to read when saving, to write when loading."""
-        found = [box for box in self.cut.boxes if index.offset in (None, box[0])]
+        held = zip(self.cut.boxes, self.cut.views(self.to_local()), strict=True)
+        found = [view for (offsets, _), view in held if index.offset in (None, offsets)]
         if not found:
-            held = [list(offsets) for offsets, _ in self.cut.boxes]
+            begins = [list(offsets) for offsets, _ in self.cut.boxes]
             raise ValueError(
                 f"{index.fqn}: no piece of '{self.cut.name}' begins at {index.offset} here, "
-                f"only at {held}; the checkpoint plan was made for another layout"
+                f"only at {begins}; the checkpoint plan was made for another layout"
             )
-        offsets, sizes = found[0]
-        pairs = zip(offsets, self.cut.stride, strict=True)
-        first = sum(offset * stride for offset, stride in pairs)
-        flat = self.to_local().view(-1)
-        return flat.narrow(0, first - self.cut.piece[0], sizes.numel()).view(sizes)
+        return found[0]
 
 
 _make = torch.Tensor._make_wrapper_subclass

@@ -416,7 +416,7 @@ class Operations:
         self._write(*tensors)
         func([local for local in locals_ if local.numel()], found_inf, *rest, **kwargs)
         # One collective per kind of cut, in order of first appearance.
-        cuts = {(cut.mesh, cut.sharded): cut for cut in self._cuts(list(tensors))}.values()
+        cuts = {(cut.mesh, cut.axes): cut for cut in self._cuts(list(tensors))}.values()
         widest = max(cuts, key=lambda cut: cut.mesh.size())
         for cut in cuts:
             within = cut.mesh.size() < widest.mesh.size()

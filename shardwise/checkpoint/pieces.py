@@ -42,13 +42,11 @@ def local_pieces(key: str, tensor: Tensor) -> list[Piece]:
     """This rank's boxes of a tensor, as views: a save reads them, a load writes them."""
     shape = tuple(tensor.shape)
     if isinstance(tensor, ShardedTensor):
-        flat, first = tensor.to_local().detach().view(-1), tensor.cut.piece[0]
-        found = []
-        for offsets, sizes in tensor.cut.boxes:
-            begin = sum(o * s for o, s in zip(offsets, tensor.cut.stride, strict=True)) - first
-            data = flat.narrow(0, begin, sizes.numel()).view(sizes)
-            found.append(Piece(key, shape, tuple(offsets), data))
-        return found
+        views = tensor.cut.views(tensor.to_local().detach())
+        return [
+            Piece(key, shape, tuple(offsets), view)
+            for (offsets, _), view in zip(tensor.cut.boxes, views, strict=True)
+        ]
     if isinstance(tensor, DTensor):
         if tensor.device_mesh.get_coordinate() is None:
             return []  # a tensor of other ranks

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -43,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.division import Division
-from shardwise.optim.storage import Sharding, axes_of, local_of, sharding_of, version_of
+from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
 
 # Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
@@ -106,12 +105,11 @@ def moved_state(parameter: Tensor, state: Tensor) -> Tensor:
     return state if state_cut(parameter).matches(state.cut) else zero_state(parameter).copy_(state)
 
 
-def gradient_sharding(parameter: Tensor) -> Sharding:
-    """The sharding of the gradient; where replicas divide a parameter, every axis shards it."""
-    found = sharding_of(parameter)
-    if division_of(parameter) is None:
-        return found
-    return replace(found, sharded=(True,) * len(found.sharded))
+def gradient_axes(parameter: Tensor) -> tuple[comm.Axis, ...]:
+    """The axes whose ranks store different elements of the gradient."""
+    if isinstance(parameter, ShardedTensor):
+        return state_cut(parameter).axes
+    return sharding_of(parameter).cutting_axes
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -207,28 +205,29 @@ def clip_grad_norm(
 
 def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients as one vector, float32, the same on every rank."""
-    known: dict[Sharding, Sharding] = {}
-    shardings = [known.setdefault(one, one) for one in map(gradient_sharding, parameters)]
-    widest = max(known, key=_num_ranks, default=None)
-    members_of: dict[tuple[Sharding, bool], list[Tensor]] = {}
+    widest = max(parameters, key=_num_ranks, default=None)
+    # By the axes to add up over, and for experts the number of copies that are added.
+    members_of: dict[tuple[tuple[comm.Axis, ...], int], list[Tensor]] = {}
     device = torch.device("cpu")
-    for parameter, sharding in zip(parameters, shardings, strict=True):
+    for parameter in parameters:
         assert widest is not None
-        experts = _others_elsewhere(parameter) and 0 < _num_ranks(sharding) < _num_ranks(widest)
-        members = members_of.setdefault((sharding, experts), [])
+        axes, copies = gradient_axes(parameter), 1
+        if _others_elsewhere(parameter) and 0 < _num_ranks(parameter) < _num_ranks(widest):
+            # Every rank adds its part of its experts, divided by the number of copies.
+            sharding = sharding_of(parameter)
+            held = division_of(parameter) is None
+            copies = sharding.count(sharding.replicated) if held else 1
+            axes = sharding_of(widest).axes
+        members = members_of.setdefault((axes, copies), [])
         device = parameter.device
         grad = gradient_of(parameter)
         if grad is not None:
             members.append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
-    for (sharding, experts), members in members_of.items():
+    for (axes, copies), members in members_of.items():
         value = _partial(members, norm_type, device)
-        axes = sharding.cutting_axes
-        if experts:  # every rank adds its part of its experts, divided by the number of copies
-            assert widest is not None
-            axes = widest.axes
-            value = value if largest else value / sharding.count(sharding.replicated)
+        value = value if largest else value / copies
         for axis in axes:
             # A maximum of gathered values: NCCL's own drops a NaN.
             if largest:
@@ -251,8 +250,11 @@ def _others_elsewhere(parameter: Tensor) -> bool:
     return isinstance(parameter, ShardedTensor) or bool(getattr(parameter, OTHERS_ELSEWHERE, False))
 
 
-def _num_ranks(sharding: Sharding) -> int:
-    return math.prod(sharding.sizes) if sharding.mesh is not None else 0
+def _num_ranks(parameter: Tensor) -> int:
+    """The number of ranks that a parameter is sharded or replicated over by data parallelism."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.mesh.size()
+    return math.prod(sharding_of(parameter).sizes) if isinstance(parameter, DTensor) else 0
 
 
 def _partial(members: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.layout import Layout
 from shardwise.optim.split import Piece
-from shardwise.placements import REPLICATE, SHARD, joint_places
+from shardwise.placements import REPLICATE, SHARD, chunk_range, joint_places
 from shardwise.tensor import ShardedTensor, Version
 
 Flags = tuple[bool, ...]  # one per mesh axis
@@ -45,6 +45,7 @@ class Sharding:
     sharded: Flags = ()
     blocked: Flags = ()
     block_dim: int = 0  # of the matrix: 0 rows, 1 columns
+    num_data_axes: int | None = None  # None: all; ranks of the others exchange no copies
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -52,8 +53,9 @@ class Sharding:
 
     @property
     def replicated(self) -> Flags:
-        pairs = zip(self.sharded, self.blocked, strict=True)
-        return tuple(not (shards or blocks) for shards, blocks in pairs)
+        pairs = enumerate(zip(self.sharded, self.blocked, strict=True))
+        num = len(self.sharded) if self.num_data_axes is None else self.num_data_axes
+        return tuple(axis < num and not (shards or blocks) for axis, (shards, blocks) in pairs)
 
     def count(self, flags: Flags) -> int:
         """The number of ranks on the chosen axes together."""
@@ -86,8 +88,8 @@ class Sharding:
         """The axes of several ranks that store different elements, outer to inner."""
         if self.mesh is None:
             return ()
-        pairs = zip(comm.mesh_axes(self.mesh), self.replicated, strict=True)
-        return tuple(axis for axis, same in pairs if not same and axis.size > 1)
+        flags = zip(comm.mesh_axes(self.mesh), self.sharded, self.blocked, strict=True)
+        return tuple(axis for axis, shards, blocks in flags if shards | blocks and axis.size > 1)
 
 
 _PLAIN = Sharding()
@@ -95,8 +97,17 @@ _PLAIN = Sharding()
 
 def sharding_of(parameter: Tensor) -> Sharding:
     if isinstance(parameter, ShardedTensor):
-        cut = parameter.cut
-        return Sharding(cut.mesh, cut.sharded, (False,) * len(cut.sharded))
+        cut, num = parameter.cut, len(parameter.cut.sharded)
+        tiles = () if cut.tile is None else cut.tile.dims
+        sides = [_side(dim, parameter.ndim) for dim in tiles]
+        found = [side for side in sides if side is not None]
+        if not found:
+            # Ranks of tensor parallelism that hold the same, or other matrices of a stack, all work
+            # alike and exchange nothing.
+            return Sharding(cut.mesh, cut.sharded, (False,) * num)
+        blocked = (False,) * num + tuple(side is not None for side in sides)
+        sharded = cut.sharded + (False,) * len(sides)
+        return Sharding(cut.full_mesh, sharded, blocked, found[0], num_data_axes=num)
     if isinstance(parameter, DTensor):
         dims = _block_dims(parameter)
         sharded = tuple(
@@ -113,7 +124,9 @@ def axes_of(parameters: Iterable[Tensor]) -> list[comm.Axis]:
     """Every axis that the parameters are spread over, once, in order."""
     found: dict[int, comm.Axis] = {}
     for parameter in parameters:
-        for axis in sharding_of(parameter).axes:
+        ours = isinstance(parameter, ShardedTensor)
+        sharding = Sharding(parameter.cut.full_mesh) if ours else sharding_of(parameter)  # type: ignore[attr-defined]
+        for axis in sharding.axes:
             found.setdefault(id(axis.group), axis)
     return list(found.values())
 
@@ -134,6 +147,12 @@ def _block_dims(parameter: DTensor) -> list[int | None]:
     return found
 
 
+def _side(dim: int | None, ndim: int) -> int | None:
+    """The side of a matrix [..., out, in] that a cut of this dimension is along: 0, 1 or None."""
+    side = -1 if dim is None or ndim < 2 else dim - (ndim - 2)
+    return side if side >= 0 else None
+
+
 def _is_shard(placement: Any) -> bool:
     return bool(placement.is_shard()) or _is_strided(placement)
 
@@ -143,9 +162,11 @@ def _is_strided(placement: Any) -> bool:
 
 
 def cut_along_rows(parameter: Tensor) -> bool:
-    """Whether every axis that cuts a DTensor does so along its first dimension."""
-    foreign = isinstance(parameter, DTensor) and not isinstance(parameter, ShardedTensor)
-    placements = parameter.placements if foreign else ()  # type: ignore[attr-defined]
+    """Whether no axis cuts a DTensor otherwise than into pieces of its first dimension."""
+    if isinstance(parameter, ShardedTensor):
+        tile = parameter.cut.tile
+        return tile is None or not tile.axes(cut=True)
+    placements: Any = parameter.placements if isinstance(parameter, DTensor) else ()
     return all(one.dim == 0 for one in placements if _is_shard(one))
 
 
@@ -153,7 +174,7 @@ def storage_problem(name: str, parameter: Tensor, *, matrix: bool = False) -> st
     """Why an optimizer cannot find the pieces of a parameter, or None."""
     if parameter.is_meta:
         return f"'{name}' has no values yet (meta device): materialise the model first"
-    if isinstance(parameter, ShardedTensor) or not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
         return None
     if any(placement.is_partial() for placement in parameter.placements):
         return f"'{name}' is a DTensor with {parameter.placements}: no weight is a partial sum"
@@ -173,6 +194,8 @@ def storage_problem(name: str, parameter: Tensor, *, matrix: bool = False) -> st
 
 def block_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape that shards cut: the parameter's, or its block's under tensor parallelism."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.item_shape
     shape, sharding = list(parameter.shape), sharding_of(parameter)
     if any(sharding.blocked):
         shape[-2 + sharding.block_dim] //= sharding.count(sharding.blocked)
@@ -222,15 +245,6 @@ def _chunked_pieces(parameter: DTensor) -> list[Piece]:
         if begin < end:
             found.append((rank, begin * row, end * row))
     return sorted(found, key=lambda piece: piece[1])
-
-
-def chunk_range(length: int, sizes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """The part [begin, end) of a dimension that torch's Shard gives to one coordinate."""
-    begin, end = 0, length
-    for size, position in zip(sizes, coordinate, strict=True):
-        step = -(-(end - begin) // size)
-        begin, end = min(begin + position * step, end), min(begin + (position + 1) * step, end)
-    return begin, end
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.tensor import ShardedTensor
+from shardwise.tile import tile_problem
 
 
 def check_types(
@@ -57,7 +58,10 @@ def check_types(
         raise ValueError(f"{verb}: " + "; ".join(wrong))
 
 
-def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[str]:
+def module_problems(
+    roots: Sequence[nn.Module], found: Sequence[Found], meshes: Sequence[DeviceMesh]
+) -> list[str]:
+    """Problems of modules and of their parameters, each with the mesh that it is for."""
     problems = [] if roots else ["an empty list of modules"]
     if torch.is_inference_mode_enabled() or any(f.parameter.is_inference() for f in found):
         problems.append(
@@ -73,19 +77,17 @@ def module_problems(roots: Sequence[nn.Module], found: Sequence[Found]) -> list[
                 f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
                 f"them as a list"
             )
-    for f in found:
+    for f, mesh in zip(found, meshes, strict=True):
         parameter = f.parameter
+        tiled = tile_problem(f.name, parameter, mesh) if isinstance(parameter, DTensor) else None
         eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
         if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
             problems.append(
                 f"'{f.name}' belongs to another unit already (tied weights in two units): wrap "
                 f"both modules in one call with a list, or leave both to the root"
             )
-        elif isinstance(parameter, DTensor):
-            problems.append(
-                f"{UNSUPPORTED}'{f.name}' is a DTensor on {parameter.device_mesh} already, by "
-                f"tensor parallelism or torch's own fully_shard; wrap plain parameters"
-            )
+        elif tiled is not None:
+            problems.append(tiled)
         elif parameter.is_complex() or (parameter.requires_grad and eight_bits):
             problems.append(
                 f"'{f.name}' has dtype {parameter.dtype}, whose gradients no backend can sum; "
@@ -245,12 +247,19 @@ def placement_problems(
     return problems
 
 
+def described_shape(found: Found) -> str:
+    """The shape of a parameter, and how tensor parallelism places it."""
+    parameter = found.parameter
+    placed = f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
+    return f"{list(parameter.shape)}{placed}"
+
+
 def describe_parameter(found: Found, grain: GrainChoice | None, precision: Precision) -> str:
     """One line about a parameter, which must be the same on all ranks."""
     parameter = found.parameter
     stored = stored_as(found, precision)
     return (
-        f"{found.name} {list(parameter.shape)} {parameter.dtype} by {grain_of(found, grain)} "
+        f"{found.name} {described_shape(found)} {parameter.dtype} by {grain_of(found, grain)} "
         f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''} "
         f"{share_of(found)}"
     )

@@ -41,6 +41,7 @@ from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
 from shardwise.shard.checks import (
     bucket_problems,
     check_types,
+    described_shape,
     expert_problems,
     experts_axis,
     mesh_problems,
@@ -54,6 +55,7 @@ from shardwise.shard.group import Group
 from shardwise.shard.module import unit_of, units_of
 from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
+from shardwise.tile import tile_of
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)
@@ -117,7 +119,7 @@ def data_parallel(
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     homes, problems = _homes(found, meshes, mesh)
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
-    problems += module_problems([model], found) + mesh_problems(mesh, placements)
+    problems += module_problems([model], found, homes) + mesh_problems(mesh, placements)
     problems += expert_problems([model], found, homes)
     problems += option_problems(unused_parameters, memory, None)
     stored = [stored_as(f, precision) for f in found]
@@ -132,7 +134,7 @@ def data_parallel(
         f"{placements} {precision} unused={unused_parameters} memory={memory} bucket={bucket_mb} "
         f"overlap={overlap_gather} {settings.preset} {settings.form}"
     ] + [
-        f"{f.name} {list(f.parameter.shape)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
+        f"{f.name} {described_shape(f)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
         f"over {home.mesh_dim_names} {tuple(home.shape)} "
         f"{'trainable' if f.parameter.requires_grad else 'frozen'} "
         f"{one.format or ''} {share_of(f) if home == mesh else ''}"
@@ -161,7 +163,14 @@ def data_parallel(
         tensors = [values[position] for position in members]
         layout = bucket.layout
         group = GROUPS[stored[members[0]].format](
-            layout.items, tensors, spread[home], placements, precision, device, layout=layout
+            layout.items,
+            tensors,
+            spread[home],
+            placements,
+            precision,
+            device,
+            layout=layout,
+            tiles=[tile_of(found[position].parameter, home) for position in members],
         )
         if home != mesh:
             group.gradients.divisor = float(mesh.size())
@@ -213,23 +222,25 @@ def planned_buckets(
         parameter = found[position].parameter
         # A frozen matrix has no optimizer that could need it whole.
         whole = parameter.requires_grad and routes[id(parameter)].kind == "matrix"
-        key = (homes[position], parameter.dtype, parameter.requires_grad, whole, formats[position])
+        trained, uneven = parameter.requires_grad, found[position].uneven
+        key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
         alike.setdefault(key, []).append(position)
     planned = []
-    for (home, dtype, _, whole, _), positions in alike.items():
+    for (home, dtype, _, whole, _, _), positions in alike.items():
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
-        parameters = [found[position].parameter for position in positions]
+        # The route of each; the shape that is laid out, and that of the whole tensor.
+        chosen = [
+            (routes[id(f.parameter)], f.shape, f.parameter.shape)
+            for f in (found[position] for position in positions)
+        ]
         items = [
-            Item(
-                found[position].name,
-                tuple(parameter.shape),
-                _grain(routes[id(parameter)].shape_of(parameter.shape), whole),
-            )
-            for position, parameter in zip(positions, parameters, strict=True)
+            Item(found[position].name, shape, _grain(route.shape_of(shape), whole))
+            for position, (route, shape, _) in zip(positions, chosen, strict=True)
         ]
         if whole:
             costs = [
-                matrix_cost(p.shape, routes[id(p)], settings, measured=measured) for p in parameters
+                matrix_cost(whole_shape, route, settings, measured=measured)
+                for route, _, whole_shape in chosen
             ]
             buckets = plan_matrices(items, costs, num_shards[home], bucket_size)
         else:

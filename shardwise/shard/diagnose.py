@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
 from shardwise.placements import SHARD
@@ -48,7 +49,8 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
                     if local is not None and local.numel() and local.is_floating_point():
                         counts[index, kind, 0] = torch.isnan(local).sum().item()
                         counts[index, kind, 1] = torch.isinf(local).sum().item()
-            everyone = _gather_counts(counts, group.ranks.axes, group.device)
+            mesh = max((p.cut.full_mesh for p in group.sharded), key=DeviceMesh.size)  # type: ignore[attr-defined]
+            everyone = _gather_counts(counts, comm.mesh_axes(mesh), group.device)
             for coordinate, table in everyone:
                 for index in range(len(group.sharded)):
                     for kind, word in enumerate(("parameter", "gradient")):
@@ -101,8 +103,10 @@ def describe(model: nn.Module) -> str:
             for index, item in enumerate(group.items):
                 low, high, _ = main.pieces[index]
                 frozen = "" if group.unsharded[index].requires_grad else ", frozen"
+                tile = group.tiles[index]
+                of = "" if tile is None else f" of {list(tile.shape)} {tile.placements}"
                 lines.append(
-                    f"    {names[number, index]} {list(item.shape)} by {item.grain}: "
+                    f"    {names[number, index]} {list(item.shape)}{of} by {item.grain}: "
                     f"elements {low} to {high} here{frozen}"
                 )
             lines += ["    | " + row for row in layout.picture().splitlines()]

@@ -38,7 +38,7 @@ _BF16_BYTES = 2  # per element that is sent as bf16
 
 def stored_as(found: Found, precision: Precision) -> Stored:
     """The format of one parameter."""
-    shape = tuple(found.parameter.shape)
+    shape = found.shape
     dtype = precision.compute_dtype(found.parameter.dtype)
     if precision.format is None:
         return Stored(name=found.name, shape=shape, format=None, dtype=dtype, why="")
@@ -49,6 +49,8 @@ def stored_as(found: Found, precision: Precision) -> Stored:
         exclude=precision.exclude,
         owners=found.owners,
     )
+    if reason is None and found.local is not found.parameter:
+        reason = "it is a DTensor of tensor parallelism"
     if reason is None and not found.parameter.is_floating_point():
         reason = f"its dtype is {found.parameter.dtype}"
     for module in found.modules:
@@ -60,7 +62,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
 
 def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
     """The parameter as the layout planner takes it; in MXFP8, blocks of 32 rows stay together."""
-    grain, shape = grain_of(found, choice), tuple(found.parameter.shape)
+    grain, shape = grain_of(found, choice), found.shape
     # A row of a stack [experts, rows, columns] is a whole matrix: its blocks are together anyway.
     return Item(found.name, shape, in_blocks(grain) if format and len(shape) == 2 else grain)
 

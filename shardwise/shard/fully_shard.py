@@ -49,6 +49,7 @@ from shardwise.shard.wrapping import (
     outermost,
     same_values,
 )
+from shardwise.tile import tile_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -112,8 +113,9 @@ def fully_shard(
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     found = find_parameters(roots, ignored_params or set())
     ranks = Ranks(mesh, experts_axis(found))
-    problems = module_problems(roots, found) + mesh_problems(mesh, placements)
-    problems += expert_problems(roots, found, [mesh] * len(found))
+    meshes = [mesh] * len(found)
+    problems = module_problems(roots, found, meshes) + mesh_problems(mesh, placements)
+    problems += expert_problems(roots, found, meshes)
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
@@ -141,6 +143,7 @@ def fully_shard(
         found, ranks.num_shards(placements.main), grain, precision
     ):
         tensors = [values[position] for position in members]
+        tiles = [tile_of(found[position].parameter, mesh) for position in members]
         for index, position in enumerate(members):
             where[position] = (len(groups), index)
             stored[len(groups), index] = stored_as(found[position], precision)
@@ -153,6 +156,7 @@ def fully_shard(
                 precision,
                 device,
                 layout=layout,
+                tiles=tiles,
                 offload=offload,
                 pin=pin,
             )
@@ -189,15 +193,15 @@ def planned_groups(
     found: Sequence[Found], num_shards: int, grain: GrainChoice | None, precision: Precision
 ) -> list[tuple[tuple[int, ...], Layout, Format | None]]:
     """(positions, layout, format) of parameters that share a buffer: alike in dtype, format and
-    trainability, and not so odd in their rows that packing them together would cost more than it
-    saves."""
-    alike: dict[tuple[torch.dtype, bool, Format | None], list[int]] = {}
+    trainability, alike for all ranks of tensor parallelism (whose layouts are then the same), and
+    not so odd in their rows that packing them together would cost more than it saves."""
+    alike: dict[tuple[torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, f in enumerate(found):
         format = stored_as(f, precision).format
-        key = (f.parameter.dtype, f.parameter.requires_grad, format)
+        key = (f.parameter.dtype, f.parameter.requires_grad, format, f.uneven)
         alike.setdefault(key, []).append(position)
     groups = []
-    for (_, _, format), positions in alike.items():
+    for (_, _, format, _), positions in alike.items():
         items = [item_of(found[position], grain, format) for position in positions]
         if grain is None and format is None:
             items = cut_finer(items, num_shards)

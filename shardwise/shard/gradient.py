@@ -46,7 +46,7 @@ from shardwise.placements import (
 )
 from shardwise.shard.replicas import reduce_shares
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import WholeParameter
+from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 
 
@@ -58,7 +58,7 @@ class Gradients:
         main_weight: Buffer,
         placements: Placements,
         sharded: Sequence[nn.Parameter],
-        unsharded: Sequence[WholeParameter],
+        unsharded: Sequence[Whole],
         *,
         wire_dtype: torch.dtype,
         device: torch.device,
@@ -273,7 +273,7 @@ class Gradients:
                 parameter._added = False
             elif grad is not None:
                 into.append(views[index])
-                values.append(grad)
+                values.append(parameter.local_gradient(grad))
             else:
                 self.came[index] = False
                 if self._open_fresh:

@@ -34,7 +34,8 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import LOST, WholeParameter
+from shardwise.shard.whole_parameter import LOST, Whole, WholeDTensor, WholeParameter
+from shardwise.tile import Tile
 
 
 class Group:
@@ -59,12 +60,15 @@ class Group:
         device: torch.device,
         *,
         layout: Layout | None = None,
+        tiles: Sequence[Tile | None] | None = None,
         offload: bool = False,
         pin: bool = False,
     ) -> None:
+        """``tiles``: of each parameter, where ``values`` are those of tensor parallelism."""
         self.items, self.ranks, self.placements = tuple(items), ranks, placements
         self.precision, self.offload, self.pin = precision, offload, pin
         self.device = device
+        self.tiles = list(tiles or [None] * len(self.items))
         self.parameter_dtype = values[0].dtype
         assert all(value.dtype == self.parameter_dtype for value in values)
         self.layout = layout or plan(self.items, ranks.num_shards(placements.main))
@@ -79,7 +83,9 @@ class Group:
             self._fill_main(values)
         self._build_compute()
         self.sharded = [
-            nn.Parameter(self.main.dtensor(index), requires_grad=value.requires_grad)
+            nn.Parameter(
+                self.main.dtensor(index, self.tiles[index]), requires_grad=value.requires_grad
+            )
             for index, value in enumerate(values)
         ]
         self.unsharded = [
@@ -154,8 +160,12 @@ class Group:
     def _whole_device(self) -> torch.device:
         return torch.device("meta") if self.main.flat.is_meta else self.device
 
-    def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
-        return WholeParameter.empty(requires_grad)
+    def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
+        tile = self.tiles[index]
+        if tile is None:
+            return WholeParameter.empty(requires_grad)
+        memory = torch.empty(0, dtype=self.whole.dtype, device=self.device)
+        return WholeDTensor.of(tile, memory, requires_grad)
 
     def _rest(self) -> None:
         """Release whole weights that are not kept between steps."""
@@ -230,7 +240,7 @@ class Group:
             for index, local in enumerate(locals_):
                 self.main.view(index).copy_(local)
         for index, parameter in enumerate(self.sharded):
-            fresh = self.main.dtensor(index)
+            fresh = self.main.dtensor(index, self.tiles[index])
             parameter.grad = None
             parameter._local_tensor = fresh._local_tensor  # type: ignore[attr-defined]
             parameter._spec = fresh._spec  # type: ignore[attr-defined]
@@ -371,13 +381,13 @@ class Group:
         """The parameters whose whole weights somebody wrote to, where these are not main's; before
         a release."""
         with torch._C.DisableTorchFunctionSubclass():
-            now = [*map(_VERSION, self.unsharded), WholeParameter.loans]
+            now = [*map(_VERSION, self.unsharded), Whole.loans]
             if now == self._versions:
                 return []
             self._versions = now
             written = [one for one in self.unsharded if one.was_written()]
             memory = _storage(self.whole.flat) if self.aliased else None
-            lost = [one.name_here for one in written if _storage(one) != memory]
+            lost = [one.name_here for one in written if _storage(one.memory) != memory]
             if lost:
                 self.show_whole()  # somebody may have moved them elsewhere
         return lost

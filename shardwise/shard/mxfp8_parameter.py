@@ -140,7 +140,6 @@ class MXFP8Parameter(WholeParameter, QuantisedParameter):
     @staticmethod
     def of(weight: MXFP8Weight, requires_grad: bool) -> MXFP8Parameter:
         parameter = MXFP8Parameter(torch.empty(0), requires_grad=requires_grad)
-        parameter._gradients, parameter._index, parameter._added = None, 0, False
         parameter.quantised = weight
         return parameter
 

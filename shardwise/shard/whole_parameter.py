@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WholeParameter: a parameter as forward and its kernels see it."""
+"""A parameter as forward and its kernels see it: WholeParameter, or WholeDTensor where it is a tile
+of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.layout import Layout
+from shardwise.tile import Tile
 
 
 class Home(Protocol):
@@ -34,7 +37,7 @@ LOST = (
 )
 
 
-class WholeParameter(nn.Parameter):
+class Whole(Tensor):
     """A parameter as forward sees it: a view of gathered memory.
 
     A kernel that computes its own weight gradient adds it to ``main_grad`` (zero where this is the
@@ -46,25 +49,19 @@ class WholeParameter(nn.Parameter):
     # Set by a forward that gives autograd something else to bring it to its backward, where it will
     # say ``delay()``: no graph tells that a gradient comes.
     delayed: bool = False
-    _gradients: ref[Home] | None
-    _index: int
-    _added: bool
+    _gradients: ref[Home] | None = None
+    _index = 0
+    _added = False
     # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
     _lent: tuple[Tensor, ...] = ()
     _counted = 0  # the version up to which writes are known
     loans = 0  # how often ``.data`` of any parameter was asked for
 
-    @staticmethod
-    def empty(requires_grad: bool) -> WholeParameter:
-        parameter = WholeParameter(torch.empty(0), requires_grad=requires_grad)
-        parameter._gradients, parameter._index, parameter._added = None, 0, False
-        return parameter
-
     @property  # type: ignore[override]
     def data(self) -> Tensor:
         lent: Tensor = _DATA.__get__(self)
         self._lent += (lent,)
-        WholeParameter.loans += 1
+        Whole.loans += 1
         return lent
 
     @data.setter
@@ -75,6 +72,15 @@ class WholeParameter(nn.Parameter):
         """Make this parameter a view of gathered memory. Its version counter stays its own, so a
         gather is no in-place change to autograd."""
         _DATA.__set__(self, memory)
+
+    @property
+    def memory(self) -> Tensor:
+        """The values as a plain tensor."""
+        return self
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient that autograd brought, as a plain tensor like ``memory``."""
+        return grad
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""
@@ -125,11 +131,57 @@ class WholeParameter(nn.Parameter):
             self._home.on_written(self._index)
 
 
+class WholeParameter(Whole, nn.Parameter):  # type: ignore[misc]
+    """A plain tensor over the gathered memory."""
+
+    @staticmethod
+    def empty(requires_grad: bool) -> WholeParameter:
+        return WholeParameter(torch.empty(0), requires_grad=requires_grad)
+
+
+class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
+    """A DTensor as tensor parallelism placed it, whose local tensor is the gathered memory."""
+
+    _tile: Tile
+    _local_tensor: Tensor
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """DTensor's would import torch's compiler, whose import keeps the caller's frame alive."""
+
+    @staticmethod
+    def of(tile: Tile, memory: Tensor, requires_grad: bool) -> WholeDTensor:
+        spec = tile.seen_spec(memory.dtype)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            WholeDTensor,
+            spec.shape,
+            spec.stride,
+            dtype=memory.dtype,
+            device=memory.device,
+            requires_grad=requires_grad,
+        )
+        made._local_tensor, made._spec, made._tile, made._is_param = memory, spec, tile, True
+        return made  # type: ignore[no-any-return]
+
+    def show(self, memory: Tensor) -> None:
+        if (memory.dtype, memory.device) != (self.dtype, self.device):
+            fresh = WholeDTensor.of(self._tile, memory, False)
+            _DATA.__set__(self, fresh)
+            self._spec = fresh._spec
+        self._local_tensor = memory
+
+    @property
+    def memory(self) -> Tensor:
+        return self._local_tensor
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        return self._tile.local_gradient(grad)
+
+
 def _refuse_whole(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """An optimizer that was built while weights were gathered would train copies."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, WholeParameter):
+            if isinstance(parameter, Whole):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds {parameter.name_here} as gathered for a "
                     f"forward: its updates would be lost. It was built while weights were "

@@ -6,22 +6,27 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.buffer import Ranks
 from shardwise.layout import ROW, Grain
+from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.unit import Unit
+from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,38 @@ class Found:
     parameter: nn.Parameter
     places: list[tuple[dict[str, Any], str]]
     modules: list[nn.Module] = field(default_factory=list)  # the modules that register it
+
+    @cached_property
+    def local(self) -> Tensor:
+        """What is laid out, with the attributes of the parameter: the parameter itself, or this
+        rank's tile of a DTensor."""
+        if not isinstance(self.parameter, DTensor) or isinstance(self.parameter, ShardedTensor):
+            return self.parameter
+        tile = self.parameter._local_tensor.detach()
+        tile.requires_grad_(self.parameter.requires_grad)
+        carry_attributes(self.parameter, tile)
+        return tile
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that is laid out."""
+        ours = isinstance(self.parameter, ShardedTensor)
+        return self.parameter.cut.item_shape if ours else tuple(self.local.shape)  # type: ignore[attr-defined]
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether ranks of tensor parallelism hold tiles of different shapes."""
+        over = self.parameter
+        if isinstance(over, ShardedTensor):
+            return over.cut.tile is not None and len(over.cut.tile.shapes) > 1
+        if not isinstance(over, DTensor):
+            return False
+        pairs = zip(over.placements, over.device_mesh.shape, strict=True)
+        cuts = [(one.dim, size) for one, size in pairs if isinstance(one, Shard)]
+        return any(
+            over.shape[dim] % math.prod(size for other, size in cuts if other == dim)
+            for dim, _ in cuts
+        )
 
     @property
     def owners(self) -> tuple[type[nn.Module], ...]:
@@ -112,7 +149,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
     """The initial values, the same on every rank: where ranks differ, those of the first rank."""
-    values: list[Tensor] = [f.parameter for f in found]
+    values: list[Tensor] = [f.local for f in found]
     sums = [_checksum(value) for value in values]
     for axis in ranks.axes:
         everyone = comm.agree(sums, axis)
@@ -134,8 +171,7 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
             value = original.detach().to(device, copy=True).contiguous()
             comm.broadcast(value, axis).wait()
             values[position] = value.requires_grad_(original.requires_grad)
-            for name, attribute in vars(original).items():
-                setattr(values[position], name, attribute)
+            carry_attributes(original, values[position])
         sums = everyone[0]
     return values
 

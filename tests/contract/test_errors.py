@@ -166,7 +166,7 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(rank: int, world_
             lambda: sw.fully_shard(
                 Odd(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])), mesh=mesh
             ),
-            NotImplementedError,
+            ValueError,
         ),
     }
     assert len(found) == 5
@@ -174,6 +174,7 @@ def test_parameters_that_cannot_be_sharded_are_refused_by_name(rank: int, world_
         assert "'odd'" in message
         assert "linear" not in message
     assert "[0, 3]" in found["empty"] and "complex64" in found["complex"]
+    assert "axis 'dp' is data-parallel here and cuts it already" in found["dtensor"]
     assert "float8" in found["float8"] and "DTensor" in found["dtensor"]
 
 

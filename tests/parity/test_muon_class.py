@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 import shardwise as sw
 from shardwise import comm
 from shardwise.optim.split import Split
-from shardwise.optim.storage import block_shape, chunk_range, sharding_of
+from shardwise.optim.storage import block_shape, sharding_of
+from shardwise.placements import chunk_range
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 

@@ -17,7 +17,8 @@ from shardwise.optim.exchange import Exchange
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
-from shardwise.optim.storage import Sharding, chunk_range
+from shardwise.optim.storage import Sharding
+from shardwise.placements import chunk_range
 from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.reference.exchange import sent, sent_to_replicas

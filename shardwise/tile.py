@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile: the part of a whole tensor that tensor parallelism left on this rank, before data
+parallelism cuts it further.
+
+A buffer packs tiles, so layouts, gathers over ``dp`` and reductions see ordinary tensors. Whoever
+speaks of the whole tensor (shapes, ``full_tensor``, norms, checkpoints, Muon) asks the tile:
+
+    weight [8, 6], mesh dp=2 x tp=2, Shard(0) on tp (Colwise)      Shard(1) on tp (Rowwise)
+
+    tp 0   rows 0-3   --laid out-->  dp 0: rows 0-1                tp 0: columns 0-2, dp cuts rows
+                                     dp 1: rows 2-3                tp 1: columns 3-5
+    tp 1   rows 4-7   --laid out-->  dp 0: rows 4-5                Replicate() on tp (norms): the
+                                     dp 1: rows 6-7                whole tensor, the same on each
+
+Three DTensors show one parameter. ``seen`` is what the user made and forward computes with, over
+``tp`` (or over one mesh of all axes, replicated over ``dp``). The parameter at rest, its gradient
+and its optimizer states are over ``mesh``, the data-parallel axes and then those of the tile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardwise import comm
+from shardwise.layout import Box
+from shardwise.mesh import joined
+from shardwise.placements import chunk_range
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile of a tensor of ``shape``, and the mesh axes that made it."""
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh  # the data-parallel axes, then those of the tile
+    num_data_axes: int
+    seen: DeviceMesh  # of the DTensor that forward computes with
+    seen_placements: tuple[Placement, ...]
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """How the tile's axes cut the tensor, outer to inner: Shard or Replicate."""
+        names = self.seen.mesh_dim_names or ()
+        by_name = dict(zip(names, self.seen_placements, strict=True))
+        return tuple(by_name[name] for name in (self.mesh.mesh_dim_names or ())[self._own])
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.num_data_axes, None)
+
+    @cached_property
+    def dims(self) -> tuple[int | None, ...]:
+        """By axis of the tile: the dimension that it cuts; None: its ranks hold the same."""
+        return tuple(getattr(placement, "dim", None) for placement in self.placements)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(self.mesh.size(axis) for axis in range(self.mesh.ndim))[self._own]
+
+    @cached_property
+    def _coordinate(self) -> tuple[int, ...]:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None, "checked before the tile is made"
+        return tuple(coordinate)[self._own]
+
+    @cached_property
+    def _axes(self) -> tuple[comm.Axis, ...]:
+        return comm.mesh_axes(self.mesh)[self._own]
+
+    def axes(self, *, cut: bool) -> tuple[comm.Axis, ...]:
+        """The axes of several ranks that hold different tiles, or (``cut=False``) the same one."""
+        pairs = zip(self._axes, self.dims, strict=True)
+        return tuple(axis for axis, dim in pairs if (dim is not None) == cut and axis.size > 1)
+
+    # ------------------------------------------------------------------ where it lies
+
+    def box_at(self, coordinate: tuple[int, ...]) -> Box:
+        """(offsets, sizes) of the tile at one coordinate of the tile's axes."""
+        ranges = [self._range(dim, coordinate) for dim in range(len(self.shape))]
+        return tuple(lo for lo, _ in ranges), tuple(hi - lo for lo, hi in ranges)
+
+    def _range(self, dim: int, coordinate: tuple[int, ...]) -> tuple[int, int]:
+        """Along one dimension, cut by those axes that ``coordinate`` reaches."""
+        chosen = [at for at in range(len(coordinate)) if self.dims[at] == dim]
+        sizes, places = [self._sizes[at] for at in chosen], [coordinate[at] for at in chosen]
+        return chunk_range(self.shape[dim], sizes, places)
+
+    @cached_property
+    def box(self) -> Box:
+        """(offsets, sizes) of this rank's tile."""
+        return self.box_at(self._coordinate)
+
+    @cached_property
+    def shapes(self) -> frozenset[tuple[int, ...]]:
+        """The shapes of the tiles of all ranks; the first ranks may hold larger ones."""
+        every = itertools.product(*(range(size) for size in self._sizes))
+        return frozenset(self.box_at(coordinate)[1] for coordinate in every)
+
+    # ------------------------------------------------------------------ whole tensors
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's tile of a full tensor, a view."""
+        for dim, (begin, size) in enumerate(zip(*self.box, strict=True)):
+            full = full.narrow(dim, begin, size)
+        return full
+
+    def join(self, tile: Tensor) -> Tensor:
+        """The whole tensor of every rank's tile (collective over the axes that cut it)."""
+        for at in reversed(range(len(self.dims))):
+            dim, size, axis = self.dims[at], self._sizes[at], self._axes[at]
+            if dim is None or size == 1:
+                continue
+            outer = self._coordinate[:at]
+            ranges = [self._range(dim, (*outer, place)) for place in range(size)]
+            lengths = [hi - lo for lo, hi in ranges]
+            padded = tile.new_zeros(*tile.shape[:dim], max(lengths), *tile.shape[dim + 1 :])
+            padded.narrow(dim, 0, tile.shape[dim]).copy_(tile)
+            part = padded.view(-1).view(torch.uint8)  # not every backend carries every dtype
+            together = part.new_empty(size * part.numel())
+            comm.all_gather(together, part, axis).wait()
+            parts = together.view(tile.dtype).view(size, *padded.shape)
+            pairs = zip(parts, lengths, strict=True)
+            tile = torch.cat([one.narrow(dim, 0, length) for one, length in pairs], dim)
+        return tile
+
+    # ------------------------------------------------------------------ as forward sees it
+
+    def seen_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """The DTensor of forward, as torch describes it."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(self.shape), strides, dtype)
+        return DTensorSpec(self.seen, self.seen_placements, tensor_meta=meta)
+
+    def local_gradient(self, grad: Tensor) -> Tensor:
+        """This rank's tile of a gradient of the seen DTensor, placed like it over the tile's axes
+        (collective where it was not, such as partial sums of norms). Partial sums over
+        data-parallel axes stay as they are: reducing these is the buffer's work."""
+        assert isinstance(grad, DTensor)
+        own = (self.mesh.mesh_dim_names or ())[self._own]
+        names = self.seen.mesh_dim_names or ()
+        found = zip(names, self.seen_placements, grad.placements, strict=True)
+        wanted = tuple(mine if name in own else theirs for name, mine, theirs in found)
+        if wanted != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        local = grad._local_tensor
+        return local.wait() if hasattr(local, "wait") else local
+
+
+def tile_of(parameter: Tensor, mesh: DeviceMesh) -> Tile | None:
+    """The tile of a DTensor parameter that is to be sharded over ``mesh``; None for a plain
+    tensor. ``tile_problem`` comes before."""
+    if not isinstance(parameter, DTensor):
+        return None
+    over, data = parameter.device_mesh, mesh.mesh_dim_names or ()
+    own = tuple(name for name in over.mesh_dim_names or () if name not in data)
+    every = joined(mesh, over, own)
+    return Tile(tuple(parameter.shape), every, mesh.ndim, over, tuple(parameter.placements))
+
+
+def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:
+    """Why a DTensor parameter cannot be sharded over ``mesh``, the same on every rank, or None."""
+    over, data = parameter.device_mesh, mesh.mesh_dim_names
+    what = f"'{name}' is a DTensor with {parameter.placements} on {over.mesh_dim_names}"
+    if data is None or over.mesh_dim_names is None:
+        return f"{what}: name the axes of both meshes (mesh_dim_names), one for each kind"
+    if any(placement.is_partial() for placement in parameter.placements):
+        return f"{what}: no weight is a partial sum"
+    if any(isinstance(placement, _StridedShard) for placement in parameter.placements):
+        return f"{what}: it is sharded by torch's fully_shard already; wrap it once"
+    for axis, placement in zip(over.mesh_dim_names, parameter.placements, strict=True):
+        if axis in data and not placement.is_replicate():
+            return (
+                f"{what}: axis '{axis}' is data-parallel here and cuts it already, by torch's "
+                f"fully_shard perhaps; pass parameters that are replicated over {data}"
+            )
+    try:
+        tile = tile_of(parameter, mesh)
+    except (RuntimeError, KeyError, ValueError) as error:
+        return (
+            f"{what}, which is no part of the mesh that {data} belongs to ({error}): make one mesh "
+            f"of all axes, init_mesh(dp=..., tp=...), and use mesh['dp'] and mesh['tp']"
+        )
+    assert tile is not None
+    if any(0 in shape for shape in tile.shapes):
+        return f"{what}: its shape {list(parameter.shape)} leaves nothing for some ranks"
+    return None

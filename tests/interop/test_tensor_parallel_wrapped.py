@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of tensor parallelism that this library sharded further: what they say of themselves,
+state dicts, checkpoints, and the forms in which torch's users write it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from tests.ranks import on_ranks
+from tests.tensor_parallel import (
+    Net,
+    adamw_of,
+    assert_close,
+    batches,
+    bucketed,
+    data_rank,
+    grid,
+    loss_of,
+    muon_of,
+    one_process,
+    sharded,
+    tiled,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0
+
+
+def whole_model(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    found = whole_model(model)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name} {key}"] = whole(value)
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]
+
+
+# ------------------------------------------------------------------------------ at rest
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_a_parameter_at_rest_knows_its_pieces(rank: int, world_size: int) -> None:
+    mesh, expected = grid(2, 2), dict(Net().named_parameters())
+    model = sharded(mesh, sw.zero(3))
+    up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
+    assert up.placements == (Shard(0), Shard(0)) and down.placements == (Shard(0), Shard(1))
+    assert model.final.weight.placements == (Shard(0), Replicate())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
+        assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), name
+        assert parameter.shape == expected[name].shape, name
+        assert torch.equal(parameter.full_tensor(), expected[name]), name
+        assert torch.equal(parameter.sum(), expected[name].double().sum().float()), name
+        torch.testing.assert_close(parameter.norm(), expected[name].norm())
+        assert parameter.max() == expected[name].max(), name
+        # Every rank's boxes, of all ranks: each element once for each of its copies.
+        held = [None] * world_size
+        dist.all_gather_object(held, parameter.cut.boxes)
+        count = torch.zeros(parameter.shape)
+        for offsets, sizes in (box for boxes in held for box in boxes):
+            where = zip(offsets, sizes, strict=True)
+            count[tuple(slice(begin, begin + size) for begin, size in where)] += 1
+        cut = math.prod(2 for one in parameter.placements if not one.is_replicate())
+        assert (count == world_size / cut).all(), name
+        for (offsets, sizes), view in zip(
+            parameter.cut.boxes, parameter.cut.views(parameter.to_local()), strict=True
+        ):
+            where = zip(offsets, sizes, strict=True)
+            box = tuple(slice(begin, begin + size) for begin, size in where)
+            assert torch.equal(view, expected[name][box]), name
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_forward_sees_the_dtensor_that_the_user_made(rank: int, world_size: int) -> None:
+    mesh = grid(2, 2)
+    model, before = sharded(mesh, sw.zero(3)), tiled(mesh)
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: Any) -> None:
+        seen.update(dict(module.named_parameters()))
+
+    model.blocks[1].register_forward_pre_hook(look)
+    loss_of(model, 0).backward()
+    for name, parameter in before.blocks[1].named_parameters():
+        mine = seen[name]
+        assert isinstance(mine, DTensor) and isinstance(mine, nn.Parameter) and mine.is_leaf
+        assert (mine.device_mesh, mine.placements) == (parameter.device_mesh, parameter.placements)
+        assert mine.shape == parameter.shape
+        assert mine.to_local().shape == parameter.to_local().shape
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_diagnosis_sees_all_ranks(rank: int, world_size: int) -> None:
+    mesh, expected = grid(2, 2), Net()
+    model = sharded(mesh, sw.zero(3))
+    for name, (norm, grad) in sw.parameter_norms(model).items():
+        assert norm == pytest.approx(expected.get_parameter(name).norm().item()) and grad is None
+    assert "blocks.0.down.weight [8, 16] of [8, 32] (Shard(dim=1),)" in sw.describe(model)
+    assert sw.find_nonfinite(model) == []
+    if rank == 3:
+        held = [p.to_local() for p in model.blocks[1].parameters() if p.to_local().numel()]
+        held[0].view(-1)[0] = float("nan")
+    [found] = sw.find_nonfinite(model)
+    assert found.name.startswith("blocks.1.") and "on rank (1, 1): 1 NaN" in str(found)
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_initialisation_after_wrapping_draws_one_models_numbers(rank: int, world_size: int) -> None:
+    def reset(model: nn.Module) -> None:
+        torch.manual_seed(7)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+
+    expected, mesh = Net(), grid(2, 2)
+    with torch.device("meta"):
+        model = tiled(mesh)
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    reset(model)
+    reset(expected)
+    assert_same(whole_model(model), whole_model(expected))
+    assert loss_of(model, 0).item() == pytest.approx(loss_of(expected, 0).item(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------ state dicts
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_whole_state_dicts_go_in_and_out(rank: int, world_size: int) -> None:
+    mesh = grid(2, 2)
+    model = bucketed(mesh, sw.zero(1))
+    train(model, muon_of(model), batches(1, 2, data_rank(mesh)))
+    expected = whole_model(model)
+    plain = sw.full_state_dict(model)
+    assert_same(plain, expected)
+    assert not any(isinstance(value, DTensor) for value in plain.values())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    theirs = get_model_state_dict(model, options=options)
+    if rank == 0:
+        assert_same(theirs, expected)
+    for load in (
+        lambda other: sw.load_full_state_dict(other, plain),
+        lambda other: other.load_state_dict(plain),
+        lambda other: other.load_state_dict(model.state_dict()),
+        lambda other: set_model_state_dict(
+            other, dict(plain), options=StateDictOptions(full_state_dict=True)
+        ),
+        lambda other: set_model_state_dict(
+            other,
+            dict(plain) if rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        ),
+    ):
+        other = sharded(mesh, sw.zero(3))
+        assert not torch.equal(whole(other.head.weight), expected["head.weight"])
+        load(other)
+        assert_same(whole_model(other), expected)
+        assert loss_of(other, 3).item() == pytest.approx(loss_of(model, 3).item(), rel=1e-5)
+    over_tp = tiled(mesh)  # torch's DTensors, which know nothing of dp
+    other.load_state_dict(over_tp.state_dict())
+    assert_same(whole_model(other), whole_model(over_tp))
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+def trained(sizes: tuple[int, ...], optimize: Any, steps: int, first: int = 0) -> tuple[Any, Any]:
+    mesh = grid(*sizes)
+    placements = sw.zero(3) if len(sizes) == 2 else sw.hsdp()
+    model = sharded(mesh, placements)
+    optimizer = optimize(model)
+    go_on(model, optimizer, range(first, first + steps))
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:  # the same batch on every rank, whatever the mesh
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimize", [adamw_of, muon_of], ids=["adamw", "muon"])
+@on_ranks(4, timeout=PATIENCE)
+def test_a_checkpoint_loads_into_any_other_mesh(
+    rank: int, world_size: int, tmp_path: Path, optimize: Any
+) -> None:
+    for sizes in ((2, 2), (2, 1, 2)):
+        model, optimizer = trained(sizes, optimize, 2)
+        saved = everything(model, optimizer)
+        path = tmp_path / f"{len(sizes)}"
+        sw.save(path, model, optimizer)
+        for others in ((2, 2), (4, 1), (1, 4), (1, 2, 2)):
+            other, fresh = trained(others, optimize, 1, first=7)
+            assert not torch.equal(whole(other.head.weight), saved["head.weight"])
+            sw.load(path, other, fresh)
+            assert_same(everything(other, fresh), saved)
+        again, fresh = trained(sizes, optimize, 1, first=7)
+        sw.load(path, again, fresh)
+        for one, its in ((model, optimizer), (again, fresh)):
+            go_on(one, its, range(2, 4))
+        assert_same(everything(again, fresh), everything(model, optimizer))
+    alone = Net()  # and into one process, which writes one that all can read
+    sw.load(path, alone)
+    assert all(torch.equal(p, saved[name]) for name, p in alone.named_parameters())
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_torchs_checkpoints(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Written here and read by torch's fully_shard with tensor parallelism, and the other way
+    round."""
+    ours = sharded(grid(2, 2), sw.zero(3))
+    with torch.no_grad():
+        for number, parameter in enumerate(ours.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) + 1000.0 * number)
+    expected = whole_model(ours)
+    dcp.save({"model": ours.state_dict()}, checkpoint_id=tmp_path / "ours")
+    mesh = grid(1, 4)
+    theirs = tiled(grid(2, 2))
+    torch_fully_shard(theirs, mesh=grid(2, 2)["dp"])
+    for other in (sharded(mesh, sw.zero(3)), bucketed(grid(2, 2), sw.zero(2)), theirs, Net()):
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "ours")
+        other.load_state_dict(state["model"])
+        assert_same(whole_model(other), expected)
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    other = sharded(grid(2, 1, 2), sw.hsdp())
+    dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    assert_same(whole_model(other), expected)
+
+
+# ------------------------------------------------------------------------------ other forms
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def spmd(mesh: DeviceMesh) -> Small:
+    """Every parameter a DTensor on the mesh of all axes, replicated on the data-parallel ones."""
+    model, data = Small(), (Replicate(),) * (mesh.ndim - 1)
+    placed = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    for name, parameter in list(model.named_parameters()):
+        module, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        placements = (*data, placed.get(name, Replicate()))
+        setattr(module, last, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)], ids=str)
+@on_ranks(4, timeout=PATIENCE)
+def test_dtensors_of_one_mesh_of_all_axes(
+    rank: int, world_size: int, sizes: tuple[int, ...]
+) -> None:
+    """As torch's fully_shard takes them with dp_mesh_dims: the same gradients as it."""
+    mesh = grid(*sizes)
+    dims = DataParallelMeshDims(shard="dp", replicate="dp_outer" if len(sizes) == 3 else None)
+    ours, theirs = spmd(mesh), spmd(mesh)
+    sw.fully_shard(ours, mesh=mesh, dp_mesh_dims=dims)
+    torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dims)
+    optimizers = [adamw_of(ours), adamw_of(theirs)]
+    cut = (Shard(0),) * (mesh.ndim - 1)
+    for step in range(2):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        for model in (ours, theirs):
+            out = model(distribute_tensor(rows, mesh, (*cut, Replicate())))
+            out.square().mean().backward()
+        for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert mine.device_mesh == mesh, name
+            assert torch.allclose(whole(mine.grad), whole(its.grad), atol=1e-6), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(whole(mine), whole(its), atol=1e-6), name
+
+
+@pytest.mark.parametrize("form", ["bf16", "offload", "trace", "keep", "neighbours", "recompute"])
+@on_ranks(4, timeout=PATIENCE)
+def test_options(rank: int, world_size: int, form: str) -> None:
+    mesh = grid(2, 2)
+    options: dict[str, Any] = {
+        "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "trace": {"memory": "trace"},
+        "keep": {"reshard_after_forward": False},
+        "neighbours": {"reshard_after_forward": 2},
+        "recompute": {},
+    }[form]
+    model = sharded(mesh, sw.zero(3), **options)
+    if form == "recompute":
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=False)
+    found = train(model, muon_of(model), batches(3, 2, data_rank(mesh)))
+    expected = one_process(muon_of, 3, 2)
+    if form != "bf16":
+        assert_close(found, expected)
+        return
+    for mine, its in zip(found, expected, strict=True):
+        assert mine["norm"].item() == pytest.approx(its["norm"].item(), rel=0.05)
+        assert torch.allclose(mine["blocks.0.norm.weight"], its["blocks.0.norm.weight"], atol=0.05)
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_microbatches_wait_for_the_last(rank: int, world_size: int) -> None:
+    """Two microbatches under hsdp: gradients of norms, partial over tp, are summed and reduced."""
+    mesh, expected = grid(2, 1, 2), Net()
+    model = sharded(mesh, sw.hsdp())
+    for number in range(2):
+        model.set_is_last_backward(number == 1)
+        loss_of(model, 2 * number + data_rank(mesh)).backward()
+        for other in range(2):
+            (loss_of(expected, 2 * number + other) / 2).backward()
+    for (name, mine), its in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(whole(mine.grad), its.grad, atol=1e-5), name
+
+
+# ------------------------------------------------------------------------------ refused
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_size: int) -> None:
+    mesh = grid(2, 2)
+    narrow = nn.Linear(4, 1)  # one row for two ranks
+    parallelize_module(narrow, mesh["tp"], ColwiseParallel())
+    partial = nn.Linear(4, 4)
+    weight = DTensor.from_local(partial.weight.detach(), mesh["tp"], [Partial()])
+    partial.weight = nn.Parameter(weight)
+    wrapped = tiled(mesh)
+    torch_fully_shard(wrapped, mesh=mesh["dp"])
+    over_dp = nn.Linear(4, 4)
+    over_dp.weight = nn.Parameter(distribute_tensor(over_dp.weight.detach(), mesh, [Shard(0)] * 2))
+    unnamed = nn.Linear(4, 4)
+    other = init_device_mesh("cpu", (4,))
+    unnamed.weight = nn.Parameter(distribute_tensor(unnamed.weight.detach(), other, [Shard(0)]))
+    for module, why in (
+        (narrow, "leaves nothing for some ranks"),
+        (partial, "no weight is a partial sum"),
+        (wrapped, "fully_shard already"),
+        (over_dp, "'dp' is data-parallel here and cuts it already"),
+        (unnamed, "name the axes"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            sw.fully_shard(module, mesh=mesh)

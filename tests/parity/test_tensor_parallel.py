@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism inside data parallelism: the same numbers as one process, under every
+strategy, and the same bits under every strategy of one mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from tests.ranks import on_ranks
+from tests.tensor_parallel import (
+    adamw_of,
+    assert_close,
+    batches,
+    bucketed,
+    data_rank,
+    grid,
+    muon_of,
+    one_process,
+    sharded,
+    train,
+)
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0
+STEPS = 3
+OPTIMIZERS = {"adamw": adamw_of, "muon": muon_of}
+
+
+def same_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], what: Any) -> None:
+    for step, (mine, its) in enumerate(zip(found, expected, strict=True)):
+        wrong = [name for name in mine if not torch.equal(mine[name], its[name])]
+        assert not wrong, (what, step, wrong)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "plain"])
+@on_ranks(4, timeout=PATIENCE)
+def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) -> None:
+    mesh, optimize = grid(2, 2), OPTIMIZERS[optimizer]
+    mine = batches(STEPS, 2, data_rank(mesh))
+    expected = one_process(optimize, STEPS, 2)
+    first = None
+    for stage in range(4):
+        model = sharded(mesh, sw.zero(stage), sequence)
+        found = train(model, optimize(model), mine)
+        assert_close(found, expected)
+        first = first or found
+        same_bits(found, first, ("fully_shard", stage))
+    for stage in range(3):
+        model = bucketed(mesh, sw.zero(stage), sequence)
+        found = train(model, optimize(model), mine)
+        assert_close(found, expected)
+        same_bits(found, first, ("data_parallel", stage))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)], ids=str)
+@on_ranks(4, timeout=PATIENCE)
+def test_three_axes(
+    rank: int, world_size: int, sizes: tuple[int, int, int], optimizer: str
+) -> None:
+    mesh, optimize = grid(*sizes), OPTIMIZERS[optimizer]
+    mine = batches(STEPS, 2, data_rank(mesh))
+    first = None
+    for placements in (sw.hsdp(), sw.hfsdp()):
+        model = sharded(mesh, placements)
+        found = train(model, optimize(model), mine)
+        assert_close(found, one_process(optimize, STEPS, 2))
+        first = first or found
+        same_bits(found, first, placements)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on matrices that tensor parallelism cut into tiles, in its three forms."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise as sw
+from tests.ranks import on_ranks
+from tests.tensor_parallel import (
+    assert_close,
+    batches,
+    bucketed,
+    data_rank,
+    grid,
+    muon_of,
+    one_process,
+    sharded,
+    tiled,
+    train,
+    whole,
+)
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0
+STEPS = 3
+
+
+def everywhere(mode: str) -> list[list[dict[str, Tensor]]]:
+    """The same training under every strategy of a 2 x 2 and a 2 x 1 x 2 mesh."""
+    optimize = partial(muon_of, tensor_parallel=mode)
+    found = []
+    for wrap, sizes, placements in (
+        (sharded, (2, 2), sw.zero(3)),
+        (sharded, (2, 2), sw.zero(1)),
+        (bucketed, (2, 2), sw.zero(0)),
+        (bucketed, (2, 2), sw.zero(2)),
+        (sharded, (2, 1, 2), sw.hsdp()),
+        (sharded, (2, 1, 2), sw.hfsdp()),
+    ):
+        mesh = grid(*sizes)
+        model = wrap(mesh, placements)
+        found.append(train(model, optimize(model), batches(STEPS, 2, data_rank(mesh))))
+    return found
+
+
+def assert_same_bits(runs: list[list[dict[str, Tensor]]]) -> None:
+    first, *others = runs
+    for other in others:
+        for mine, its in zip(other, first, strict=True):
+            assert not [name for name in mine if not torch.equal(mine[name], its[name])]
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed"])
+@on_ranks(4, timeout=PATIENCE)
+def test_exact_forms_are_those_of_one_process(rank: int, world_size: int, mode: str) -> None:
+    runs = everywhere(mode)
+    assert_same_bits(runs)
+    assert_close(runs[0], one_process(muon_of, STEPS, 2))
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_blockwise_is_muon_on_tiles(rank: int, world_size: int) -> None:
+    """As on torch's DTensors of tensor parallelism alone, which see all batches here."""
+    runs = everywhere("blockwise")
+    assert_same_bits(runs)
+    model = tiled(grid(2, 2))
+    optimizer = muon_of(model, tensor_parallel="blockwise")
+    assert_close(runs[0], train(model, optimizer, batches(STEPS, 2)))
+    with pytest.raises(AssertionError):
+        assert_close(runs[0], one_process(muon_of, STEPS, 2))
+
+
+class Attention(nn.Module):
+    """Query, key and value in one matrix, heads one after another: [heads, 3, head, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.qkv = nn.Linear(8, 24, bias=False)
+        self.out = nn.Linear(24, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.qkv(x).tanh())
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_a_split_within_tiles(rank: int, world_size: int) -> None:
+    """Six matrices of 4 rows, three on each rank of tp: whole there, so no tile is gathered."""
+    mesh = grid(2, 2)
+
+    def built(over: Any) -> tuple[nn.Module, Any]:
+        model = Attention()
+        sw.route(model, split={"qkv.weight": sw.Split.heads(6)})
+        if over is not None:
+            plan = {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+            sw.fully_shard(model, mesh=mesh)
+        return model, sw.optimizer(model, matrix=sw.muon(lr=0.1), elementwise=sw.adamw())
+
+    ours, alone = built(mesh), built(None)
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for model, optimizer in (ours, alone):
+        for _ in range(2):
+            model(rows).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), its in zip(ours[0].named_parameters(), alone[0].parameters(), strict=True):
+        assert torch.allclose(whole(mine), its, atol=2e-4), name
