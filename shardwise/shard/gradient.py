@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, or_
 from sys import getrefcount
 from typing import Any
 
@@ -76,6 +76,10 @@ class Gradients:
         self.label = ""  # the group's, for messages
         # By parameter, whether a gradient came in this backward; empty where it reduced nothing.
         self.came: list[bool] = []
+        # The same, counting earlier microbatches whose gradients waited for this reduction.
+        self.brought: list[bool] = []
+        self._waited: list[bool] = []  # which came in microbatches that wait now
+        self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = CACHING
@@ -105,8 +109,10 @@ class Gradients:
 
     # ------------------------------------------------------------------ where gradients go
 
-    def begin(self, *, sync: bool, last: bool) -> None:
-        """A backward starts: will its gradients be reduced, and all the way?"""
+    def begin(self, *, sync: bool, last: bool, zeros: bool) -> None:
+        """A backward starts: will its gradients be reduced, and all the way? ``zeros``: parameters
+        without a gradient show zeros."""
+        self.shows_zeros = zeros
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
         self.keep = not sync or (all(waiting) and not last)
@@ -279,6 +285,7 @@ class Gradients:
                 self.came[index] = False
                 if self._open_fresh:
                     views[index].zero_()
+        self.brought = list(map(or_, self.came, self._waited)) if self._waited else self.came
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
@@ -400,7 +407,7 @@ class Gradients:
             if last:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
-                self._stamp = self.main_weight.version.waiting = None
+                self._wait_no_more()
                 self._publish(runtime)
 
         return finish
@@ -411,13 +418,15 @@ class Gradients:
         """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
         hooked = []
         with _plain_attributes():
-            for parameter, whole, grad in zip(
-                self.sharded, self.unsharded, self._dtensors, strict=True
+            for parameter, whole, grad, brought in zip(
+                self.sharded, self.unsharded, self._dtensors, self.brought, strict=True
             ):
-                if whole.requires_grad:
+                came = whole.requires_grad and (brought or self.shows_zeros)
+                # One without a gradient in this step shows that of the steps before, if any.
+                if came or (whole.requires_grad and parameter.grad is not None):
                     parameter.grad = grad
-                    if parameter._post_accumulate_grad_hooks:
-                        hooked.append(parameter)
+                if came and parameter._post_accumulate_grad_hooks:
+                    hooked.append(parameter)
         if hooked:
             runtime.wait_on_host()  # hooks may read the gradients on the host
         for parameter in hooked:
@@ -489,11 +498,11 @@ class Gradients:
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
         self._open, self._written, self._in_flight = None, set(), False
-        self._stamp = self.main_weight.version.waiting = None
+        self._wait_no_more()
 
     def _wait(self) -> None:
         """Note that the gradients summed so far wait for a later microbatch."""
-        self._stamp = self.main_weight.state
+        self._stamp, self._waited = self.main_weight.state, self.brought
         self.main_weight.version.waiting = weakly(self._drop_waiting)
 
     def _drop_waiting(self) -> None:
@@ -501,7 +510,11 @@ class Gradients:
         for buffer in (self._partial, self._inner):
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
+        self._wait_no_more()
+
+    def _wait_no_more(self) -> None:
         self._stamp = self.main_weight.version.waiting = None
+        self._waited = []
 
 
 _GRAD = attrgetter("grad")
