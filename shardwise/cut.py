@@ -98,18 +98,22 @@ class Rows(Shard):
 
     torch computes from ``placements`` which rows of a full tensor a rank should copy into
     ``to_local()`` (``set_model_state_dict(broadcast_from_rank0=True)`` does). ``torch.chunk``'s
-    answer would be other rows than ours, silently. Moving the data stays with ShardedTensor: a
-    plain DTensor that got hold of this placement is refused.
+    answer would be other rows than ours, silently. ``distribute_tensor`` and ``from_local`` over
+    it make ShardedTensors (tensor.py); a plain DTensor that got hold of it is refused.
     """
 
-    name: str
+    cut: Cut
     rows: tuple[int, int] | None  # of this rank, [begin, end); None where rows are cut
     last: bool
 
-    def __init__(self, name: str, rows: tuple[int, int] | None, *, last: bool) -> None:
+    def __init__(self, cut: Cut, rows: tuple[int, int] | None, *, last: bool) -> None:
         super().__init__(0)
         # torch's placements refuse attributes in some versions (frozen dataclasses).
-        self.__dict__.update(name=name, rows=rows, last=last)
+        self.__dict__.update(cut=cut, rows=rows, last=last)
+
+    @property
+    def name(self) -> str:
+        return self.cut.name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
         return self  # a value
@@ -133,9 +137,20 @@ class Rows(Shard):
             f"move; use the ShardedTensor's full_tensor()"
         )
 
-    _split_tensor = _select_split_tensor = _shard_tensor = _refuse
-    _to_replicate_tensor = _replicate_to_shard = _reduce_shard_tensor = _refuse
-    _to_new_shard_dim = _refuse
+    def _shard_tensor(
+        self, tensor: Tensor, mesh: Any, mesh_dim: int, src_data_rank: Any = 0
+    ) -> Tensor:
+        """This rank's rows for ``distribute_tensor``, of the first rank's values, as torch does."""
+        if self.cut.tile is not None:  # torch would go on to cut these rows over the other axes
+            self._refuse()
+        axis = comm.mesh_axes(mesh)[mesh_dim]
+        if src_data_rank is not None and axis.size > 1 and not tensor.is_meta:
+            tensor = tensor.detach().contiguous().clone()
+            comm.broadcast(tensor, axis).wait()
+        return self.cut.take(tensor).contiguous() if self.last else tensor
+
+    _split_tensor = _select_split_tensor = _to_replicate_tensor = _refuse
+    _replicate_to_shard = _reduce_shard_tensor = _to_new_shard_dim = _refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +383,7 @@ class Cut:
             rows = (first + self.piece[0] // row, first + self.piece[1] // row)
         last = max((axis for axis, dim in enumerate(dims) if dim == 0), default=None)
         return tuple(
-            Rows(self.name, rows, last=axis == last)
+            Rows(self, rows, last=axis == last)
             if dim == 0
             else Replicate()
             if dim is None

@@ -22,6 +22,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.cut import Cut, Version
+from shardwise.cut import Cut, Rows, Version
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
@@ -334,9 +335,29 @@ def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
     return [version for version in found.values() if version is not None]
 
 
+_known_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+
+
+def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
+    """States that were loaded whole, or in torch's own chunks, get the pieces of their parameter.
+    Every load gives an optimizer another dictionary of states: all ranks look when it has one."""
+    if _known_states.get(optimizer) is optimizer.state:
+        return
+    _known_states[optimizer] = optimizer.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            ours = type(parameter) is ShardedTensor
+            state: dict[str, Any] = optimizer.state.get(parameter, {}) if ours else {}
+            for name, value in sorted(state.items()):
+                foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
+                if foreign and value.ndim and value.shape == parameter.shape:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Gathers that still read main weights end before any optimizer writes those. A step before
     the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
+    _take_over_states(optimizer)
     versions = _versions_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None and any(version.waiting for version in versions):
@@ -382,6 +403,23 @@ def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> No
 
 
 torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
+
+
+def _new_dtensor(
+    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
+) -> Any:
+    """A ShardedTensor where ``distribute_tensor`` or ``from_local`` was given our placements, as
+    frameworks give them that load or make something like a parameter. Torch's own DTensor would
+    keep the rows and forget, in its first operation, that they are uneven."""
+    rows = next((one for one in spec.placements if isinstance(one, Rows)), None)
+    if rows is None or cls is not DTensor:
+        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
+    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
+
+
+_torch_new = DTensor.__new__
+DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
+
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
 
 Key = tuple[int, int]  # (group, index in it)
@@ -126,15 +127,21 @@ class Arrivals:
     def absent(self) -> comm.Facts:
         """Whether the reduction of this backward had no gradient, for each parameter. False
         where there was no reduction: frozen, not reached, or delayed ones are to come."""
+        return self._reduced(lambda gradients: gradients.came, False)
+
+    def shown(self, has: bool) -> comm.Facts:
+        """Whether it had one (or had none: ``has``), those of waiting microbatches included."""
+        return self._reduced(lambda gradients: gradients.brought, has)
+
+    def _reduced(self, which: Callable[[Gradients], list[bool]], wanted: bool) -> comm.Facts:
         found = numpy.zeros(len(self._sizes), bool)
         first = 0
         for group in self._groups:
-            came = group.gradients.came
-            if False in came:
-                trained = [leaf.requires_grad for leaf in group.unsharded]
-                found[first : first + len(came)] = ~numpy.array(came) & numpy.array(trained)
+            if group.gradients.came and wanted in which(group.gradients):
+                here = slice(first, first + len(group.items))
+                found[here] = numpy.array(which(group.gradients)) == wanted
             first += len(group.items)
-        return found
+        return found & self.trained
 
     def unreduced(self) -> list[str]:
         """Parameters whose gradient came and was not reduced."""

@@ -185,8 +185,8 @@ def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
 
 def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     problems = []
-    if unused not in ("error", "zeros"):
-        problems.append(f"unused_parameters={unused!r}: 'error' or 'zeros'")
+    if unused not in ("none", "zeros", "error"):
+        problems.append(f"unused_parameters={unused!r}: 'none', 'zeros' or 'error'")
     if memory not in ("caching", "trace"):
         problems.append(f"memory={memory!r}: 'caching' or 'trace'")
     if offload is not None and type(offload) not in (OffloadPolicy, CPUOffloadPolicy):

@@ -77,7 +77,7 @@ def data_parallel(
     precision: Precision | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    unused_parameters: str = "error",
+    unused_parameters: str = "none",
     memory: str = "caching",
     unify_streams: bool = False,
 ) -> M:
@@ -104,7 +104,7 @@ def data_parallel(
             those after them are orthogonalised. Build the optimizer after this call.
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
         ignored_params: left alone: not sharded, not moved, not reduced.
-        unused_parameters: what a parameter without a gradient means: an "error", or "zeros".
+        unused_parameters: as for ``fully_shard``: "none", "zeros" or "error".
         memory, unify_streams: as in ``fully_shard``.
 
     Which parameters are matrices is the answer of :func:`sw.route`; call that before.

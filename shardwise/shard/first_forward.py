@@ -36,7 +36,8 @@ def check_first_forward(units: Sequence[CheckedUnit], names: Sequence[str]) -> N
         for name, unit in zip(names, units, strict=True)
         for group in unit.groups
         if group.main.flat.is_meta
-        for item in group.items
+        for item, parameter in zip(group.items, group.sharded, strict=True)
+        if parameter._local_tensor.is_meta
     ]
     if without_values:
         raise RuntimeError(

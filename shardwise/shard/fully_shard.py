@@ -68,7 +68,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     grain: GrainChoice | None = None,
     gather_in_step: bool = False,
-    unused_parameters: str = "error",
+    unused_parameters: str = "none",
     memory: str = "caching",
     unify_streams: bool = False,
 ) -> M:
@@ -97,7 +97,8 @@ def fully_shard(
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
-        unused_parameters: what a parameter without a gradient means: an "error", or "zeros". With
+        unused_parameters: what a parameter without a gradient means: ``.grad`` stays None ("none";
+            the same on every rank, or it is an error), "zeros", or an "error" on all ranks. With
             "zeros" ranks may differ in what their losses depend on. They must not where a unit is
             inside a reentrant checkpoint or has one inside, where a checkpoint around several units
             has several outputs, and where the weight gradients of a unit are delayed.

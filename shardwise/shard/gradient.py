@@ -74,6 +74,10 @@ class Gradients:
         self.label = ""  # the group's, for messages
         # By parameter, whether a gradient came in this backward; empty where it reduced nothing.
         self.came: list[bool] = []
+        # The same, counting earlier microbatches whose gradients waited for this reduction.
+        self.brought: list[bool] = []
+        self._waited: set[int] = set()  # the parameters whose microbatches began to wait
+        self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = CACHING
@@ -103,8 +107,10 @@ class Gradients:
 
     # ------------------------------------------------------------------ where gradients go
 
-    def begin(self, *, sync: bool, last: bool) -> None:
-        """A backward starts: will its gradients be reduced, and all the way?"""
+    def begin(self, *, sync: bool, last: bool, zeros: bool) -> None:
+        """A backward starts: will its gradients be reduced, and all the way? ``zeros``: parameters
+        without a gradient show zeros."""
+        self.shows_zeros = zeros
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
         self.keep = not sync or (all(waiting) and not last)
@@ -278,6 +284,9 @@ class Gradients:
                 self.came[index] = False
                 if self._open_fresh:
                     views[index].zero_()
+        waiting, self.brought = self.main_weight.version.waiting, self.came
+        if waiting:
+            self.brought = [came or index in waiting for index, came in enumerate(self.came)]
         if into:
             combine = torch._foreach_copy_ if self._open_fresh else torch._foreach_add_
             combine(into, values)
@@ -399,7 +408,7 @@ class Gradients:
             if last:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
-                self._stamp, self.main_weight.version.waiting = None, set()
+                self._wait_no_more()
                 self._publish(runtime)
 
         return finish
@@ -410,13 +419,15 @@ class Gradients:
         """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
         hooked = []
         with _plain_attributes():
-            for parameter, whole, grad in zip(
-                self.sharded, self.unsharded, self._dtensors, strict=True
+            for parameter, whole, grad, brought in zip(
+                self.sharded, self.unsharded, self._dtensors, self.brought, strict=True
             ):
-                if whole.requires_grad:
+                came = whole.requires_grad and (brought or self.shows_zeros)
+                # One without a gradient in this step shows that of the steps before, if any.
+                if came or (whole.requires_grad and parameter.grad is not None):
                     parameter.grad = grad
-                    if parameter._post_accumulate_grad_hooks:
-                        hooked.append(parameter)
+                if came and parameter._post_accumulate_grad_hooks:
+                    hooked.append(parameter)
         if hooked:
             runtime.wait_on_host()  # hooks may read the gradients on the host
         for parameter in hooked:
@@ -488,29 +499,33 @@ class Gradients:
             if buffer is not None:
                 buffer.block.release(self._source_of(buffer))
         self._open, self._written, self._in_flight = None, set(), False
-        self._stamp, self.main_weight.version.waiting = None, set()
+        self._wait_no_more()
 
     def _wait(self) -> None:
         """Note that the gradients summed so far wait for a later microbatch."""
         self._stamp = self.main_weight.state
-        trained = (i for i, parameter in enumerate(self.unsharded) if parameter.requires_grad)
-        self.main_weight.version.waiting = set(trained)
+        self._waited = {index for index, brought in enumerate(self.brought) if brought}
+        self.main_weight.version.waiting = set(self._waited)
 
     def _drop_waiting(self) -> None:
         """Forget what waits for parameters whose ``.grad`` was dropped or set since then."""
         waiting = self.main_weight.version.waiting
-        if self._stamp is None or len(waiting) == len(self.sharded):
-            return
-        for buffer in (self._partial, self._inner):
+        dropped = self._waited - waiting
+        for buffer in (self._partial, self._inner) if dropped else ():
             if buffer is None or not buffer.block.live:
                 continue
             if not waiting:
-                buffer.block.release(CACHING)
-            for index in range(len(self.sharded)) if waiting else ():
-                if index not in waiting:
-                    buffer.view(index).zero_()
-        if not waiting:
-            self._stamp = None
+                buffer.block.release(self._source_of(buffer))
+            for index in sorted(dropped) if waiting else ():
+                buffer.view(index).zero_()
+        if dropped and waiting:
+            self._waited = set(waiting)
+        elif dropped:
+            self._wait_no_more()
+
+    def _wait_no_more(self) -> None:
+        self._stamp, self._waited = None, set()
+        self.main_weight.version.waiting = set()
 
 
 _GRAD = GRAD.__get__

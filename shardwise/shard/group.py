@@ -46,6 +46,7 @@ class Group:
     _versions: Sequence[int] = ()
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
+    moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
@@ -215,11 +216,10 @@ class Group:
         if same and not self.main.flat.is_meta:
             return
         dtypes, devices = {new.dtype for new in locals_}, {new.device for new in locals_}
-        if len(dtypes) > 1 or len(devices) > 1:
-            raise ValueError(
-                f"parameters {[item.name for item in self.items]} of one group were moved to "
-                f"different dtypes or devices ({dtypes}, {devices}); convert them together"
-            )
+        # Of a list of modules one moves after the other; whoever uses the group sees all of them.
+        self.moved_apart = len(dtypes) > 1 or len(devices) > 1
+        if self.moved_apart:
+            return
         device = devices.pop()
         if self.offload and device.type not in ("cpu", "meta"):
             raise ValueError(
@@ -251,6 +251,31 @@ class Group:
         self.gradients.label = before.label
         self._point_at_whole()
         self._rest()
+
+    def refuse_moved_apart(self) -> None:
+        """Raise where some parameters moved to another dtype or device, and others did not."""
+        if self.moved_apart:
+            locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
+            where = [
+                f"'{item.name}' to {local.dtype} on {local.device}"
+                for item, local in zip(self.items, locals_, strict=True)
+            ]
+            raise ValueError(
+                f"parameters of one group were moved to different dtypes or devices "
+                f"({', '.join(where)}); convert them together"
+            )
+
+    def assign(self, index: int, value: Tensor) -> None:
+        """Take over a value that ``load_state_dict(assign=True)`` put in place of a parameter."""
+        parameter = self.sharded[index]
+        with torch.no_grad():
+            if not self.main.flat.is_meta:
+                parameter.copy_(value)
+            elif not value.is_meta:
+                made = nn.Parameter(torch.empty_like(parameter, device=self._home).copy_(value))
+                carry_attributes(parameter, made)
+                made.requires_grad_(parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, made)  # as module.to_empty() does
 
     def sync_initial_values(self) -> None:
         """Values made after wrapping (meta device) may differ between replicas: take the
@@ -406,6 +431,12 @@ class Group:
             for wanted, whole in zip(now, self.unsharded, strict=True):
                 if wanted != whole.requires_grad and not (freezing and wanted):
                     whole.requires_grad_(wanted)
+
+    def take_trainability(self) -> None:
+        """``requires_grad_`` on whole parameters, outside of forward, reaches those at rest."""
+        for index, whole in enumerate(self.unsharded):
+            if self._followed and whole.requires_grad != self._followed[index]:
+                self.sharded[index].requires_grad_(whole.requires_grad)
 
     @property
     def trainable(self) -> bool:

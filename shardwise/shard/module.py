@@ -37,6 +37,13 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
             yield unit
 
 
+def at_rest(model: nn.Module) -> None:
+    """Let modules that hold whole weights since a forward hold the parameters at rest."""
+    for unit in units_of(model):
+        if unit.shows_at_rest:
+            unit.hide()
+
+
 class UnshardHandle:
     """The handle of ``unshard(async_op=True)``: ``wait`` makes the whole weights usable."""
 
@@ -128,9 +135,7 @@ class ShardedModule(FSDPModule):
         # Past FSDPModule, whose own version knows torch's buffers only.
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
-            for group in unit.groups:
-                group.adopt()
-            unit.rebind()
+            unit.adopt()
         return result
 
     # ------------------------------------------------------------------ gradient accumulation
@@ -181,8 +186,8 @@ class ShardedModule(FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a parameter without a gradient counts as zeros (else the backward names it)."""
-        policy = "zeros" if reduce_scatter_unused_params else "error"
+        """Whether a parameter without a gradient counts as zeros (else ``.grad`` stays None)."""
+        policy = "zeros" if reduce_scatter_unused_params else "none"
         self._each(recurse, lambda unit: setattr(unit, "unused", policy))
 
     # ------------------------------------------------------------------ when weights are there

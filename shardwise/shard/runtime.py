@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -358,8 +358,8 @@ class Runtime:
             raise RuntimeError(
                 f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
                 f"are "
-                f"meant to be unused, pass unused_parameters='zeros' to fully_shard (or call "
-                f"set_reduce_scatter_unused_params(True)); else freeze them with "
+                f"meant to be unused, leave unused_parameters at its default 'none', or pass "
+                f"'zeros' where ranks differ in what they use; else freeze them with "
                 f"requires_grad_(False)"
             )
 
@@ -378,16 +378,24 @@ class Runtime:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
         also raise for parameters that only some of them train."""
         units = [unit for unit in units if unit.groups]
-        none = [numpy.zeros(0, bool)]
-        absent = numpy.concatenate(
-            none + [unit.arrivals.absent() & (unit.unused == "error") for unit in units]
-        )
+        absent = _joined(unit.arrivals.absent() & (unit.unused == "error") for unit in units)
         if any(unit.sync for unit in units) and not self.for_inputs:
-            trained = numpy.concatenate(none + [unit.arrivals.trained for unit in units])
-            found = numpy.concatenate([absent, trained, ~trained])
+            trained = _joined(unit.arrivals.trained for unit in units)
+            used, unused = (
+                _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)
+                for has in (True, False)
+            )
+            found = numpy.concatenate([absent, trained, ~trained, used, unused])
             for axis in self.axes:
                 found = comm.any_rank_in_step(found, axis)
-            absent, trained, frozen = numpy.split(found, 3)
+            absent, trained, frozen, used, unused = numpy.split(found, 5)
+            if (used & unused).any():
+                raise RuntimeError(
+                    f"{', '.join(self._named(units, used & unused))} got a gradient on some ranks "
+                    f"and none on others. Where ranks may differ in what they use, pass "
+                    f"unused_parameters='zeros' to fully_shard (or call "
+                    f"set_reduce_scatter_unused_params(True)): no gradient then counts as zeros"
+                )
             if (trained & frozen).any():
                 raise RuntimeError(
                     f"{', '.join(self._named(units, trained & frozen))} is trained on some ranks "
@@ -427,6 +435,10 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+
+
+def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:
+    return numpy.concatenate([numpy.zeros(0, bool), *facts])
 
 
 def _dropped(runtime: weakref.ref[Runtime], ending: Any) -> None:

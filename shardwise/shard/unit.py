@@ -129,6 +129,7 @@ class Unit:
         self.reduce_outer = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
+        self.assigns = False  # whether the load that runs now puts tensors in place of parameters
         self._early = early  # whether weights are gathered as soon as the optimizer is done
         self._runtime: Runtime | None = None
         self.calls = Calls(self.modules)
@@ -285,6 +286,11 @@ class Unit:
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
+        if self.shows_at_rest:
+            lost = lost_writes(self.groups)
+            self.hide()
+            if lost is not None:
+                raise lost
         self.arrivals.refuse_delayed(self.name)
         for group in self.groups:
             group.follow_trainability()
@@ -295,7 +301,10 @@ class Unit:
         self.arrivals.listen(weakref.ref(self))
 
     def refuse_changes(self) -> None:
-        """Raise where the modules hold other parameters than they were wrapped with."""
+        """Raise where the modules hold other parameters than they were wrapped with, or moved only
+        some of them."""
+        for group in self.groups:
+            group.refuse_moved_apart()
         if self.members is not None:
             self.members.refuse_replaced(self)
 
@@ -328,9 +337,11 @@ class Unit:
         self.refuse_changes()
         lost = lost_writes(self.groups)
         with annotate(self.name, "release after forward"):
-            self.hide()
             if self._releases_after_forward:
+                self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
+            elif not any(group.comes_and_goes for group in self.groups):
+                self.hide()  # else the modules hold whole weights as long as these are there
         self.phase = Phase.RESTING
         if lost is not None:
             raise lost
@@ -383,7 +394,7 @@ class Unit:
         knows which have not come."""
         if self.runtime.for_inputs:
             return will_come
-        known = self.unused == "zeros" and (
+        known = self.unused != "error" and (
             all(map(will_come, self.arrivals.leaves())) or not recomputes_inside(self)
         )
         return will_come if known else None
@@ -397,7 +408,11 @@ class Unit:
     def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
         """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
         for group in self.groups:
-            group.gradients.begin(sync=self.sync, last=self.last and self.reduce_outer)
+            group.gradients.begin(
+                sync=self.sync,
+                last=self.last and self.reduce_outer,
+                zeros=self.unused == "zeros",
+            )
         self.arrivals.expect(comes)
 
     def pass_by(self, ended: bool = False) -> None:
@@ -478,6 +493,23 @@ class Unit:
         self.arrivals.delayed.clear()
         self._complete()
 
+    # ------------------------------------------------------------------ values from elsewhere
+
+    def adopt(self) -> None:
+        """Take over values that ``module.to(...)`` and the like put beside the buffers."""
+        for group in self.groups:
+            group.adopt()
+        self.rebind()
+
+    def assign(self) -> None:
+        """Take over values that ``load_state_dict(assign=True)`` put in place of the parameters."""
+        for parameters, name, number, index in self.places:
+            held, ours = parameters.get(name), self.groups[number].sharded[index]
+            if held is not None and held is not ours:
+                parameters[name] = ours
+                self.groups[number].assign(index, held)
+        self.adopt()
+
     # ------------------------------------------------------------------ weights
 
     def prefetch(self, reads: Reads) -> None:
@@ -514,8 +546,18 @@ class Unit:
         if self.phase is not Phase.RESTING and not self.weights.shown:
             self.weights.show(self.runtime)
 
+    @property
+    def shows_at_rest(self) -> bool:
+        """Whether the modules hold whole weights outside of forward and backward: by ``unshard()``,
+        or kept since a forward."""
+        return self.weights.shown and self.phase is Phase.RESTING
+
     def hide(self, force: bool = False) -> None:
-        """The modules hold the parameters at rest again."""
+        """The modules hold the parameters at rest again, and what was said to the whole ones since
+        the forward is over (``requires_grad_``) holds for these."""
+        if self.shows_at_rest:
+            for group in self.groups:
+                group.take_trainability()
         self.weights.hide(force)
 
     def release_unused(self, graph_kept: bool) -> None:
@@ -525,7 +567,8 @@ class Unit:
         self.progress = Progress.UNTOUCHED
         for group in self.groups:
             group.gradients.came = []
-        if self.phase is Phase.RESTING and not self.weights.shown and self.release_after_backward:
+        if self.phase is Phase.RESTING and self.release_after_backward:
+            self.hide()
             self.weights.release(self.runtime)
 
     def rest(self) -> None:

@@ -219,6 +219,7 @@ def install(
         root.register_state_dict_pre_hook(_before_state_dict)
         root.register_state_dict_post_hook(_after_state_dict)
         root.register_load_state_dict_pre_hook(_before_load)
+        root.register_load_state_dict_post_hook(_after_load)
     unit.members = Members(unit)
     for f in found:
         unit.originals.append((f.name, weakref.ref(f.parameter)))
@@ -296,12 +297,15 @@ def _before_load(
     unit = unit_of(module)
     if unit is not None:
         unit.hide()
+        unit.assigns = metadata.get("assign_to_params_buffers", False)
     _refuse_codes(module, state_dict, prefix)
-    if metadata.get("assign_to_params_buffers", False):
-        raise NotImplementedError(
-            "load_state_dict(assign=True) would replace views of the flat buffers by other "
-            "tensors; load with assign=False"
-        )
+
+
+def _after_load(module: nn.Module, keys: Any) -> None:
+    """What ``assign=True`` put in place of the parameters moves into their buffers."""
+    unit = unit_of(module)
+    if unit is not None and unit.assigns:
+        unit.assign()
 
 
 def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:

@@ -236,25 +236,22 @@ def test_a_deleted_model_is_gone_at_once(rank: int, world_size: int) -> None:
 # ------------------------------------------------------------------------------ written too early
 
 
-def step_with(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[Any], None]:
-    def write(net: Any) -> None:
-        optimizer(net.parameters(), lr=0.1).step()
-
-    return write
+def step_sgd(net: Any, parameters: list[Any]) -> None:
+    torch.optim.SGD(parameters, lr=0.1).step()
 
 
-def load(net: Any) -> None:
+def load(net: Any, parameters: list[Any]) -> None:
     net.load_state_dict(Net().state_dict())
 
 
-def write_to_pieces(net: Any) -> None:
+def write_to_pieces(net: Any, parameters: list[Any]) -> None:
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in parameters:
             parameter.to_local().mul_(0.5)
 
 
-WRITES: dict[str, Callable[[Any], None]] = {
-    "sgd": step_with(torch.optim.SGD),
+WRITES: dict[str, Callable[[Any, list[Any]], None]] = {
+    "sgd": step_sgd,
     "load": load,
     "pieces": write_to_pieces,
 }
@@ -270,13 +267,14 @@ def written(rank: int, world_size: int, strategy: str, how: str, options: dict[s
     texts = []
     for model in (net, plain):
         word_loss(model, rank).backward()
+        parameters = list(model.parameters())  # at rest; the root's are whole after its forward
         loss = word_loss(model, rank)
         with torch.no_grad():
             if how == "pieces" and model is plain:
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
             else:
-                WRITES[how](model)
+                WRITES[how](model, parameters)
         model.zero_grad()
         texts.append(raised(loss.backward, RuntimeError))
     assert "between a forward and its backward" in texts[0], texts[0]

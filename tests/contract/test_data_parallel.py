@@ -176,11 +176,11 @@ def test_unused_parameters_are_zeros_or_an_error_that_names_them(
         for one in (model, plain):
             one.zero_grad()
     model, _ = pair(Sometimes)
-    wrap(model, world_size)
+    wrap(model, world_size, unused_parameters="error")
     model.chosen = (0, 1)
     message = raised(lambda: vector_loss(model, rank).backward(), RuntimeError)
     assert "no gradient reached" in message and "'blocks.2.up.weight'" in message
-    assert "blocks.1" not in message and "unused_parameters='zeros'" in message
+    assert "blocks.1" not in message and "'zeros' where ranks differ" in message
 
 
 # ------------------------------------------------------------------------------ recomputation

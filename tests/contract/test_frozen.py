@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
@@ -27,6 +28,7 @@ from tests.contract.helpers import (
     vector_loss,
     vectors,
     word_loss,
+    words,
     wrap,
 )
 from tests.ranks import on_ranks, run_ranks
@@ -206,8 +208,8 @@ def test_a_parameter_that_only_some_ranks_train_is_named(
 
 
 @on_ranks(2)
-def test_freezing_gathered_weights_does_not_outlive_them(rank: int, world_size: int) -> None:
-    """``requires_grad_`` of weights that unshard() shows does not outlive them."""
+def test_freezing_gathered_weights_outlives_them(rank: int, world_size: int) -> None:
+    """``requires_grad_`` of weights that unshard() shows, or that stayed after an evaluation."""
     net, plain = pair(Net)
     wrap(net, world_size)
     word_loss(net, rank).backward()
@@ -215,4 +217,12 @@ def test_freezing_gathered_weights_does_not_outlive_them(rank: int, world_size: 
     net.blocks[0].unshard()
     net.blocks[0].requires_grad_(False)
     net.blocks[0].reshard()
+    plain.blocks[0].requires_grad_(False)
     check_backward(net, plain, word_loss, rank, world_size)
+    with torch.no_grad():
+        net(words(rank))
+    assert not isinstance(net.embedding.weight, DTensor)
+    net.embedding.requires_grad_(False)
+    plain.embedding.requires_grad_(False)
+    check_backward(net, plain, word_loss, rank, world_size)
+    assert not net.embedding.weight.requires_grad

@@ -257,7 +257,7 @@ def run_programs(rank: int, world_size: int, strategy: str, unused: str) -> set[
 
 
 PROGRAMS = 8
-CASES = [(strategy, unused) for strategy in ("zero1", "zero3") for unused in ("error", "zeros")]
+CASES = [(s, unused) for s in ("zero1", "zero3") for unused in ("error", "none", "zeros")]
 
 
 @functools.cache

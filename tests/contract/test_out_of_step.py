@@ -75,12 +75,12 @@ SKIPS = {
 @pytest.mark.parametrize(
     ("strategy", "skips", "unused", "fresh"),
     [
-        ("zero3", "one rank skips a block", "error", True),
+        ("zero3", "one rank skips a block", "none", True),
         ("zero3", "one rank skips a block", "zeros", False),
-        ("zero3", "each rank skips another", "error", False),
+        ("zero3", "each rank skips another", "none", False),
         ("zero3", "another order", "zeros", True),
         ("zero3", "one rank calls one twice", "error", False),
-        ("zero1", "one rank skips a block", "error", False),
+        ("zero1", "one rank skips a block", "none", False),
         ("hfsdp", "each rank skips another", "zeros", False),
     ],
 )
@@ -92,7 +92,8 @@ def test_ranks_that_run_other_units_raise_by_name(
         out_of_step, world_size, strategy, unused, SKIPS[skips], fresh, timeout=30, fresh=True
     )
     for message in found:
-        assert "out of step" in message or "no gradient reached" in message, message
+        told = ("out of step", "no gradient reached", "got a gradient on some ranks")
+        assert any(one in message for one in told), message
         assert "blocks." in message, message
 
 
@@ -153,7 +154,7 @@ def test_units_in_another_order_every_step(rank: int, world_size: int, strategy:
 # ------------------------------------------------------------------------- gradients of inputs
 
 
-@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("unused", ["none", "zeros"])
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @on_ranks(ranks_for)
 def test_gradients_of_inputs_alone(rank: int, world_size: int, strategy: str, unused: str) -> None:

@@ -257,14 +257,35 @@ def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(
 
 
 @on_ranks(2)
-def test_parameters_are_sharded_between_forward_and_backward_even_where_weights_are_kept(
+def test_modules_hold_whole_parameters_as_long_as_these_are_kept(
     rank: int, world_size: int
 ) -> None:
-    """After a forward that keeps its weights, modules still show sharded parameters."""
-    net, _ = pair(Net)
+    """As FSDP2: weights that a forward kept, until reshard(), backward or a state dict."""
+    net, plain = pair(Net)
     wrap(net, world_size, reshard_after_forward=False)
+
+    def sharded() -> list[bool]:
+        return [isinstance(value, DTensor) for value in net.parameters()]
+
+    word_loss(net, rank).backward()  # gradients that zero_grad finds though others are shown
     loss = word_loss(net, rank)
-    parameters = dict(net.named_parameters())
-    assert parameters and all(isinstance(value, DTensor) for value in parameters.values())
-    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+    assert not any(sharded())
+    assert_parameters_equal(net, plain, tolerance=0.0)
+    net.zero_grad()
     loss.backward()
+    assert all(sharded())
+    average_gradients(plain, word_loss, world_size)
+    assert_gradients_equal(net, plain)
+    with torch.no_grad():
+        net(words(rank))
+    assert not any(sharded())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert "reshard()" in raised(optimizer.step, RuntimeError)
+    net.reshard()
+    assert any(sharded()) and not all(sharded())
+    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+    assert all(sharded())
+    with torch.no_grad():
+        net(words(rank))
+        net.blocks[0].up.weight.zero_()
+    assert "lost" in raised(lambda: net(words(rank)), RuntimeError)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     STRATEGIES,
@@ -63,8 +64,8 @@ def reference_grads(plain: Any, world_size: int, chosen: dict[int, tuple[int, ..
 
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @on_ranks(ranks_for)
-def test_an_unused_parameter_is_named_by_default(rank: int, world_size: int, strategy: str) -> None:
-    net = wrap(ChoiceNet(), world_size, strategy)
+def test_an_unused_parameter_is_named_where_told(rank: int, world_size: int, strategy: str) -> None:
+    net = wrap(ChoiceNet(), world_size, strategy, unused_parameters="error")
     net.blocks[1].chosen = (0, 2)
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
     assert "experts.1.weight" in message and "experts.1.bias" in message
@@ -78,7 +79,7 @@ def test_training_goes_on_after_the_error_about_an_unused_parameter(
 ) -> None:
     """After the error was seen, the next iteration is right."""
     net, plain = pair(ChoiceNet)
-    wrap(net, world_size)
+    wrap(net, world_size, unused_parameters="error")
     before = transient_bytes()
     net.blocks[1].chosen = (0, 2)
     raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
@@ -153,6 +154,81 @@ def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(
         for name, parameter in plain.named_parameters():
             assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
         assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_parameter_that_no_rank_used_has_no_gradient(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """By default, as in plain torch; also where some of its step's microbatches used it."""
+    net, plain = pair(ChoiceNet)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    for microbatches in ([(0, 2)], [(0, 1), (2, 0)], [(2,), (0, 1), (0,)], [()]):
+        heard: list[str] = []
+        handles = [
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name, heard=heard: heard.append(name)
+            )
+            for name, parameter in net.named_parameters()
+        ]
+        for number, chosen in enumerate(microbatches):
+            net.set_is_last_backward(number == len(microbatches) - 1)
+            net.blocks[1].chosen = chosen
+            vector_loss(net, rank).backward()
+            reference_grads(plain, world_size, dict.fromkeys(range(world_size), chosen))
+        with_gradient = {name for name, one in plain.named_parameters() if one.grad is not None}
+        assert len(with_gradient) == 14 + 2 * len({one for some in microbatches for one in some})
+        assert {n for n, p in net.named_parameters() if p.grad is not None} == with_gradient
+        assert set(heard) == with_gradient, "hooks of parameters without a gradient stay silent"
+        for name in with_gradient:
+            assert_close(full(net.get_parameter(name).grad), plain.get_parameter(name).grad, name)
+        for handle in handles:
+            handle.remove()
+        assert_at_rest(net, before)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+class Tail(nn.Module):
+    """A head that is called by itself, chunk by chunk, after the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.entry(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "resharded"])
+@on_ranks(2)
+def test_a_list_of_modules_of_which_some_run_chunk_by_chunk(
+    rank: int, world_size: int, kept: bool
+) -> None:
+    net, plain = pair(Tail)
+    sw.fully_shard(net.entry)
+    sw.fully_shard([net.norm, net.head], reshard_after_forward=not kept)
+    sw.fully_shard(net)
+
+    def backward(model: Any, which: int, share: int) -> None:
+        hidden = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(which)))
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
+        for chunk in chunks:
+            (model.head(chunk).square().sum() / share).backward()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))  # type: ignore[misc]
+
+    for _ in range(3):
+        backward(net, rank, 1)
+        for which in range(world_size):
+            backward(plain, which, world_size)
+        for name, parameter in plain.named_parameters():
+            assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
         net.zero_grad()
         plain.zero_grad()
 

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of FSDP2 (issue 16), case by case, on torch's ``fully_shard`` and on this one.
+
+A case is a function of the library under test that raises where a script would be let down. All
+cases hold here; ``TORCH_FAILS`` names those that do not on torch, so the table is never a claim:
+
+    python -m tests.interop.test_fsdp2_contract
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import shardwise as sw
+from tests.contract.helpers import assert_close, full
+from tests.ranks import run_ranks
+
+LIBRARIES = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
+Case = Callable[[Any], None]
+CASES: dict[str, Case] = {}
+TORCH_FAILS: dict[str, str] = {}  # a part of the error that torch raises
+
+
+def case(name: str, *, torch_fails: str | None = None) -> Callable[[Case], Case]:
+    def add(function: Case) -> Case:
+        assert name not in CASES
+        CASES[name] = function
+        if torch_fails is not None:
+            TORCH_FAILS[name] = torch_fails
+        return function
+
+    return add
+
+
+def run_case(rank: int, world_size: int, name: str, library: str) -> None:
+    torch.manual_seed(0)
+    CASES[name](LIBRARIES[library])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", CASES)
+def test_contract(name: str, library: str) -> None:
+    if library == "torch" and name in TORCH_FAILS:
+        with pytest.raises(Exception, match=TORCH_FAILS[name]):
+            run_ranks(run_case, 2, name, library, timeout=60)
+    else:
+        run_ranks(run_case, 2, name, library, timeout=60)
+
+
+# ------------------------------------------------------------------------------ a model
+
+
+class Net(nn.Module):
+    """An embedding, two blocks, and a tail that is wrapped as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8, padding_idx=0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, 12, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def shard_net(shard: Any, net: Any, **more: Any) -> Any:
+    """As torchtitan and accelerate wrap: blocks, the tail as a list, the model."""
+    for block in net.blocks:
+        shard(block, **more)
+    shard([net.norm, net.output], **more)
+    shard(net, **more)
+    return net
+
+
+def both(shard: Any, **more: Any) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    plain = Net()
+    return shard_net(shard, copy.deepcopy(plain), **more), plain
+
+
+def words() -> Tensor:
+    return torch.arange(24).view(3, 8) * 5 % 12  # the same on every rank
+
+
+def step(model: Any, optimizer: Any) -> None:
+    loss = model(words()).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(net: Any, plain: Any, tolerance: float = 1e-5) -> None:
+    theirs = dict(plain.named_parameters())
+    assert [name for name, _ in net.named_parameters()] == list(theirs)
+    for name, parameter in net.named_parameters():
+        assert_close(
+            full(parameter.detach()).float(), theirs[name].detach().float(), name, tolerance
+        )
+
+
+# ------------------------------------------------------------------------------ 3: unused
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+@case("3 unused: of a unit that ran")
+def unused_in_unit(shard: Any) -> None:
+    net = shard(Branches())
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(2):
+        net(torch.randn(2, 8)).sum().backward()
+        assert net.unused.weight.grad is None and net.used.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x))  # type: ignore[no-any-return]
+
+
+@case("3 unused: a list of which some ran, chunk by chunk")
+def chunked(shard: Any) -> None:
+    net = Tail()
+    plain = copy.deepcopy(net)
+    shard([net.norm, net.head])
+    shard(net)
+    for model in (net, plain):
+        hidden = model(torch.ones(4, 8))
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
+        for chunk in chunks:
+            model.head(chunk).square().sum().backward()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))  # type: ignore[misc]
+    for name, parameter in plain.named_parameters():
+        assert_close(full(net.get_parameter(name).grad), parameter.grad, name)
+
+
+# ------------------------------------------------------------------------------ 4, 4b: registered
+
+
+@case("4 kept after forward: whole parameters until reshard()")
+def kept(shard: Any) -> None:
+    net = Tail()
+    shard(net, reshard_after_forward=False)
+    assert isinstance(net.head.weight, DTensor)
+    with torch.no_grad():
+        net(torch.ones(2, 8))
+    assert type(net.head.weight) is not DTensor and not isinstance(net.head.weight, DTensor)
+    assert net.head.weight.shape == (12, 8) and net.head.weight.sum().item() != 0
+    net.reshard()
+    assert isinstance(net.head.weight, DTensor)
+    net.unshard()
+    assert not isinstance(net.head.weight, DTensor)
+    net.reshard()
+    assert isinstance(net.head.weight, DTensor)
+
+
+@case("4 kept after forward: sharded again after backward")
+def kept_backward(shard: Any) -> None:
+    net, plain = both(shard, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = net(words()).square().mean()
+        assert not isinstance(net.blocks[0][0].weight, DTensor)
+        loss.backward()
+        assert all(isinstance(p, DTensor) for p in net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        step(plain, other)
+    assert_same(net, plain)
+
+
+@case("4b a list survives to_empty, .to(dtype), .half()", torch_fails="single root module")
+def lists_move(shard: Any) -> None:
+    with torch.device("meta"):
+        net = Net()
+    for block in net.blocks:
+        shard(block)
+    shard([net.norm, net.output])  # and nothing around it
+    net.to_empty(device="cpu")
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.5)
+    net.to(torch.bfloat16)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    net.half()
+    net.float()
+    assert torch.equal(full(net.output.weight.detach()), torch.full((12, 8), 0.5))
+    with torch.no_grad():
+        assert net.output(net.norm(torch.ones(2, 8))).shape == (2, 12)
+
+
+# ------------------------------------------------------------------------------ 5: meta device
+
+
+def meta_net(shard: Any) -> Any:
+    with torch.device("meta"):
+        net = Net()
+    return shard_net(shard, net)
+
+
+def trains(net: Any, plain: Any) -> None:
+    for model in (net, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            step(model, optimizer)
+    assert_same(net, plain)
+
+
+@case("5 meta: to_empty and reset_parameters")
+def meta_reset(shard: Any) -> None:
+    net = meta_net(shard)
+    net.to_empty(device="cpu")
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    found = {name: full(p.detach()).std().item() for name, p in net.named_parameters()}
+    assert 0.5 < found["embed.weight"] < 1.5 and 0.05 < found["output.weight"] < 0.5
+    step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+@case("5 meta: reset_parameters zeroes the padding row", torch_fails="padding row is not zero")
+def meta_padding(shard: Any) -> None:
+    net = meta_net(shard)
+    net.to_empty(device="cpu")
+    net.embed.reset_parameters()
+    assert not full(net.embed.weight.detach())[0].any(), "the padding row is not zero"
+    assert full(net.embed.weight.detach())[1:].all()
+
+
+def full_values() -> tuple[Net, dict[str, Tensor]]:
+    torch.manual_seed(7)
+    plain = Net()
+    return plain, {name: value.clone() for name, value in plain.state_dict().items()}
+
+
+@case("5 meta: load_state_dict(assign=True) of distributed tensors")
+def meta_assign(shard: Any) -> None:
+    """torchtune's and accelerate's way: distribute_tensor over each parameter's own placements."""
+    net, (plain, values) = meta_net(shard), full_values()
+    sharded = {
+        name: nn.Parameter(distribute_tensor(values[name], p.device_mesh, p.placements))
+        for name, p in net.state_dict().items()
+    }
+    net.load_state_dict(sharded, strict=True, assign=True)
+    assert not any(p.is_meta for p in net.parameters())
+    trains(net, plain)
+
+
+@case("5 meta: the same, values on rank 0 alone")
+def meta_assign_from_first(shard: Any) -> None:
+    net, (plain, values) = meta_net(shard), full_values()
+    sharded = {}
+    for name, parameter in net.state_dict().items():
+        value = values[name] if dist.get_rank() == 0 else torch.empty_like(values[name])
+        dist.broadcast(value, src=0)
+        sharded[name] = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    net.load_state_dict(sharded, assign=True)
+    trains(net, plain)
+
+
+@case("5 load_state_dict(assign=True) of a model's own state dict")
+def assign_own(shard: Any) -> None:
+    net, plain = both(shard)
+    saved = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    net.load_state_dict(saved, assign=True)
+    trains(net, plain)
+
+
+@case("5 meta: set_model_state_dict(full, broadcast_from_rank0)")
+def meta_broadcast(shard: Any) -> None:
+    net, (plain, values) = meta_net(shard), full_values()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    net.to_empty(device="cpu")
+    set_model_state_dict(net, values if dist.get_rank() == 0 else {}, options=options)
+    trains(net, plain)
+
+
+@case("5 meta: the same without to_empty")
+def meta_broadcast_direct(shard: Any) -> None:
+    net, (plain, values) = meta_net(shard), full_values()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, values if dist.get_rank() == 0 else {}, options=options)
+    trains(net, plain)
+
+
+@case("5 meta: set_model_state_dict(full) on every rank")
+def meta_full(shard: Any) -> None:
+    net, (plain, values) = meta_net(shard), full_values()
+    net.to_empty(device="cpu")
+    set_model_state_dict(net, values, options=StateDictOptions(full_state_dict=True))
+    trains(net, plain)
+
+
+@case("5 get_model_state_dict(full, cpu_offload) is rank 0's")
+def get_full(shard: Any) -> None:
+    net, plain = both(shard)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_model_state_dict(net, options=options)
+    assert set(found) == (set(plain.state_dict()) if dist.get_rank() == 0 else set())
+    for name, value in found.items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+# ------------------------------------------------------------------------------ 6: optimizer state
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "AdamW for-loop": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=False),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "SGD momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+}
+
+
+def reload(shard: Any, make: Any, options: StateDictOptions, *, from_first: bool = False) -> None:
+    """Two steps, the state through a state dict into another model, two more steps; against four
+    steps of a plain one."""
+    net, plain = both(shard)
+    optimizer, other = make(net.parameters()), make(plain.parameters())
+    for _ in range(2):
+        step(net, optimizer)
+        step(plain, other)
+    weights = get_model_state_dict(net, options=options)
+    states = get_optimizer_state_dict(net, optimizer, options=options)
+    second, _ = both(shard)
+    again = make(second.parameters())
+    if from_first:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        if dist.get_rank():
+            weights, states = {}, {}
+    set_model_state_dict(second, weights, options=options)
+    set_optimizer_state_dict(second, again, states, options=options)
+    for _ in range(2):
+        step(second, again)
+        step(plain, other)
+    assert_same(second, plain)
+    get_optimizer_state_dict(second, again, options=options)
+
+
+for _name, _make in OPTIMIZERS.items():
+    case(f"6 {_name}: sharded state")(
+        lambda shard, make=_make: reload(shard, make, StateDictOptions())
+    )
+    case(f"6 {_name}: full state")(
+        lambda shard, make=_make: reload(shard, make, StateDictOptions(full_state_dict=True))
+    )
+    case(f"6 {_name}: full, cpu_offload, broadcast_from_rank0")(
+        lambda shard, make=_make: reload(
+            shard, make, StateDictOptions(full_state_dict=True, cpu_offload=True), from_first=True
+        )
+    )
+
+
+# ------------------------------------------------------------------------------ the table
+
+
+def table() -> str:
+    lines = ["| case | torch FSDP2 | shardwise |", "|---|---|---|"]
+    for name in CASES:
+        found = []
+        for library in LIBRARIES:
+            try:
+                run_ranks(run_case, 2, name, library, timeout=60)
+                found.append("works")
+            except Exception as error:
+                last = [line for line in str(error).splitlines() if "Error" in line]
+                found.append(f"fails: {(last or [str(error)])[-1].strip()[:90]}")
+        lines.append(f"| {name} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from tests.interop import test_fsdp2_contract as _this
+
+    sys.stdout.write(_this.table() + "\n")
