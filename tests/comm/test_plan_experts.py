@@ -78,7 +78,7 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
         config.strategy,
         precision=named_precision(config.precision, experts=True),
         optimizer=config.optimizer,
-        microbatches=config.microbatches,
+        microbatches=config.num_microbatches,
         device="cpu",
         tokens=config.share(world_size) * config.model.context,
         **options,
@@ -108,8 +108,8 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
     for _ in range(2):
         sw.ledger.reset_peak()
         phases: Facts = {"forward": Counter(), "backward": Counter(), "step": Counter()}
-        for number in range(config.microbatches):
-            made.set_is_last_backward(number == config.microbatches - 1)
+        for number in range(config.num_microbatches):
+            made.set_is_last_backward(number == config.num_microbatches - 1)
             tokens = torch.randint(64, (config.share(world_size), config.model.context))
             with mock.patch.object(Tensor, "topk", evenly):
                 with comm.record() as calls:
