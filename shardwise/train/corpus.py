@@ -231,6 +231,13 @@ _RANDOM_TOKENS = 1 << 22
 _MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the file
 
 
+def holds_tokens(spec: str) -> bool:
+    """Whether the data are token numbers already, which no tokenizer reads."""
+    path = Path(spec).expanduser()
+    head = spec.partition(":")[0]
+    return head in ("raw16", "raw32", "random") or path.suffix == ".bin" or is_token_file(path)
+
+
 def load_corpus(
     spec: str,
     *,
@@ -252,10 +259,10 @@ def load_corpus(
     head, _, rest = spec.partition(":")
     if head == "random":
         return _random_corpus(spec, rest)
-    path = Path(spec).expanduser()
-    if head in ("raw16", "raw32") or is_token_file(path) or path.suffix == ".bin":
+    if holds_tokens(spec):
         if kind != "bytes":
             raise DataError(f"{spec!r} holds tokens already: --tokenizer {tokenizer} is for text")
+        path = Path(spec).expanduser()
         return _raw_corpus(spec, held_out) if head.startswith("raw") else _bin(path, held_out)
     documents = read_documents(spec)
     sha256 = digest_of(documents)

@@ -28,6 +28,7 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
+from shardwise.train.corpus import holds_tokens
 from shardwise.train.events import Sink
 from shardwise.train.flags import changed
 from shardwise.train.folder import (
@@ -138,8 +139,11 @@ def resolve(request: Request) -> Resolved:
 
 
 def _anew(request: Request, folder: Path) -> Resolved:
-    run = Run.new(changed(load_recipe(request.recipe), request.changes))
-    return Resolved(run=run, folder=folder, checkpoint=None)
+    config = changed(load_recipe(request.recipe), request.changes)
+    if "tokenizer" not in request.changes and holds_tokens(config.data):
+        # The recipe names the tokenizer of its own text.
+        config = dataclasses.replace(config, tokenizer=TrainConfig.tokenizer)
+    return Resolved(run=Run.new(config), folder=folder, checkpoint=None)
 
 
 def _check_model(

@@ -391,3 +391,15 @@ def test_a_folder_that_cannot_be_written_to_is_named(here: Path) -> None:
     (here / "runs").touch()
     with pytest.raises(ValueError, match=r"--out runs/smoke cannot be written to \(File exists"):
         claim(Request(recipe="smoke"))
+
+
+def test_a_file_of_tokens_needs_no_tokenizer(tmp_path: Path) -> None:
+    """README's ``train gpt_124m --data tokens.bin``: the recipe's tokenizer is that of its text."""
+    data, out = str(tmp_path / "tokens.bin"), str(tmp_path / "run")
+    request = Request(recipe="gpt_124m", out=out, changes={"data": data})
+    assert resolve(request).config.tokenizer == "bytes"
+    text = Request(recipe="gpt_124m", out=out, changes={"data": str(tmp_path / "text.txt")})
+    assert resolve(text).config.tokenizer == "bpe:8192"
+    # One that is given is kept, and refused when the data is read.
+    given = Request(recipe="gpt_124m", out=out, changes={"data": data, "tokenizer": "bpe:300"})
+    assert resolve(given).config.tokenizer == "bpe:300"
