@@ -34,10 +34,11 @@ class Orthogonalisation:
     busiest: int
     idlest: int
     balance: float  # 1.0: every rank computes as long as the busiest one
+    num_whole: int  # matrices that lie whole on one rank
     calls: Counter[Call] = field(repr=False, default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("num_matrices", "num_ranks", "total", "busiest", "idlest", "balance")
+        names = ("num_matrices", "num_ranks", "total", "busiest", "idlest", "balance", "num_whole")
         return {name: getattr(self, name) for name in names}
 
 
@@ -48,17 +49,24 @@ def orthogonalisation(
     loads = summed([by_rank(group.sharding, ownership(group).loads, num_ranks) for group in groups])
     busiest, idlest = loads.index(max(loads)), loads.index(min(loads))
     return Orthogonalisation(
-        num_matrices=sum(
-            num_ranks // num_holders(group.sharding) * len(matrix.shapes)
-            for group in groups
-            for matrix in ownership(group).matrices
-        ),
+        num_matrices=_count(groups, num_ranks, whole=False),
+        num_whole=_count(groups, num_ranks, whole=True),
         num_ranks=num_ranks,
         total=sum(flops),
         busiest=flops[busiest],
         idlest=flops[idlest],
         balance=sum(loads) / (loads[busiest] * num_ranks) if loads[busiest] else 1.0,
         calls=calls,
+    )
+
+
+def _count(groups: Sequence[MatrixGroup], num_ranks: int, *, whole: bool) -> int:
+    """All matrices, or those that lie whole on one rank."""
+    return sum(
+        num_ranks // num_holders(group.sharding) * len(matrix.shapes)
+        for group in groups
+        for matrix in ownership(group).matrices
+        if not whole or len(matrix.pieces) == 1
     )
 
 

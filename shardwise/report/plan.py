@@ -60,6 +60,7 @@ from shardwise.report.units import (
     recomputed_modules,
     whole_model,
 )
+from shardwise.shard.checks import grain_problems
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
 
@@ -257,14 +258,17 @@ def plan_with(
     ignored = set(ignored_params)
     if bucket_mb is None:
         root = owners(model, wrap, ignored)
-    elif wrap is None and grain is None:
+    elif wrap is None and grain in (None, "tensor"):
         root = whole_model(model, ignored)
     else:
         raise ValueError(
-            "plan: wrap and grain are fully_shard's, and bucket_mb is data_parallel's, which takes "
-            "the whole model and keeps matrices whole: give one or the other"
+            "plan: wrap and grains are fully_shard's, and bucket_mb is data_parallel's, which "
+            "takes the whole model, and of grains 'tensor' alone: give one or the other"
         )
     precision = precision or Precision()
+    problems = grain_problems(grain)
+    if problems:
+        raise ValueError(f"plan: {problems[0]}")
     problems = precision.unmatched([one.name for owner in root.tree() for one in owner.found])
     if problems:
         raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")

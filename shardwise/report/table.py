@@ -47,6 +47,7 @@ def sections(plan: Figures) -> list[Section]:
                 headers=("", "per rank"),
                 rows=(
                     ("matrices, all ranks", f"{work.num_matrices:,}"),
+                    ("of these whole on one rank", f"{work.num_whole:,}"),
                     ("busiest rank", flops_text(work.busiest)),
                     ("idlest rank", flops_text(work.idlest)),
                     ("mean", flops_text(work.total / work.num_ranks)),

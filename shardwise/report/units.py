@@ -243,5 +243,6 @@ class Layouts:
                 MuonSettings(),
                 options.bucket_mb,
                 options.measured,
+                self._grain,
             )
         )

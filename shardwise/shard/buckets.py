@@ -16,15 +16,19 @@ has ``bucket_size`` elements:
     shard 2  | g2    | q2  | k2 |
     shard 3  | g3    | q3  | k3 |
 
-Where there are fewer than N matrices of a size, or a bucket of N would leave too little of backward
-to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``) and a bucket holds N/k
-matrices; k is as small as possible. The optimizer brings the parts of one matrix together.
+Where there are fewer than N matrices of a size, or a row of them is more than half of the model and
+would leave nothing of backward to overlap with, every matrix is cut in k equal parts (grain
+``tensor/k``) and a bucket holds N/k matrices; k is as small as possible. The optimizer brings the
+parts of one matrix together.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
 Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole where
 that pads little, else cut by rows, else by elements. A stack ``[experts, out, in]`` may be cut
 between its matrices, which keeps them whole.
+
+``whole=True`` promises that no matrix is cut: buckets are then as large as that takes, and what
+fits in no row is packed with padding. The promise is refused where that would pad too much.
 """
 
 from __future__ import annotations
@@ -43,13 +47,17 @@ from shardwise.layout import (
     tensor_fraction,
 )
 
-# To keep matrices whole, a bucket may exceed ``bucket_size`` while this many buckets remain ...
-FEWEST_BUCKETS = 8
+# To keep matrices whole, a bucket may exceed ``bucket_size`` while this many buckets remain: the
+# first is reduced while backward fills the second.
+FEWEST_BUCKETS = 2
+# Several rows, or parts of matrices, share a bucket while this many remain ...
+MANY_BUCKETS = 8
 # ... and up to this many times ``bucket_size``: the gradients of a bucket are alive at once.
 LARGEST_BUCKET = 8
 # A row of so few elements takes no time to send: its matrices stay whole however small a bucket is.
 SMALL_ROW = 1 << 20
 WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
+PROMISED_PADDING = 8  # with a promise, where that pads at most 1/8 of them
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
 
 
@@ -73,7 +81,12 @@ def plan_elements(items: Sequence[Item], num_shards: int, bucket_size: int) -> l
 
 
 def plan_matrices(
-    items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int
+    items: Sequence[Item],
+    costs: Sequence[int],
+    num_shards: int,
+    bucket_size: int,
+    *,
+    whole: bool = False,
 ) -> list[Bucket]:
     """Buckets for matrices, whose grains say what must stay together for their optimizer.
 
@@ -81,6 +94,7 @@ def plan_matrices(
         items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
         costs: the optimizer's work for each matrix; shards are balanced by it.
         bucket_size: number of elements from which a bucket is large enough to be sent.
+        whole: raise rather than cut a matrix.
     """
     if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
         raise ValueError(
@@ -88,8 +102,11 @@ def plan_matrices(
             f"{bucket_size}: give one cost for each matrix, 1 or more shards and elements"
         )
     total = sum(item.numel for item in items)
-    limit = max(bucket_size, min(total // FEWEST_BUCKETS, LARGEST_BUCKET * bucket_size))
-    kinds = _kinds(items, costs, num_shards, bucket_size, limit)
+    limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
+    largest_row = total if whole else max(limit, total // FEWEST_BUCKETS)
+    kinds = _kinds(items, costs, num_shards, bucket_size, limit, largest_row)
+    if whole:
+        kinds = [kind if kind is not None and kind.parts == 1 else None for kind in kinds]
     queues: dict[_Kind, list[int]] = {}
     buckets: list[Bucket] = []
     full: list[list[int]] = []  # full rows of whole matrices in the bucket that is open
@@ -125,8 +142,10 @@ def plan_matrices(
         if filled >= bucket_size:
             close()
     loose = sorted(loose + [index for queue in queues.values() for index in queue])
-    budget = max(total // WHOLE_PADDING, CHEAP_PADDING)
+    budget = max(total // (PROMISED_PADDING if whole else WHOLE_PADDING), CHEAP_PADDING)
     last = sorted([index for row in full for index in row] + loose)
+    if whole and loose:
+        return _promised(items, costs, buckets, full, loose, num_shards, budget)
     for members in (last, loose) if loose and full else (last,) if loose else ():
         if size_of(members) <= limit and _least_padding(items, members, num_shards) <= budget:
             packed = _packed(items, costs, members, num_shards)
@@ -140,6 +159,38 @@ def plan_matrices(
     for part in _in_order([items[index] for index in loose], bucket_size):
         buckets.append(_cut_anywhere(items, [loose[index] for index in part], num_shards))
     return sorted(buckets, key=lambda bucket: bucket.complete_at)
+
+
+def _promised(
+    items: Sequence[Item],
+    costs: Sequence[int],
+    buckets: list[Bucket],
+    full: Sequence[Sequence[int]],
+    loose: Sequence[int],
+    num_shards: int,
+    budget: int,
+) -> list[Bucket]:
+    """All matrices whole: those that fit in no row alone, with the rows of the open bucket, or all
+    in one bucket. Raises where each of these pads more than the budget."""
+    rows = [index for row in full for index in row]
+    kept = [*buckets, *([_whole_rows(items, full, num_shards)] if full else [])]
+    choices = [(kept, list(loose)), (buckets, sorted([*rows, *loose])), ([], range(len(items)))]
+    found = []
+    for others, members in choices:
+        packed = _packed(items, costs, members, num_shards)
+        found.append((sum(one.layout.padding for one in others) + packed.layout.padding, packed))
+    # More buckets overlap more: the first choice that pads little, else the one that pads least.
+    allowed = max(budget * PROMISED_PADDING // WHOLE_PADDING, CHEAP_PADDING)
+    best = min(range(len(found)), key=lambda number: (max(found[number][0], allowed), number))
+    padding, packed = found[best]
+    if padding > budget:
+        total = sum(item.numel for item in items)
+        raise ValueError(
+            f"grain='tensor': {len(items)} matrices whole on {num_shards} ranks would pad them by "
+            f"{100 * padding / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer ranks, or "
+            f"leave grain out, so that matrices may lie on several ranks"
+        )
+    return sorted([*choices[best][0], packed], key=lambda bucket: bucket.complete_at)
 
 
 # ------------------------------------------------------------------------------ rows
@@ -156,13 +207,18 @@ class _Kind:
 
 
 def _kinds(
-    items: Sequence[Item], costs: Sequence[int], num_shards: int, bucket_size: int, limit: int
+    items: Sequence[Item],
+    costs: Sequence[int],
+    num_shards: int,
+    bucket_size: int,
+    limit: int,
+    largest_row: int,
 ) -> list[_Kind | None]:
     """The kind of row that each matrix fits in; None where a matrix fits in no row."""
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
     found: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
-        fits = num_shards == 1 or num_shards * numel <= max(limit, SMALL_ROW)
+        fits = num_shards == 1 or num_shards * numel <= max(largest_row, SMALL_ROW)
         if num_shards <= len(members) and fits:
             for index in members:
                 found[index] = _Kind(numel, cost, (), 1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
 from shardwise.buffer import Ranks
+from shardwise.layout import Grain
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
@@ -181,6 +182,12 @@ def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         problems.append("a mesh of several axes needs mesh_dim_names")
     return problems
+
+
+def grain_problems(grain: Any) -> list[str]:
+    if grain in (None, "tensor") or isinstance(grain, Grain) or callable(grain):
+        return []
+    return [f"grain={grain!r}: 'tensor', a Grain (layout.ROW, ...), or a function that returns one"]
 
 
 def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -71,6 +71,7 @@ def data_parallel(
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     bucket_mb: float = 256,
+    grain: Literal["tensor"] | None = None,
     meshes: MeshChoice | None = None,
     matrix: MuonSettings | None = None,
     overlap_gather: bool | str = False,
@@ -87,10 +88,13 @@ def data_parallel(
         mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.
         placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
             ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
-        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It may
-            grow up to eight times as large where that keeps matrices whole and eight buckets are
-            left; where a bucket has no room for one matrix per rank, each lies in equal parts on
-            several, and the optimizer brings them together.
+        bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It
+            grows where that keeps matrices whole, up to half of the model, so that the other half
+            of backward overlaps with it. Where there are fewer matrices of a size than ranks, or
+            more than half of the model would be one bucket, each matrix lies in equal parts on
+            several ranks, and the optimizer brings them together. ``sw.plan`` says how many.
+        grain: "tensor" is a promise that every matrix lies whole on one rank, at the price of
+            larger buckets and padding; refused where padding would be more than an eighth.
         meshes: other meshes for some parameters, by name pattern (``{"*.experts.*": expert_mesh}``)
             or as a function; a pattern also stands for everything below the module it names. Their
             gradients are summed over that mesh and divided by the ranks of ``mesh``: an expert sees
@@ -119,6 +123,8 @@ def data_parallel(
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     homes, problems = _homes(found, meshes, mesh)
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
+    if grain not in (None, "tensor"):
+        problems.append(f"grain={grain!r}: None, or 'tensor' to have every matrix whole")
     problems += module_problems([model], found, homes) + mesh_problems(mesh, placements)
     problems += expert_problems([model], found, homes)
     problems += option_problems(unused_parameters, memory, None)
@@ -132,7 +138,7 @@ def data_parallel(
         problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} bucket={bucket_mb} "
-        f"overlap={overlap_gather} {settings.preset} {settings.form}"
+        f"grain={grain} overlap={overlap_gather} {settings.preset} {settings.form}"
     ] + [
         f"{f.name} {described_shape(f)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
         f"over {home.mesh_dim_names} {tuple(home.shape)} "
@@ -156,7 +162,7 @@ def data_parallel(
     formats = [one.format for one in stored]
     shards = {home: over.num_shards(placements.main) for home, over in spread.items()}
     for home, members, bucket in planned_buckets(
-        found, routes, homes, formats, shards, settings, bucket_mb, measured
+        found, routes, homes, formats, shards, settings, bucket_mb, measured, grain
     ):
         for index, position in enumerate(members):
             places_of[position] = (len(groups), index)
@@ -211,6 +217,7 @@ def planned_buckets(
     settings: MuonSettings,
     bucket_mb: float,
     measured: bool,
+    grain: Any = None,
 ) -> list[tuple[H, tuple[int, ...], Bucket]]:
     """(mesh, positions of its parameters, bucket), in the order in which backward fills them.
 
@@ -242,7 +249,8 @@ def planned_buckets(
                 matrix_cost(whole_shape, route, settings, measured=measured)
                 for route, _, whole_shape in chosen
             ]
-            buckets = plan_matrices(items, costs, num_shards[home], bucket_size)
+            promised = grain == "tensor"
+            buckets = plan_matrices(items, costs, num_shards[home], bucket_size, whole=promised)
         else:
             buckets = plan_elements(items, num_shards[home], bucket_size)
         planned += [

@@ -18,18 +18,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardwise import comm
 from shardwise.agreement import raise_together
 from shardwise.buffer import Ranks
-from shardwise.layout import Layout, cut_finer, plan_groups
+from shardwise.layout import CHEAP_PADDING, Layout, cut_finer, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.precision.policy import Stored
+from shardwise.shard.buckets import PROMISED_PADDING
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,
     expert_problems,
     experts_axis,
     forward_problems,
+    grain_problems,
     mesh_problems,
     module_problems,
     option_problems,
@@ -93,7 +95,8 @@ def fully_shard(
             shard.
         grain: the smallest piece of a parameter that may not be cut, of all or as a function of
             name and parameter. By default a row, or an element where whole rows would pad a
-            unit's buffers by more than a sixteenth: with about as many ranks as rows.
+            unit's buffers by more than a sixteenth: with about as many ranks as rows. "tensor" is
+            a promise that no matrix is cut, refused where it would pad more than an eighth.
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
@@ -120,6 +123,7 @@ def fully_shard(
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
+    problems += grain_problems(grain)
     problems += product_problems(precision, device_of(mesh))
     if gather_in_step and SHARD in placements.compute:
         problems.append(
@@ -130,7 +134,7 @@ def fully_shard(
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "
         f"gather_in_step={gather_in_step}"
-    ] + [describe_parameter(f, grain, precision) for f in found]
+    ] + [describe_parameter(f, grain, precision) for f in found if not grain_problems(grain)]
     raise_together("fully_shard", problems, description, ranks.axes, same="wrap the same module")
     kept_axis, release = after_forward(reshard_after_forward, ranks)
     device = device_of(mesh)
@@ -209,6 +213,15 @@ def planned_groups(
         for members in plan_groups(items, num_shards):
             layout = lay_out([items[member] for member in members], num_shards, format)
             groups.append((tuple(positions[member] for member in members), layout, format))
+    padding = sum(layout.padding for _, layout, _ in groups)
+    payload = sum(layout.payload for _, layout, _ in groups)
+    if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
+        raise ValueError(
+            f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
+            f"unit, whole on {num_shards} ranks, would pad it by {100 * padding / payload:.0f} %, "
+            f"over {100 // PROMISED_PADDING} %: wrap larger units, use sw.data_parallel or fewer "
+            f"ranks, or leave grain out"
+        )
     return groups
 
 

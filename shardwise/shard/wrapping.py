@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.buffer import Ranks
-from shardwise.layout import ROW, Grain
+from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
@@ -30,7 +30,8 @@ from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
-GrainChoice = Grain | Callable[[str, nn.Parameter], Grain]
+# "tensor": a promise that no matrix is cut, refused where padding would be too much of it.
+GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
 
 
 # ------------------------------------------------------------------------------ finding parameters
@@ -118,6 +119,9 @@ def grain_of(found: Found, choice: GrainChoice | None) -> Grain:
     """The grain of one parameter: the given one, or the one that the given function returns."""
     if choice is None or isinstance(choice, Grain):
         return choice or ROW
+    if choice == "tensor":
+        shape = found.parameter.shape
+        return TENSOR if len(shape) == 2 else tensor_fraction(shape[0]) if len(shape) > 2 else ROW
     return choice(found.name, found.parameter)
 
 

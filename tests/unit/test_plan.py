@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_a_dry_run_of_buckets_agrees(experts: int) -> None:
         ({"placements": "zero3"}, ["shards the compute weights", "fully_shard"]),
         ({"bucket_mb": 0}, ["bucket_mb=0", "above 0"]),
         ({"reshard_after_forward": 2}, ["reshard_after_forward=2", "leave it out"]),
-        ({"wrap": []}, ["wrap and grain are fully_shard's", "one or the other"]),
+        ({"wrap": []}, ["wrap and grains are fully_shard's", "one or the other"]),
     ],
 )
 def test_what_buckets_cannot_be(options: dict[str, Any], words: list[str]) -> None:
@@ -267,6 +268,22 @@ def test_the_figures_of_a_model_one_can_count() -> None:
         }
     )
     assert found["zero1"].collectives[1].operation == "all_to_all"
+
+
+def test_a_plan_says_how_many_matrices_lie_whole() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.blocks = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(10))
+    for ranks, grain, whole in ((5, None, 10), (8, None, 0), (10, None, 0), (10, "tensor", 10)):
+        made = plan(model, {"dp": ranks}, "zero1", optimizer="muon", bucket_mb=1, grain=grain)
+        assert made.matrices is not None and made.matrices.num_whole == whole, ranks
+        assert re.search(rf"of these whole on one rank +{whole}\n", str(made))
+    with pytest.raises(ValueError, match=r"10 matrices whole on 64 ranks would pad them by 540 %"):
+        plan(model, {"dp": 64}, "zero1", optimizer="muon", bucket_mb=1, grain="tensor")
+    with pytest.raises(ValueError, match=r"grain='tensor': 'weight' and the other 0 .* 3 ranks"):
+        plan(model, {"dp": 3}, "zero3", grain="tensor")
+    with pytest.raises(ValueError, match="plan: grain='whole': 'tensor', a Grain"):
+        plan(model, {"dp": 3}, "zero3", grain="whole")
 
 
 def test_a_matrix_optimizer_takes_what_routing_says() -> None:
