@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -18,6 +18,7 @@ class Home(Protocol):
     """The gradients of a group, as far as one of its parameters is concerned."""
 
     layout: Layout
+    sharded: Sequence[Any]
     on_written: Callable[[int], None]
     on_delayed: Callable[[int], None]
 
@@ -75,6 +76,11 @@ class WholeParameter(nn.Parameter):
         """Make this parameter a view of gathered memory. Its version counter stays its own, so a
         gather is no in-place change to autograd."""
         _DATA.__set__(self, memory)
+
+    def full_tensor(self) -> Tensor:
+        """The whole main weight, of which this is a copy (collective): for scripts that ask without
+        looking whether the weights are gathered just now."""
+        return self._home.sharded[self._index].full_tensor()  # type: ignore[no-any-return]
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""
