@@ -248,6 +248,10 @@ class Cut:
     def _divided(self) -> dict[Division, Cut]:
         return {}
 
+    def viewed(self, first: int, shape: tuple[int, ...]) -> Cut:
+        """The cut of a run of elements, from ``first`` on, as a tensor of another shape."""
+        return replace(self, layout=self.layout.window(self.index, first, shape), index=0)
+
     @cached_property
     def shard_index(self) -> int:
         """Which of ``num_holders`` parts this rank holds."""

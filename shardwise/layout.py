@@ -176,6 +176,12 @@ class Layout:
             return (hi - lo,)
         return ((hi - lo) // row, *shape[1:])
 
+    def window(self, index: int, first: int, shape: Shape) -> Layout:
+        """A run of a parameter's elements as a parameter of another shape, where they lie."""
+        item = Item(self.items[index].name, shape, ELEMENT)
+        start = self.starts[index] + first
+        return _Window((item,), self.num_shards, self.shard_size, (start,))
+
     def holders(self, index: int) -> range:
         """The shards that hold something of a parameter."""
         start, numel = self.starts[index], self.items[index].numel
@@ -205,6 +211,13 @@ class Layout:
                 strips[shard][left : left + cells] = f"| {item.name}{span}"[:cells].ljust(cells)
         digits = len(str(self.num_shards - 1))
         return "\n".join(f"shard {r:>{digits}} {''.join(s)}" for r, s in enumerate(strips))
+
+
+class _Window(Layout):
+    """A part of a planned layout, which may begin and end anywhere."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: the whole was checked."""
 
 
 def _boxes(shape: Shape, lo: int, hi: int) -> Iterator[Box]:

@@ -153,11 +153,25 @@ def _kept_on_root(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[Any, DeviceMesh]]:
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The data-parallel axes of a mesh; a mesh that names no ``dp`` axis is data-parallel as a
-    whole."""
+    whole. Two axes without names are torch's: the outer replicates, the inner shards."""
     names = mesh.mesh_dim_names
+    if names is None and mesh.ndim == len(DATA_AXES):
+        return _named(mesh)
     if names is None or "dp" not in names or set(names) <= set(DATA_AXES):
         return mesh
     return mesh[tuple(name for name in names if name in DATA_AXES)]
+
+
+def _named(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks and groups with names, made once for each mesh."""
+    kept = mesh.__dict__.setdefault("_shardwise_named", [])
+    if not kept:
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        names = tuple(DATA_AXES)
+        kept.append(
+            DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
+        )
+    return kept[0]  # type: ignore[no-any-return]
 
 
 def default_mesh() -> DeviceMesh:

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -154,7 +154,8 @@ class ShardedTensor(DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise NotImplementedError(
-            f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind; use copy_()"
+            f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind: write values "
+            f"with parameter.copy_(values) under torch.no_grad() (to swap two, clone one first)"
         )
 
     @property  # type: ignore[override]
@@ -219,8 +220,7 @@ class ShardedTensor(DTensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """A plain DTensor for all ``Replicate()``, itself for its own placements; others are
-        refused."""
+        """A plain DTensor, made of the whole tensor; itself for its own placements."""
         mesh = self.device_mesh
         here = device_mesh is None or device_mesh == mesh
         wanted = None if placements is None else tuple(placements)
@@ -229,11 +229,13 @@ class ShardedTensor(DTensor):
             return self
         if here and plain and wanted == (Replicate(),) * mesh.ndim:
             return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+        if here and plain and wanted and not any(one.is_partial() for one in wanted):
+            whole = self.full_tensor()
+            return distribute_tensor(whole, mesh, wanted, src_data_rank=None)
         raise NotImplementedError(
             f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "
-            f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): the "
-            f"pieces are uneven, so only all Replicate() on the same mesh is possible; "
-            f"use full_tensor()"
+            f"{device_mesh or mesh} (dtypes {forward_dtype}, {backward_dtype}): only Replicate() "
+            f"and Shard() on the same mesh, in the same dtype; use full_tensor()"
         )
 
     # ------------------------------------------------------------------ distributed checkpoints
@@ -344,6 +346,7 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
     if _known_states.get(optimizer) is optimizer.state:
         return
     _known_states[optimizer] = optimizer.state
+    _refuse_matrix_optimizers(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             ours = type(parameter) is ShardedTensor
@@ -352,6 +355,21 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
                 foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
                 if foreign and value.ndim and value.shape == parameter.shape:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for other libraries' Muon, which transposes in place or counts on even pieces."""
+    kind = type(optimizer)
+    if kind.__module__.split(".")[0] == "dion" or kind is getattr(torch.optim, "Muon", None):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if type(parameter) is ShardedTensor and parameter.cut.axes:
+                    raise RuntimeError(
+                        f"{kind.__module__}.{kind.__name__} on '{parameter.cut.name}': it needs "
+                        f"whole matrices, or pieces as torch.chunk cuts them, and these lie "
+                        f"otherwise. Use sw.Muon(parameters, lr=...), or sw.optimizer for all of a "
+                        f"model: they orthogonalise whole matrices under every strategy"
+                    )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,30 +10,33 @@
     reduction     linalg_vector_norm, sum, equal        on the locals, then over the sharded axes
     random        uniform_, normal_                     all numbers on every rank, which keeps its
     copy          copy_                                 from whatever has the same global shape
+    view          view(-1), [3], chunk                  a run of elements, the same memory
+    the rest      t, std, sum(dim), matmul              on the gathered whole, which is only read
 
-Anything else would be wrong on a piece, so it is refused by name. What can be decided once per op
-is not decided at each call: optimizers call it for every parameter and step.
+What writes, and is none of these, would be wrong on a piece: it is refused by name. What can be
+decided once per op is not decided at each call: optimizers call it for every parameter and step.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor
 
 from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.tensor_reduce import norms, whole_value
+from shardwise.tensor_views import VIEWS, spans, viewed
+from shardwise.tensor_whole import gathered, into_plain, on_the_whole, whole
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
-_ALIASES = {"detach", "alias", "view", "_unsafe_view", "expand", "view_as", "lift_fresh"}
+_ALIASES = {"detach", "alias", "expand", "view_as", "lift_fresh"}
 _FACTORIES = {"empty_like", "zeros_like", "ones_like", "full_like"}
 _FACTORIES |= {"new_empty", "new_zeros", "new_ones", "new_full"}
 # Element by element, though torch does not tag them so.
@@ -78,6 +81,8 @@ class Operations:
             return self.special[name]
         if name in _ALIASES:
             return self._alias
+        if name in VIEWS:
+            return partial(self._view, name)
         if name in _FACTORIES:
             return self._factory
         if name in _NORMS:
@@ -88,9 +93,7 @@ class Operations:
             return self._random
         if name in _FUSED:
             return partial(self._foreach, True, skip_empty=True)
-        writes = any(
-            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-        )
+        writes = any(map(_is_written, func._schema.arguments))
         if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
             single = getattr(torch.ops.aten, name.removeprefix("_foreach_").rstrip("_"), None)
             if name.rstrip("_") == "_foreach_zero" or (single is not None and _pointwise(single)):
@@ -103,21 +106,34 @@ class Operations:
             if len(out) > 1:
                 return self._refuse
             return partial(self._pointwise, writes and not out, out[0] if out else None)
-        return self._refuse
+        return self._refuse if seeded else self._gather
 
     # ------------------------------------------------------------------ refusing
 
     def _refuse(self, func: Any, args: Any, kwargs: Any, why: str = "", fix: str = "") -> NoReturn:
         _refuse_cut(func, next(self._cuts((args, kwargs))), why, fix)
 
+    def _gather(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> Any:
+        """Compute on gathered operands what only reads them, or fills an ``out=`` of ours."""
+        cut = next(self._cuts((args, kwargs)))
+        written = [each for each in func._schema.arguments if _is_written(each)]
+        outs = [each.name for each in written if each.kwarg_only]
+        if len(outs) != len(written) or cut.others is not None:
+            _refuse_cut(func, cut, why)
+        mesh = next(self._ours((args, kwargs))).device_mesh
+        return on_the_whole(func, cut.name, args, kwargs, outs, mesh)
+
     def _cuts(self, value: Any) -> Iterator[Cut]:
+        return (one.cut for one in self._ours(value))
+
+    def _ours(self, value: Any) -> Iterator[Any]:
         if type(value) is self.kind:
-            yield value.cut
+            yield value
         elif isinstance(value, dict):
-            yield from self._cuts(list(value.values()))
+            yield from self._ours(list(value.values()))
         elif isinstance(value, (list, tuple)):
             for one in value:
-                yield from self._cuts(one)
+                yield from self._ours(one)
 
     # ------------------------------------------------------------------ element by element
 
@@ -133,13 +149,14 @@ class Operations:
                 why += ", of which each replica has a part since sw.optimizer was built"
                 fix = "build the next optimizer with sw.optimizer too"
             _refuse_cut(func, cut, why, fix)
-        if isinstance(operand, DTensor):
-            why = "the other operand is a DTensor with other placements"
-            _refuse_cut(func, cut, why)
+        if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
+            operand = gathered(operand)
         if operand.shape == cut.shape:
             return cut.take(operand)
         if operand.numel() == 1 and operand.ndim <= len(cut.shape):
             return operand.reshape(1) if operand.ndim > 1 else operand
+        if operand.ndim <= len(cut.shape) and _stretches(operand.shape, cut.shape):
+            return cut.take(operand.expand(cut.shape))
         why = (
             f"an operand of shape {list(operand.shape)} goes neither with the whole tensor "
             f"{list(cut.shape)} nor with every element of it"
@@ -164,6 +181,8 @@ class Operations:
             elif isinstance(operand, Tensor):
                 uneven = True
             operands.append(operand)
+        if writes and type(args[0]) is not kind:
+            return into_plain(func, args, kwargs)
         if kwargs:
             kwargs, cut = self._keywords(func, kwargs, cut)
         assert cut is not None, "dispatch found one of ours"
@@ -175,8 +194,6 @@ class Operations:
             ]
         if writes:
             target = args[0]
-            if type(target) is not kind:
-                self._refuse(func, args, kwargs, "it can't be written into a plain tensor")
             if target.version is not None:
                 target.version.write()
             func(*operands, **kwargs)
@@ -281,26 +298,30 @@ class Operations:
             self._refuse(func, args, kwargs)
         return self.wrap(source._local_tensor, source.cut, source.version)
 
+    def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        source, given = args[0], _arguments(func, args, kwargs)
+        if name in ("view", "_unsafe_view") and _same_shape(args[1], source.cut):
+            return self.wrap(source._local_tensor, source.cut, source.version)
+        found = spans(name, source.cut.shape, given)
+        if found is None or source.cut.replica_ranges is not None:
+            return self._gather(func, args, kwargs)
+        parts = [viewed(source.cut, span, source._local_tensor) for span in found]
+        views = [self.wrap(local, cut, source.version) for local, cut in parts]
+        return views if name in ("split", "split_with_sizes", "unbind") else views[0]
+
     def _factory(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         source, rest = args[0], list(args[1:])
         kwargs, cut = self._keywords(func, kwargs, source.cut)
         if func._schema.name.startswith("aten::new_"):
-            if not _same_shape(rest[0], cut):
-                why = f"only a tensor of its own shape {list(cut.shape)} can be made like it"
-                self._refuse(func, args, kwargs, why, "use torch.zeros and its like instead")
+            if not _same_shape(rest[0], cut):  # a tensor of another shape is a plain one
+                return whole(func(source._local_tensor, *rest, **kwargs))
             rest[0] = list(cut.local_shape)
         return self.wrap(func(source._local_tensor, *rest, **kwargs), cut)
 
     def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target, source, *rest = args
         if type(target) is not self.kind:
-            self._refuse(
-                func,
-                args,
-                kwargs,
-                "it can't be copied into a plain tensor",
-                "copy its full_tensor()",
-            )
+            return into_plain(func, args, kwargs)
         cut = target.cut
         if type(source) is self.kind and cut.matches(source.cut):
             local = source._local_tensor
@@ -309,7 +330,7 @@ class Operations:
             self._refuse(func, args, kwargs, why, f"copy from a tensor of shape {list(cut.shape)}")
         else:
             # Another cut, or another library's DTensor: every rank is here, so all may gather.
-            full = _gathered(source) if isinstance(source, DTensor) else source
+            full = gathered(source) if isinstance(source, DTensor) else source
             local = self._align(func, cut, full)
         self._write(target)
         func(target._local_tensor, local, *rest, **kwargs)
@@ -350,22 +371,22 @@ class Operations:
 
     # ------------------------------------------------------------------ one value of all pieces
 
-    def _whole(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name, once it is clear that the op reduces the whole tensor."""
+    def _whole(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """The arguments by name, where the op reduces the whole tensor; else None."""
         given = _arguments(func, args, kwargs)
-        if type(given["self"]) is not self.kind or "out" in given:
-            self._refuse(func, args, kwargs)
-        cut = given["self"].cut
-        dims = given.get("dim")
+        if type(given["self"]) is not self.kind or "out" in given or given.get("keepdim"):
+            return None
+        dims, ndim = given.get("dim"), len(given["self"].cut.shape)
         dims = [dims] if isinstance(dims, int) else dims
-        ndim = len(cut.shape)
-        if (dims and len({dim % max(ndim, 1) for dim in dims}) < ndim) or given.get("keepdim"):
-            why = f"of a shard of {list(cut.shape)} only the whole can be reduced, without keepdim"
-            self._refuse(func, args, kwargs, why)
-        return given
+        some = dims and len({dim % max(ndim, 1) for dim in dims}) < ndim
+        return None if some else given
 
-    def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self._whole(func, args, kwargs)
+        if given is None:
+            return self._gather(func, args, kwargs)
         order = given.get("ord", given.get("p"))
         return self._norms([given["self"]], 2 if order is None else order, given.get("dtype"))[0]
 
@@ -381,11 +402,12 @@ class Operations:
         cuts = [one.cut if type(one) is kind else None for one in tensors]
         return norms(locals_, cuts, float(order), dtype)
 
-    def _value(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _value(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self._whole(func, args, kwargs)
+        arranged = name in ("max", "min") and func._overloadname != "default"
+        if given is None or arranged or given["self"].is_complex():
+            return self._gather(func, args, kwargs)
         cut, local = given["self"].cut, given["self"]._local_tensor
-        if local.is_complex() or (name in ("max", "min") and func._overloadname != "default"):
-            self._refuse(func, args, kwargs)
         if name == "dot":
             other = self._align(func, cut, given["tensor"])
             return whole_value("sum", local.double() * other, cut, None).to(local.dtype)
@@ -435,12 +457,13 @@ def _refuse_cut(func: Any, cut: Cut, why: str = "", fix: str = "") -> NoReturn:
     )
 
 
-def _gathered(source: DTensor) -> Tensor:
-    """All of another library's DTensor. Two axes that both cut the same rows are gathered one after
-    the other: torch 2.13's one gather over both takes padding for rows (see mesh.flattened)."""
-    one_by_one = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
-    with one_by_one():
-        return source.full_tensor()
+def _stretches(small: Sequence[int], shape: Sequence[int]) -> bool:
+    ends = zip(reversed(small), reversed(shape), strict=False)
+    return all(size in (1, wanted) for size, wanted in ends)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

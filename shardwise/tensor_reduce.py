@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.cut import Cut
+from shardwise.tensor_whole import whole
 
 
 def norms(
@@ -33,17 +34,17 @@ def norms(
     which is the same on every rank.
     """
     result: list[Any] = [None] * len(locals_)
-    whole: list[int] = []
+    alone: list[int] = []
     meshes: dict[Any, list[int]] = {}
     for index, cut in enumerate(cuts):
         if cut is None or not cut.norm_axes:
-            whole.append(index)
+            alone.append(index)
         else:
             meshes.setdefault((cut.mesh, cut.norm_axes), []).append(index)
-    if whole:
-        found = torch._foreach_norm([locals_[index] for index in whole], order, dtype=dtype)
-        for index, norm in zip(whole, found, strict=True):
-            result[index] = norm
+    if alone:
+        found = torch._foreach_norm([locals_[index] for index in alone], order, dtype=dtype)
+        for index, norm in zip(alone, found, strict=True):
+            result[index] = norm if cuts[index] is None else whole(norm)
     for (_, axes), members in meshes.items():
         cut = cuts[members[0]]
         assert cut is not None
@@ -60,7 +61,7 @@ def norms(
         if len(set(targets)) == 1:
             values = values.to(targets[0])
         for index, norm, target in zip(members, values.unbind(), targets, strict=True):
-            result[index] = norm.to(target)
+            result[index] = whole(norm.to(target))
     return result
 
 
@@ -99,12 +100,12 @@ def whole_value(name: str, local: Tensor, cut: Cut, dtype: torch.dtype | None) -
         partial = _extreme(local, op, wide)
     total = cut.reduce(partial.reshape(1), op)[0]
     if name == "any":
-        return total > 0
+        return whole(total > 0)
     if name == "all":
-        return total == cut.numel
+        return whole(total == cut.numel)
     if name == "mean":
         total = total / cut.numel
-    return total if dtype is None else total.to(dtype)
+    return whole(total if dtype is None else total.to(dtype))
 
 
 def _extreme(local: Tensor, op: str, wide: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
@@ -29,6 +30,8 @@ from shardwise.shard.module import unit_of
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
+
+logger = logging.getLogger(__name__)
 
 
 def check_types(
@@ -98,6 +101,13 @@ def module_problems(
             problems.append(
                 f"'{f.name}' belongs to a {f.owners[0].__name__}(sparse=True): gradients are "
                 f"summed over ranks in dense buffers; build it with sparse=False"
+            )
+        elif hasattr(parameter, "fsdp_pre_all_gather"):
+            problems.append(
+                f"{UNSUPPORTED}'{f.name}' is a {type(parameter).__name__} with "
+                f"fsdp_pre_all_gather, which would never be called: gathers move flat buffers. For "
+                f"8-bit weights on the wire wrap plain parameters with "
+                f"precision=sw.Precision(format='mxfp8')"
             )
         elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             problems.append(
@@ -179,8 +189,8 @@ def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
             f"{mesh.mesh_dim_names or ''} has {mesh.ndim}: use zero(0..3) on one axis, hsdp() or "
             f"hfsdp() on two, or Placements with {mesh.ndim} entries each"
         )
-    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
-        problems.append("a mesh of several axes needs mesh_dim_names")
+    if mesh.ndim > 2 and mesh.mesh_dim_names is None:
+        problems.append("a mesh of more than two axes needs mesh_dim_names")
     return problems
 
 
@@ -242,14 +252,30 @@ def product_problems(precision: Precision, device: torch.device) -> list[str]:
 def placement_problems(
     choose: Callable[[nn.Parameter], Any] | None, found: Sequence[Found]
 ) -> list[str]:
+    """Problems of torch's ``shard_placement_fn``. Which dimension it shards matters to torch, whose
+    pieces of a dimension must be even; flat buffers are cut along rows, whatever it says."""
     problems = []
     for f in found if choose is not None else ():
         assert choose is not None
         wanted = choose(f.parameter)
-        if wanted is not None and getattr(wanted, "dim", None) not in (0, -f.parameter.ndim):
+        ndim, dim = f.parameter.ndim, getattr(wanted, "dim", None)
+        if wanted is not None and (not isinstance(wanted, Shard) or dim is None):
             problems.append(
-                f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': buffers are "
-                f"flat and cut along rows, so it may return only Shard(0) or None"
+                f"{UNSUPPORTED}shard_placement_fn wants {wanted!r} for '{f.name}': it may return "
+                f"a Shard or None; for another mesh, wrap the parameter's module with mesh=..."
+            )
+        elif dim is not None and not -ndim <= dim < max(ndim, 1):
+            problems.append(
+                f"shard_placement_fn wants {wanted!r} for '{f.name}' of shape "
+                f"{list(f.parameter.shape)}, which has no such dimension"
+            )
+        elif dim not in (None, 0, -ndim) and not _told:
+            _told.append(f.name)
+            logger.info(
+                "shard_placement_fn wants %r for '%s': not needed, flat buffers are cut along rows "
+                "and need no dimension that divides evenly",
+                wanted,
+                f.name,
             )
     return problems
 
@@ -259,6 +285,9 @@ def described_shape(found: Found) -> str:
     parameter = found.parameter
     placed = f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
     return f"{list(parameter.shape)}{placed}"
+
+
+_told: list[str] = []  # the parameter whose placement was spoken of: one line for a model
 
 
 def describe_parameter(found: Found, grain: GrainChoice | None, precision: Precision) -> str:

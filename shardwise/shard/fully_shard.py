@@ -40,6 +40,7 @@ from shardwise.shard.checks import (
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.group import Group
+from shardwise.shard.module import unit_of
 from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import (
@@ -189,6 +190,10 @@ def fully_shard(
     unit.stored = stored
     install(roots, unit, device, found)
     return module
+
+
+# Torch's spelling: what a script asks whether a module is wrapped.
+fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------ choices

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
 
 from shardwise.moe.delayed import DelayedGradients
 from shardwise.shard.group import lost_writes
@@ -35,13 +36,6 @@ def units_of(module: nn.Module) -> Iterator[Unit]:
         if unit is not None and unit not in seen:
             seen.append(unit)
             yield unit
-
-
-def at_rest(model: nn.Module) -> None:
-    """Let modules that hold whole weights since a forward hold the parameters at rest."""
-    for unit in units_of(model):
-        if unit.shows_at_rest:
-            unit.hide()
 
 
 class UnshardHandle:
@@ -269,14 +263,15 @@ class ShardedModule(FSDPModule):
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         raise NotImplementedError(
             "set_custom_all_gather: all collectives are issued by shardwise.comm, which counts "
-            "them "
-            "and knows the backend; there is no per-module replacement"
+            "them and knows the backend. Choose the communicator by the mesh: pass "
+            "DeviceMesh.from_group(your_group, ...) as mesh"
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         raise NotImplementedError(
             "set_custom_reduce_scatter: all collectives are issued by shardwise.comm, which counts "
-            "them and knows the backend; there is no per-module replacement"
+            "them and knows the backend. Choose the communicator by the mesh, or give reductions "
+            "their own with set_separate_reduce_scatter_group()"
         )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -334,7 +329,7 @@ def mark_written(model: nn.Module) -> None:
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat another method of a wrapped module like ``forward``."""
-    torch.distributed.fsdp.register_fsdp_forward_method(module, method_name)
+    _torch_register(module, method_name)
 
 
 def share_comm_ctx(modules: list[ShardedModule]) -> None:

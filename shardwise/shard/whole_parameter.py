@@ -4,7 +4,7 @@ of tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -21,6 +21,7 @@ class Home(Protocol):
     """The gradients of a group, as far as one of its parameters is concerned."""
 
     layout: Layout
+    sharded: Sequence[Any]
     on_written: Callable[[int], None]
     on_delayed: Callable[[int], None]
 
@@ -81,6 +82,11 @@ class Whole(Tensor):
     def local_gradient(self, grad: Tensor) -> Tensor:
         """The gradient that autograd brought, as a plain tensor like ``memory``."""
         return grad
+
+    def full_tensor(self) -> Tensor:
+        """The whole main weight, of which this is a copy (collective): for scripts that ask without
+        looking whether the weights are gathered just now."""
+        return self._home.sharded[self._index].full_tensor()  # type: ignore[no-any-return]
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""

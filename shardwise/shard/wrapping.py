@@ -151,6 +151,9 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
+_told: list[str] = []  # the axis that was warned about: a model has many units and ranks
+
+
 def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
     """The initial values, the same on every rank: where ranks differ, those of the first rank."""
     values: list[Tensor] = [f.local for f in found]
@@ -162,12 +165,13 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
             for position in range(len(values))
             if any(theirs[position] != everyone[0][position] for theirs in everyone)
         ]
-        if differing:
+        if differing and not _told and torch.distributed.get_rank() == 0:
+            _told.append(axis.name)
             logger.warning(
-                "ranks of axis '%s' initialised %d parameters differently (first: '%s'); taking "
-                "the values of its rank 0. Seed all ranks alike to avoid the broadcast",
+                "ranks of axis '%s' initialised parameters differently (first: '%s'); taking the "
+                "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
+                "avoid the broadcast",
                 axis.name,
-                len(differing),
                 found[differing[0]].name,
             )
         for position in differing:

@@ -333,28 +333,24 @@ def test_all_problems_are_told_at_once(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_placement_functions_may_ask_for_rows_only(rank: int, world_size: int) -> None:
+def test_placement_functions_may_ask_for_any_dimension(rank: int, world_size: int) -> None:
+    """Flat buffers make it unnecessary: accepted, and the model trains."""
     mesh = mesh_for("zero", world_size)
-    for wanted in (None, Shard(0)):
-        net, plain = pair(Block)
-        sw.fully_shard(net, mesh=mesh, shard_placement_fn=lambda parameter, w=wanted: w)
-        check_backward(net, plain, vector_loss, rank, world_size)
 
     def columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.shape == (30, WIDTH) else None
 
-    found = {
-        "Shard(1)": raised(
-            lambda: sw.fully_shard(Block(), mesh=mesh, shard_placement_fn=columns),
-            NotImplementedError,
-        ),
-        "Replicate": raised(
-            lambda: sw.fully_shard(Block(), mesh=mesh, shard_placement_fn=lambda _: Replicate()),
-            NotImplementedError,
-        ),
-    }
-    assert "up.weight" in found["Shard(1)"] and "Shard(0)" in found["Shard(1)"]
-    assert "norm.weight" in found["Replicate"]
+    for choose in (lambda _: None, lambda _: Shard(0), columns, lambda p: Shard(p.ndim - 1)):
+        net, plain = pair(Block)
+        sw.fully_shard(net, mesh=mesh, shard_placement_fn=choose)
+        check_backward(net, plain, vector_loss, rank, world_size)
+
+    def refused(wanted: Any, kind: type[BaseException]) -> str:
+        options = {"mesh": mesh, "shard_placement_fn": lambda _: wanted}
+        return raised(lambda: sw.fully_shard(Block(), **options), kind)
+
+    assert "norm.weight" in refused(Replicate(), NotImplementedError)
+    assert "no such dimension" in refused(Shard(1), ValueError), "of a vector"
 
 
 # ------------------------------------------------------------------------------ every method

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,6 +159,10 @@ def test_a_unit_that_ran_on_all_ranks_but_used_its_parameters_on_one(
         plain.zero_grad()
 
 
+def _hear(heard: list[str], name: str, parameter: Tensor) -> None:
+    heard.append(name)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(ranks_for)
 def test_a_parameter_that_no_rank_used_has_no_gradient(
@@ -170,9 +175,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(
     for microbatches in ([(0, 2)], [(0, 1), (2, 0)], [(2,), (0, 1), (0,)], [()]):
         heard: list[str] = []
         handles = [
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name, heard=heard: heard.append(name)
-            )
+            parameter.register_post_accumulate_grad_hook(partial(_hear, heard, name))
             for name, parameter in net.named_parameters()
         ]
         for number, chosen in enumerate(microbatches):

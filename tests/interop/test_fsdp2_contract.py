@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,94 +29,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from tests.contract.helpers import assert_close, full
+from tests.interop import fsdp2_habits  # noqa: F401  (its cases)
+from tests.interop.fsdp2_contract import (
+    CASES,
+    LIBRARIES,
+    TORCH_FAILS,
+    Net,
+    Tail,
+    assert_same,
+    both,
+    case,
+    shard_net,
+    step,
+    trains,
+    words,
+)
 from tests.ranks import run_ranks
-
-LIBRARIES = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
-Case = Callable[[Any], None]
-CASES: dict[str, Case] = {}
-TORCH_FAILS: dict[str, str] = {}  # a part of the error that torch raises
-
-
-def case(name: str, *, torch_fails: str | None = None) -> Callable[[Case], Case]:
-    def add(function: Case) -> Case:
-        assert name not in CASES
-        CASES[name] = function
-        if torch_fails is not None:
-            TORCH_FAILS[name] = torch_fails
-        return function
-
-    return add
-
-
-def run_case(rank: int, world_size: int, name: str, library: str) -> None:
-    torch.manual_seed(0)
-    CASES[name](LIBRARIES[library])
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", CASES)
-def test_contract(name: str, library: str) -> None:
-    if library == "torch" and name in TORCH_FAILS:
-        with pytest.raises(Exception, match=TORCH_FAILS[name]):
-            run_ranks(run_case, 2, name, library, timeout=60)
-    else:
-        run_ranks(run_case, 2, name, library, timeout=60)
-
-
-# ------------------------------------------------------------------------------ a model
-
-
-class Net(nn.Module):
-    """An embedding, two blocks, and a tail that is wrapped as a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 8, padding_idx=0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
-        self.output = nn.Linear(8, 12, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
-
-
-def shard_net(shard: Any, net: Any, **more: Any) -> Any:
-    """As torchtitan and accelerate wrap: blocks, the tail as a list, the model."""
-    for block in net.blocks:
-        shard(block, **more)
-    shard([net.norm, net.output], **more)
-    shard(net, **more)
-    return net
-
-
-def both(shard: Any, **more: Any) -> tuple[Any, Any]:
-    torch.manual_seed(1)
-    plain = Net()
-    return shard_net(shard, copy.deepcopy(plain), **more), plain
-
-
-def words() -> Tensor:
-    return torch.arange(24).view(3, 8) * 5 % 12  # the same on every rank
-
-
-def step(model: Any, optimizer: Any) -> None:
-    loss = model(words()).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def assert_same(net: Any, plain: Any, tolerance: float = 1e-5) -> None:
-    theirs = dict(plain.named_parameters())
-    assert [name for name, _ in net.named_parameters()] == list(theirs)
-    for name, parameter in net.named_parameters():
-        assert_close(
-            full(parameter.detach()).float(), theirs[name].detach().float(), name, tolerance
-        )
-
 
 # ------------------------------------------------------------------------------ 3: unused
 
@@ -140,15 +67,6 @@ def unused_in_unit(shard: Any) -> None:
         assert net.unused.weight.grad is None and net.used.weight.grad is not None
         optimizer.step()
         optimizer.zero_grad()
-
-
-class Tail(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.body(x))  # type: ignore[no-any-return]
 
 
 @case("3 unused: a list of which some ran, chunk by chunk")
@@ -229,14 +147,6 @@ def meta_net(shard: Any) -> Any:
     with torch.device("meta"):
         net = Net()
     return shard_net(shard, net)
-
-
-def trains(net: Any, plain: Any) -> None:
-    for model in (net, plain):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(2):
-            step(model, optimizer)
-    assert_same(net, plain)
 
 
 @case("5 meta: to_empty and reset_parameters")
@@ -387,12 +297,75 @@ for _name, _make in OPTIMIZERS.items():
     )
 
 
+class Matrices(nn.Module):
+    """A model of matrices only: all of it belongs to Muon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+@case("6 sw.Muon: sharded, full and broadcast state")
+def muon_state(shard: Any) -> None:
+    ways = [(StateDictOptions(), False), (StateDictOptions(full_state_dict=True), False)]
+    ways.append((StateDictOptions(full_state_dict=True, cpu_offload=True), True))
+    for options, from_first in ways:
+        torch.manual_seed(3)
+        plain = Matrices()
+        first, second = (shard(copy.deepcopy(plain)) for _ in range(2))
+        made = [sw.Muon(model.parameters(), lr=0.1) for model in (first, second)]
+        x = torch.randn(4, 8)
+
+        def steps(model: Any, optimizer: Any, x: Tensor = x) -> None:
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps(first, made[0])
+        weights = get_model_state_dict(first, options=options)
+        # A copy: loading shares the memory of tensors that need no conversion.
+        states = copy.deepcopy(get_optimizer_state_dict(first, made[0], options=options))
+        if from_first:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            weights, states = ({}, {}) if dist.get_rank() else (weights, states)
+        set_model_state_dict(second, weights, options=options)
+        set_optimizer_state_dict(second, made[1], states, options=options)
+        for model, optimizer in zip((first, second), made, strict=True):
+            steps(model, optimizer)
+        for one, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert_close(full(one.detach()), full(other.detach()), "matrix", 1e-6)
+
+
+# ------------------------------------------------------------------------------ both libraries
+
+
+def run_case(rank: int, world_size: int, name: str, library: str) -> None:
+    torch.manual_seed(0)
+    CASES[name](LIBRARIES[library])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_contract(name: str, library: str) -> None:
+    if library == "torch" and name in TORCH_FAILS:
+        with pytest.raises(Exception, match=TORCH_FAILS[name]):
+            run_ranks(run_case, 2, name, library, timeout=60)
+    else:
+        run_ranks(run_case, 2, name, library, timeout=60)
+
+
 # ------------------------------------------------------------------------------ the table
 
 
 def table() -> str:
     lines = ["| case | torch FSDP2 | shardwise |", "|---|---|---|"]
-    for name in CASES:
+    for name in sorted(CASES):
         found = []
         for library in LIBRARIES:
             try:

@@ -181,7 +181,7 @@ def train(
             with torch.no_grad():
                 seen[f"evaluation {step}"] = model(tokens(step, 77, rank))
     for name, parameter in model.named_parameters():
-        seen[f"main {name}"] = parameter.detach().full_tensor().clone()
+        seen[f"main {name}"] = parameter.full_tensor().detach().clone()
     return seen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardwise import tensor as tensor_module
 from shardwise.layout import ROW, TENSOR, Item, plan
@@ -162,8 +162,7 @@ def check_pointwise(rank: int, world_size: int, *case: Any) -> None:
         check(a.contiguous(), x)
         check(a.cpu(), x)
         assert a.is_floating_point() and a.numel() == x.numel() and a.stride() == x.stride()
-        with pytest.raises(NotImplementedError, match="plain tensor"):
-            y.clone().add_(a)
+        assert torch.equal(y.clone().add_(a), y + x), "a plain tensor gets the whole"
         target = torch.empty_like(a)
         assert torch.add(a, b, out=target) is target
         check(target, x + y)
@@ -203,10 +202,8 @@ def check_copies(rank: int, world_size: int, *case: Any) -> None:
             chunked = distribute_tensor(others[name], world.mesh, [Shard(0)])
             tensor.copy_(chunked)
             check(tensor, others[name])
-            with pytest.raises(NotImplementedError, match="DTensor with other placements"):
-                tensor + chunked
-        with pytest.raises(NotImplementedError, match=r"copy its full_tensor\(\)"):
-            torch.empty(tensor.shape).copy_(tensor)
+            check(tensor + chunked, others[name] * 2)
+        assert torch.equal(torch.empty(tensor.shape).copy_(tensor), tensor.full_tensor())
         with pytest.raises(NotImplementedError, match="shape"):
             tensor.copy_(torch.zeros(2, 99))
         if not tensor.cut.matches(moved[name].cut):
@@ -225,49 +222,120 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
     tensor = world.tensors(full_tensors())["wide"]
     plain = torch.randn(13, 4)
     for what in (
-        lambda: tensor @ plain,
-        lambda: tensor.t(),
-        lambda: tensor[0],
-        lambda: tensor[:, 1:],
-        lambda: tensor.view(-1),
-        lambda: tensor.view(torch.int32),
-        lambda: tensor.cumsum(0),
-        lambda: tensor.softmax(-1),
-        lambda: tensor.sort(),
-        lambda: tensor.argmax(),
-        lambda: tensor.std(),
-        lambda: torch.cat([tensor, tensor]),
-        lambda: torch.stack([tensor, tensor]),
-        lambda: nn.functional.linear(torch.randn(2, 13), tensor),
-        lambda: nn.init.orthogonal_(tensor),
-        lambda: tensor + torch.randn(13),
-        lambda: tensor.new_zeros(3),
+        lambda: tensor.t_(),
+        lambda: tensor.index_put_((plain > 0,), torch.ones(())),
+        lambda: tensor + torch.randn(5),
         lambda: tensor.resize_(3, 3),
-        lambda: torch._foreach_max([tensor]),
         lambda: tensor.clone(memory_format=torch.channels_last),
         lambda: tensor.bernoulli_(torch.rand(7, 13)),
     ):
         with pytest.raises(NotImplementedError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")
     with pytest.raises(
-        NotImplementedError, match=r"aten.mm.default on 'wide'.*shard of \[7, 13\].*full_tensor"
+        NotImplementedError,
+        match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor",
     ):
-        tensor @ plain
-    with pytest.raises(NotImplementedError, match=r"copy_\(\)"):
+        tensor.resize_(3, 3)
+    with pytest.raises(NotImplementedError, match=r"copy_\(values\)"):
         tensor.data = torch.zeros(7, 13)
     with pytest.raises(NotImplementedError, match="one rank's piece"):
         torch.save(tensor, io.BytesIO())
     with pytest.raises(NotImplementedError, match="grad_placements"):
         tensor.full_tensor(grad_placements=[Replicate()])
     with pytest.raises(NotImplementedError, match="redistribute"):
-        tensor.redistribute(placements=[Shard(1)])
-    # a plain DTensor that was given our placement can't be moved wrongly
-    impostor = DTensor.from_local(
-        tensor.to_local(), world.mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-    )
-    with pytest.raises(NotImplementedError, match="unevenly"):
-        impostor.full_tensor()
+        tensor.redistribute(placements=[Partial()])
     assert "'wide'" in repr(tensor) and len(repr(tensor)) < 200
+
+
+def check_reads(rank: int, world_size: int, *case: Any) -> None:
+    """Operations that are not computed on pieces give what they give on the whole."""
+    world = World(*case)
+    fulls = full_tensors()
+    tensor, full = world.tensors(fulls)["wide"], fulls["wide"]
+    plain = torch.randn(full.shape[1], 4, generator=torch.Generator().manual_seed(1))
+    reads: list[Callable[[Any], Any]] = [
+        lambda t: t @ plain,
+        lambda t: t.t(),
+        lambda t: t[:, 1:],
+        lambda t: t.cumsum(0),
+        lambda t: t.softmax(-1),
+        lambda t: t.sort().values,
+        lambda t: t.argmax(),
+        lambda t: t.std(),
+        lambda t: torch.cat([t, t]),
+        lambda t: nn.functional.linear(plain.t(), t),
+        lambda t: t.new_zeros(3),
+        lambda t: t / t.norm(dim=1, keepdim=True),
+        lambda t: t + plain[:, 0],
+    ]
+    for number, read in enumerate(reads):
+        torch.testing.assert_close(full_of(read(tensor)), read(full), msg=str(number))
+    # A result that looks like a view of the parameter and is none can't be written to.
+    for write in (
+        lambda: tensor.t().zero_(),
+        lambda: tensor.t()[0].fill_(1),
+        lambda: tensor.t().mul_(2),
+    ):
+        with pytest.raises(NotImplementedError, match="gathered copy of 'wide'"):
+            write()
+    tensor.t().clone().zero_()
+    check(tensor, full)
+    # What autograd records does not mix with a rank's activations: their gradients would be lost.
+    leaf = nn.Parameter(tensor)
+    with pytest.raises(RuntimeError, match="mixed"):
+        plain.t() @ leaf.t()
+    leaf.std().backward()
+    wanted = nn.Parameter(full.clone())
+    wanted.std().backward()
+    torch.testing.assert_close(full_of(leaf.grad), wanted.grad)
+    # What is made over our placements is one of ours, with our rows.
+    double = DTensor.from_local(tensor.to_local() * 2, tensor.device_mesh, tensor.placements)
+    if any(isinstance(one, Shard) for one in tensor.placements):
+        check(double, full * 2)
+    moved = tensor.redistribute(placements=[Shard(1)] * world.mesh.ndim)
+    assert type(moved) is DTensor and torch.equal(full_of(moved), full)
+
+
+def full_of(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=str)
+def test_reads_that_need_the_whole_gather_it(case: tuple[Any, ...]) -> None:
+    run_case(check_reads, case)
+
+
+def check_views(rank: int, world_size: int, *case: Any) -> None:
+    """Views that keep the order of elements share memory: what is written to one is in both."""
+    world = World(*case)
+    views: list[Callable[[Any], Any]] = [
+        lambda t: t.view(-1),
+        lambda t: t.flatten()[5:40],
+        lambda t: t[3],
+        lambda t: t[-1, 2],
+        lambda t: t[2:5],
+        lambda t: t[2:5].reshape(13, 3),
+        lambda t: t.unsqueeze(0).squeeze(0),
+        lambda t: t.chunk(2)[1],
+        lambda t: t.split([3, 4])[1],
+        lambda t: t.unbind()[6],
+    ]
+    for number, view in enumerate(views):
+        full = full_tensors()["wide"].clone()
+        tensor = world.tensors(full_tensors())["wide"]
+        for one in (tensor, full):
+            view(one).mul_(3).add_(1)
+        check(tensor, full)
+        torch.testing.assert_close(view(tensor).full_tensor(), view(full), msg=str(number))
+    tensor, full = world.tensors(full_tensors())["wide"], full_tensors()["wide"].clone()
+    for one in (tensor, full):
+        one[2], one[4:6], one[0, 3] = 7.0, torch.ones(2, 13), 5.0
+    check(tensor, full)
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=str)
+def test_views_share_the_memory(case: tuple[Any, ...]) -> None:
+    run_case(check_views, case)
 
 
 def check_init(rank: int, world_size: int, *case: Any) -> None:

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of FSDP2's contract: optimizers, knobs, and what people do to parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardwise as sw
+from tests.contract.helpers import assert_close, full, raised
+from tests.interop.fsdp2_contract import Tail, assert_same, both, case, step, trains, words
+
+# ------------------------------------------------------------------------------ 7: torch.optim
+
+
+def trains_with(shard: Any, make: Any, tolerance: float = 1e-4) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        optimizer = make(model)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(words()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    assert_same(net, plain, tolerance)
+
+
+@case("7 torch.optim.Muon: right, or refused with sw.Muon", torch_fails="differs by")
+def torch_muon(shard: Any) -> None:
+    if shard is sw.fully_shard:
+        run = partial(trains_with, shard, lambda m: torch.optim.Muon(matrices(m)))
+        assert "sw.Muon" in raised(run, RuntimeError)
+    else:
+        trains_with(shard, lambda m: torch.optim.Muon(matrices(m)))
+
+
+def matrices(model: Any) -> list[Any]:
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+def optimizer_case(name: str, make: Any, torch_fails: str | None = None) -> None:
+    case(f"7 torch.optim.{name}", torch_fails=torch_fails)(lambda shard: trains_with(shard, make))
+
+
+_optim = torch.optim
+optimizer_case("Adafactor", lambda m: _optim.Adafactor(m.parameters()), "in-place operations")
+optimizer_case("LBFGS", lambda m: _optim.LBFGS(m.parameters(), max_iter=4))
+for _form in ("foreach", "fused"):
+    optimizer_case(
+        f"Adam({_form}=True)", lambda m, f=_form: _optim.Adam(m.parameters(), **{f: True})
+    )
+
+
+@case("7 autograd.grad of inputs leaves parameters alone")
+def gradients_of_inputs(shard: Any) -> None:
+    net = Tail()
+    plain = copy.deepcopy(net)
+    shard(net)
+    found = []
+    for model in (net, plain):
+        x = torch.ones(2, 8, requires_grad=True)
+        found.append(torch.autograd.grad(model(x).square().sum(), x)[0])
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_close(found[0], found[1], "input")
+    net(torch.ones(2, 8)).sum().backward()
+    assert net.body.weight.grad is not None
+
+
+# ------------------------------------------------------------------------------ 8: knobs
+
+
+@case("8 shard_placement_fn with another dimension")
+def placement(shard: Any) -> None:
+    net, plain = both(shard, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    trains(net, plain)
+
+
+@case("8 shard_placement_fn where nothing divides evenly", torch_fails="uneven sharding")
+def placement_uneven(shard: Any) -> None:
+    net = nn.Linear(7, 5)
+    shard(net, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+@case("8 a 2-D mesh without names", torch_fails="mesh_dim_names")
+def unnamed_mesh(shard: Any) -> None:
+    net, plain = both(shard, mesh=init_device_mesh("cpu", (1, 2)))
+    trains(net, plain)
+
+
+@case("8 clip_grad_norm_ returns what has full_tensor()")
+def clip(shard: Any) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        model(words()).square().mean().backward()
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (net, plain)]
+    assert_close(norms[0].full_tensor(), norms[1], "norm")
+    assert_close(full(net.embed.weight.grad), plain.embed.weight.grad, "clipped")
+
+
+@case("8 fully_shard.state(module)")
+def state_of(shard: Any) -> None:
+    net, _ = both(shard)
+    assert shard.state(net) is not None and shard.state(net.blocks[0]) is not None
+    assert shard.state(net.blocks[0][0]) is None
+
+
+class Eight(Tensor):
+    """A parameter that asks to be gathered in its own way, as torchao's float8 does."""
+
+    @staticmethod
+    def fsdp_pre_all_gather(mesh: Any) -> Any:
+        raise RuntimeError("called")
+
+
+@case("8 fsdp_pre_all_gather is called or refused", torch_fails="nothing was raised")
+def extension(shard: Any) -> None:
+    net = nn.Linear(4, 4)
+    net.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Eight))
+    text = raised(lambda: shard(net)(torch.ones(1, 4)), Exception)
+    assert "called" in text or "fsdp_pre_all_gather" in text
+
+
+# ------------------------------------------------------------------------------ habits
+
+HABITS: dict[str, Callable[[Any], Any]] = {
+    "norm by row": lambda p: p.norm(dim=1),
+    "norm of .data": lambda p: p.data.norm(),
+    "mean, std, var": lambda p: torch.stack([full(p.mean()), full(p.std()), full(p.var())]),
+    "a row": lambda p: p[3],
+    "rows": lambda p: p[2:5],
+    "columns": lambda p: p[:, 1:3],
+    "chunk": lambda p: p.chunk(2)[1],
+    "split by column": lambda p: p.split([3, 5], dim=1)[1],
+    "t()": lambda p: p.t(),
+    "mT @": lambda p: p.mT @ p,
+    "permute": lambda p: p.permute(1, 0),
+    "view(-1)": lambda p: p.view(-1),
+    "reshape": lambda p: p.reshape(4, -1),
+    "unsqueeze": lambda p: p.unsqueeze(0),
+    "sort": lambda p: p.flatten().sort().values,
+    "svd": lambda p: torch.linalg.svdvals(p),
+    "cat": lambda p: torch.cat([p, p]),
+    "redistribute": lambda p: (
+        p.redistribute(placements=[Shard(1)]) if isinstance(p, DTensor) else p
+    ),
+    "from_local": lambda p: (
+        DTensor.from_local(p.to_local() * 2, p.device_mesh, p.placements)
+        if isinstance(p, DTensor)
+        else p * 2
+    ),
+    "new_zeros": lambda p: p.new_zeros(3),
+    "divided by row norms": lambda p: p / (p.norm(dim=1, keepdim=True) + 1),
+    "isnan().any()": lambda p: p.isnan().any(),
+    "cpu().clone()": lambda p: p.cpu().clone(),
+    "bfloat16()": lambda p: p.bfloat16(),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "repr": lambda p: (repr(p), p)[1],
+}
+
+
+def habit(shard: Any, read: Callable[[Any], Any]) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        model(words()).square().mean().backward()
+    for name in ("embed.weight", "blocks.1.0.weight"):
+        ours, theirs = net.get_parameter(name), plain.get_parameter(name)
+        for one, other in (
+            (ours, theirs),
+            (ours.detach(), theirs.detach()),
+            (ours.grad, theirs.grad),
+        ):
+            assert_close(full(read(one)).detach(), read(other).detach(), name, 1e-4)
+
+
+for _habit, _read in HABITS.items():
+    case(f"habit: {_habit}")(lambda shard, read=_read: habit(shard, read))
+
+
+@case("habit: nn.init", torch_fails="embed.weight")
+def inits(shard: Any) -> None:
+    """Torch's DTensor draws other numbers than one process."""
+    net, plain = both(shard)
+    for fill in (
+        lambda p: nn.init.normal_(p, std=0.02),
+        lambda p: nn.init.trunc_normal_(p, std=0.02),
+        nn.init.xavier_uniform_,
+        nn.init.orthogonal_,
+        nn.init.eye_,
+    ):
+        for model in (net, plain):
+            torch.manual_seed(5)
+            fill(model.embed.weight)
+        assert_close(full(net.embed.weight.detach()), plain.embed.weight.detach(), "embed.weight")
+
+
+@case("habit: writing to a row", torch_fails="sharding strategy|got mixed")
+def write_rows(shard: Any) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        with torch.no_grad():
+            model.embed.weight[3] = 7.0
+            model.embed.weight[5:7] = torch.ones(2, 8)
+    assert_same(net, plain)
+
+
+@case("habit: state dict surgery")
+def surgery(shard: Any) -> None:
+    net, plain = both(shard)
+    values = {f"module.{name}": value.clone() for name, value in net.state_dict().items()}
+    values = {name.removeprefix("module."): value * 2 for name, value in values.items()}
+    del values["output.weight"]
+    assert net.load_state_dict(values, strict=False).missing_keys == ["output.weight"]
+    assert_close(full(net.norm.weight.detach()), plain.norm.weight.detach() * 2, "norm")
+    assert_close(full(net.output.weight.detach()), plain.output.weight.detach(), "output")
+
+
+@case("habit: an average of weights, loaded back")
+def average(shard: Any) -> None:
+    net, plain = both(shard)
+    kept = {name: p.detach().clone() for name, p in net.named_parameters()}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step(net, optimizer)
+    for name, parameter in net.named_parameters():
+        kept[name].lerp_(parameter.detach(), 0.0)
+    net.load_state_dict(kept)
+    assert_same(net, plain)
