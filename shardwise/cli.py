@@ -83,6 +83,8 @@ class PlanCommand:
     """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
     ep: int | None = None
     """Over how many ranks experts are spread."""
+    tp: int | None = None
+    """Ranks of tensor parallelism, each with its tile of the model."""
     sequences: int | None = None
     """Of a microbatch on one rank, whose activations are planned; default: the recipe's share."""
     tokens: int | None = None
@@ -235,11 +237,15 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     wanted = [command.precision, config.precision if config else None, "bf16"]
     weights = next(name for name in wanted if name not in (None, "auto"))
     recipe = config
+    tp = (config.tp if config else 1) if command.tp is None else command.tp
+    if tp < 1 or command.ranks % tp:
+        raise UsageError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
     config = dataclasses.replace(
         config or TrainConfig(),
         strategy=command.strategy or (config.strategy if config else "zero3"),
         optimizer=command.optimizer or (config.optimizer if config else "muon"),
         replicas=command.replicas,
+        tp=1,
         microbatches=command.microbatches or (config.num_microbatches if config else 1),
     )
     options: dict[str, Any] = {
@@ -250,7 +256,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         "memory": None if command.memory is None else parse_size(command.memory),
         "name": command.model,
     }
-    shape = config.mesh_shape(command.ranks)
+    shape = config.mesh_shape(command.ranks // tp) | ({"tp": tp} if tp > 1 else {})
     ep = config.ep if command.ep is None else command.ep
     if ep < 1 or (ep > 1 and not mixtures_of(model)):
         raise UsageError(
@@ -264,7 +270,8 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     else:
         batch = _batch_of(command, model, recipe and config)
         tokens = command.tokens or (math.prod(batch) if batch else None)
-        followed = batch if ep == 1 else None  # rows without values cannot be sent to other ranks
+        # Rows without values cannot be sent to other ranks.
+        followed = batch if ep == tp == 1 else None
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardwise as sw
 
-WIDTH, WORDS, LENGTH = 8, 21, 8  # two ranks have 11 and 10 words
+WIDTH, WORDS, LENGTH = 8, 33, 8  # two ranks have 17 and 16 words: layouts that would differ
 
 
 class Block(nn.Module):

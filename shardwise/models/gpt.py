@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import RMSNorm, Rotary, rotate
-from shardwise.models.loss import IGNORED, Softmax, linear_cross_entropy, softmax_and_gradient
+from shardwise.models.loss import Softmax, linear_cross_entropy, softmax_and_gradient
 from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
@@ -36,8 +38,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        width = config.head_width
-        self.heads_of = {"q": config.num_heads, "k": config.kv_heads, "v": config.kv_heads}
+        width = self.head_width = config.head_width
         self.wq = nn.Linear(config.dim, config.num_heads * width, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_heads * width, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * width, bias=False)
@@ -46,9 +47,9 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
-        q = self.wq(hidden).unflatten(-1, (self.heads_of["q"], -1))  # [B, T, H, D]
-        k = self.wk(hidden).unflatten(-1, (self.heads_of["k"], -1))  # [B, T, K, D]
-        v = self.wv(hidden).unflatten(-1, (self.heads_of["v"], -1))  # [B, T, K, D]
+        q = self.wq(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, H, D]
+        k = self.wk(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
+        v = self.wv(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [B, H, T, D]
@@ -136,6 +137,7 @@ class GPT(nn.Module):
     before or after sharding, then give the same values for the same seed.
     """
 
+    sequence_parts = 1  # of each sequence, one on each rank of tensor parallelism between products
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
     softmax: Softmax | None = None  # compiled
 
@@ -210,12 +212,17 @@ class GPT(nn.Module):
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
         """
-        if tokens.shape[1] > self.config.context:
+        length = tokens.shape[1]
+        if length > self.config.context:
             raise ValueError(
-                f"{tokens.shape[1]} tokens do not fit GPTConfig(context={self.config.context}): "
+                f"{length} tokens do not fit GPTConfig(context={self.config.context}): "
                 f"shorten the sequences or raise context"
             )
-        hidden = self.embedding(tokens)  # [B, T, C]
+        if missing := -length % self.sequence_parts:
+            # Later tokens change nothing before them, so zeros fill the last part.
+            tokens = F.pad(tokens, (0, missing))
+            targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
+        hidden = self.embedding(tokens)  # [B, T, C], or a part of T: see sequence_parts
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
@@ -231,7 +238,9 @@ class GPT(nn.Module):
         hidden = self.norm(hidden)
         head = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
-            return F.linear(hidden, head)  # [B, T, V]
+            logits = F.linear(hidden, head)  # [B, T, V]
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            return logits[:, :length] if missing else logits
         loss = linear_cross_entropy(
             hidden,
             head,

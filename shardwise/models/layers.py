@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 
@@ -25,6 +26,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         plain = x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+        plain = plain and not isinstance(x, DTensor)
         if not plain or not torch.is_grad_enabled():
             return super().forward(x)
         return _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]

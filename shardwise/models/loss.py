@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
-IGNORED = -100  # a target that is not scored
+from shardwise.models.cut_vocabulary import IGNORED, cut_cross_entropy
+
 CHUNK = 1 << 27  # logits of one chunk: 256 MiB in bf16
 
 Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -43,9 +45,12 @@ def linear_cross_entropy(
         hidden: [..., C]; ``targets``: [...], -100 where a target is not scored; ``head``: [V, C].
         z_coefficient: weight of the squared logarithm of the softmax's denominator, which keeps
             logits from drifting.
-        chunk: logits that exist at a time. Fewer than that are computed whole.
+        chunk: logits that exist at a time. Fewer than that are computed whole, and so is this
+            rank's part of a vocabulary that is cut over ranks (``head`` a DTensor).
         softmax: compiled :func:`softmax_and_gradient`, if there is one.
     """
+    if isinstance(head, DTensor):
+        return cut_cross_entropy(F.linear(hidden, head), targets, z_coefficient)
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
     if rows.shape[0] * head.shape[0] <= chunk or type(head) not in (Tensor, torch.nn.Parameter):

@@ -29,10 +29,11 @@ def plan_event(
     """
     chosen = plan(model, mesh_shape, placements, **options)
     options.pop("batch", None)
-    flat = {"dp": prod(mesh_shape.values())}
+    tp = mesh_shape.get("tp", 1)
+    flat = {"dp": prod(mesh_shape.values()) // tp, "tp": tp}
     bars = {}
     for name, strategy in STRATEGIES.items():
-        if strategy.num_axes == len(mesh_shape):
+        if strategy.num_axes == len(mesh_shape.keys() - {"tp"}):
             bars[name] = bars_of(plan(model, mesh_shape, strategy, **options))
         elif strategy.num_axes == 1:
             bars[name] = bars_of(plan(model, flat, strategy, **options))

@@ -56,6 +56,11 @@ def dry_run(
         loss: runs forward and returns what ``backward`` starts from; default: the sum of the
             outputs for a batch of token ids.
     """
+    if mesh_shape.get("tp", 1) > 1:
+        raise ValueError(
+            f"dry_run: tp={mesh_shape['tp']}: the model's own forward would need the other ranks "
+            f"of tensor parallelism; plan without a dry run"
+        )
     mesh = Mesh.of(mesh_shape)
     _check(model, mesh, rank)
     made = plan_with(

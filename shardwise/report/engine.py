@@ -347,7 +347,7 @@ def _stand_in(found: Found) -> nn.Parameter:
     original = found.parameter
     if original.is_meta and type(original) is nn.Parameter:
         return original
-    empty = torch.empty(original.shape, dtype=original.dtype, device=META)
+    empty = torch.empty(found.shape, dtype=original.dtype, device=META)
     made = nn.Parameter(empty, requires_grad=original.requires_grad)
     carry_attributes(original, made)
     return made

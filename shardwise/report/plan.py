@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.memory import separate_ledger
+from shardwise.models.tensor_parallel import planned_tiles
 from shardwise.moe import mixtures_of
 from shardwise.optim.gradients import division_of
 from shardwise.optim.routing import Routed, routes_of
@@ -78,6 +79,7 @@ class Plan(Figures):
             "num_parameters": self.num_parameters,
             "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
             "ep": options.ep,
+            "tp": options.tp,
             "strategy": self.strategy,
             "placements": str(options.placements),
             "precision": {name: str(value).removeprefix("torch.") for name, value in precision},
@@ -148,7 +150,9 @@ def plan(
             (``MixtureOfExperts.keep_share``): every so many neighbours of the inner axis hold
             different ones.
         mesh_shape: data-parallel axes, outer to inner: ``{"dp": 8}``, ``{"dp_outer": 2, "dp": 4}``;
-            or sizes alone, for axes of these names: ``(2, 4)``.
+            or sizes alone, for axes of these names: ``(2, 4)``. With ``"tp": 2`` inside of them the
+            plan is of one rank's tiles, and counts what is sent over the data-parallel axes; the
+            model is a GPT, or cut by ``parallelize_module``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
         optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
         microbatches: backward passes per optimizer step.
@@ -256,6 +260,11 @@ def plan_with(
     """A plan whose step runs the forward that ``forward_of`` makes; the rest as of :func:`plan`,
     ``more`` as it is in the options. ``in_model``: forward reads the model's own parameters."""
     ignored = set(ignored_params)
+    shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
+    tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
+    label, whole = name or type(model).__name__, sum(p.numel() for p in model.parameters())
+    if tp > 1:
+        model = planned_tiles(model, tp)
     if bucket_mb is None:
         root = owners(model, wrap, ignored)
     elif wrap is None and grain in (None, "tensor"):
@@ -273,19 +282,21 @@ def plan_with(
     if problems:
         raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")
     options = Options(
-        mesh=Mesh.of(mesh_shape),
+        mesh=Mesh.of(shape),
         placements=as_placements(placements),
         precision=precision,
         microbatches=microbatches,
         gather_in_step=gather_in_step,
         ep=max(owner.ep for owner in root.tree()),
+        tp=tp,
         bucket_mb=bucket_mb,
         batch=batch,
         **more,
     )
-    label = name or type(model).__name__
     step = _Step(model, root, routes_of(model), grain, label, forward_of, in_model)
     made = step.plan(options, rank)
+    if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
+        made = replace(made, num_parameters=whole, matrices=None)
     if tokens is not None:
         traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
         made = replace(made, traffic=traffic)

@@ -63,11 +63,13 @@ def heading(plan: Figures) -> list[str]:
     microbatches = f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''}"
     share = 100 * plan.padding / plan.num_elements
     spread = f", experts over ep={options.ep}" if options.ep > 1 else ""
+    inside = f" x tp={options.tp}" if options.tp > 1 else ""
     if options.bucket_mb is not None:
         spread += f", buckets of {options.bucket_mb:g} MB"
     return [
         f"{plan.model}: {count_text(plan.num_parameters)} parameters, {plan.strategy} over "
-        f"{plan.mesh} ({plan.mesh.num_ranks:,} ranks){spread}, {options.optimizer}, {microbatches}",
+        f"{plan.mesh}{inside} ({plan.mesh.num_ranks * options.tp:,} ranks){spread}, "
+        f"{options.optimizer}, {microbatches}",
         f"padding {plan.padding:,} of {plan.num_elements:,} elements ({share:.2f} %); "
         f"by {plan.source}, order of a {options.device} device",
     ]

@@ -199,7 +199,7 @@ class Layouts:
         facts = tuple(
             (
                 one.name,
-                tuple(one.parameter.shape),
+                (one.shape, one.uneven),
                 one.parameter.dtype,
                 one.parameter.requires_grad,
                 grain_of(one, self._grain),

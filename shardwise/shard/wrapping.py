@@ -30,6 +30,7 @@ from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
+UNEVEN = "_shardwise_uneven"  # of a plain parameter that stands for a tile in a plan
 # "tensor": a promise that no matrix is cut, refused where padding would be too much of it.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
 
@@ -70,7 +71,7 @@ class Found:
         if isinstance(over, ShardedTensor):
             return over.cut.tile is not None and len(over.cut.tile.shapes) > 1
         if not isinstance(over, DTensor):
-            return False
+            return getattr(over, UNEVEN, False)
         pairs = zip(over.placements, over.device_mesh.shape, strict=True)
         cuts = [(one.dim, size) for one, size in pairs if isinstance(one, Shard)]
         return any(

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import comm
 from shardwise.models.gpt import GPT
+from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
 from shardwise.optim.adamw import adamw
 from shardwise.optim.muon import muon
@@ -60,7 +61,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     sized = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
     config = dataclasses.replace(config, model=sized)
     config, decision = fit(config, precision_of(config, world), world)
-    where = {"rank": world.rank, "world_size": world.size}
+    where = {"rank": world.rank // config.tp, "world_size": config.data_ranks(world.size)}
     context, size = config.model.context, corpus.vocab_size
     sampler, held_out = world.together(
         lambda: (
@@ -123,6 +124,8 @@ def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
 def build_model(config: TrainConfig, world: World) -> nn.Module:
     """The model, wrapped on the meta device: no rank ever holds the whole model."""
     shape = config.mesh_shape(world.size, world.num_nodes)
+    if config.tp > 1:
+        shape["tp"] = config.tp
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
     options: dict[str, Any] = {"placements": config.placements, "precision": precision}
@@ -130,6 +133,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         model = GPT(config.model)
     if compiles(config, world):
         model.compile()
+    if config.tp > 1:
+        cut_over(model, mesh["tp"])
     spread_experts(model, config, world, options)
     for unit in wrap_units(model):
         fully_shard(unit, mesh=mesh, **options)
@@ -164,10 +169,11 @@ def spread_experts(
 
 
 def compiles(config: TrainConfig, world: World) -> bool:
-    """Whether the model runs through torch.compile. Products of MXFP8 weights are not traced yet,
-    so ``auto`` leaves such models as they are."""
+    """Whether the model runs through torch.compile. Products of MXFP8 weights and the hooks of
+    tensor parallelism are not traced yet, so ``auto`` leaves such models as they are."""
     if config.compile == "auto":
-        return world.device.type == "cuda" and precision_of(config, world).format is None
+        plain = precision_of(config, world).format is None and config.tp == 1
+        return world.device.type == "cuda" and plain
     return config.compile == "on"
 
 

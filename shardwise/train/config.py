@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shardwise.models.gpt_config import GPTConfig
+from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
@@ -45,6 +45,7 @@ class TrainConfig:
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
         ep: number of neighbouring ranks over which experts are spread.
+        tp: number of neighbouring ranks that share the work on each sequence: tensor parallelism.
         optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
         matrix_lr: learning rate of Muon.
         lr: learning rate of AdamW.
@@ -78,6 +79,7 @@ class TrainConfig:
     strategy: Strategy = "zero3"
     replicas: int | None = None
     ep: int = 1
+    tp: int = 1
     optimizer: OptimizerName = "muon"
     matrix_lr: float = 0.02
     lr: float = 3e-3
@@ -109,7 +111,7 @@ class TrainConfig:
         problems = []
         if self.microbatches != "auto" and self.num_microbatches < 1:
             problems.append(f"microbatches={self.microbatches!r} must be 1 or more, or 'auto'")
-        for name in ("steps", "batch", "eval_windows", "save_every", "keep", "ep"):
+        for name in ("steps", "batch", "eval_windows", "save_every", "keep", "ep", "tp"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be 1 or more")
@@ -144,7 +146,7 @@ class TrainConfig:
             )
         elif not problems and self.ep > 1 and not self.model.num_experts:
             problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
-        return problems
+        return problems or tensor_parallel_problems(self.model, self.tp)
 
     def check_resume(self, saved: TrainConfig) -> None:
         """Raise if this configuration cannot resume a run of the ``saved`` one."""
@@ -170,8 +172,19 @@ class TrainConfig:
         left = (self.steps - step) / falls_for if falls_for else 1.0
         return rising * max(0.1, min(1.0, left))
 
+    def data_ranks(self, world_size: int) -> int:
+        """The number of ranks with sequences of their own; ``tp`` neighbours have the same."""
+        if world_size % self.tp:
+            raise ValueError(
+                f"tp={self.tp} does not divide {world_size} ranks: choose a divisor, or another "
+                f"number of ranks"
+            )
+        return world_size // self.tp
+
     def mesh_shape(self, world_size: int, num_nodes: int = 1) -> dict[str, int]:
-        """The axes of the mesh and their sizes, outer to inner."""
+        """The data-parallel axes of the mesh and their sizes, outer to inner. With ``tp`` there is
+        one more inside of them, of that size."""
+        world_size = self.data_ranks(world_size)
         if self.placements.num_axes == 1:
             if self.replicas is not None:
                 raise ValueError(
@@ -209,6 +222,7 @@ class TrainConfig:
 
     def share(self, world_size: int) -> int:
         """The number of sequences of one microbatch on one rank."""
+        world_size = self.data_ranks(world_size)
         pieces = world_size * self.num_microbatches
         if self.batch % pieces:
             lower = self.batch // pieces * pieces

@@ -34,6 +34,12 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
     recompute = config.model.recompute
     if config.microbatches != "auto" and recompute != "auto":
         return config, None
+    if config.tp > 1:
+        made = decided(config, config.num_microbatches, "none")
+        return made, (
+            f"activations are not planned with tp={config.tp}: microbatches {made.microbatches}, "
+            f"recompute {made.model.recompute}; set both if that does not fit"
+        )
     memory = free_memory(world)
     if memory is None:
         return decided(config, config.num_microbatches, "none"), None

@@ -346,16 +346,17 @@ class Trainer:
             bare = GPT(config.model)
             for layer in mixtures_of(bare) if config.ep > 1 else ():
                 layer.keep_share(config.ep)
+        followed = (config.share(world.size), config.model.context)
         return plan_event(
             bare,
-            config.mesh_shape(world.size, world.num_nodes),
+            config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp},
             config.placements,
             precision=precision_of(config, world),
             optimizer=config.optimizer,
             microbatches=config.num_microbatches,
             device=world.device.type,
             tokens=config.share(world.size) * config.model.context,
-            batch=(config.share(world.size), config.model.context) if config.ep == 1 else None,
+            batch=followed if config.ep == config.tp == 1 else None,
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -365,6 +366,7 @@ class Trainer:
         shape = config.mesh_shape(self.world.size, self.world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
+        mesh += f" x tp {config.tp}" if config.tp > 1 else ""
         return {
             "config": config.to_json(),
             "restarts": num_restarts(),

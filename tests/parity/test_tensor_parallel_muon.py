@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -32,12 +33,23 @@ PATIENCE = 240.0
 STEPS = 3
 
 
+def one_unit(mesh: Any, placements: sw.Placements) -> nn.Module:
+    """Matrices beside an embedding whose tiles are uneven. In one buffer with it they would lie
+    otherwise on each rank of tp, and these would plan different exchanges."""
+    model = sw.fully_shard(tiled(mesh), mesh=mesh, placements=placements)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [p.cut.pieces for p in model.blocks.parameters()])
+    assert all(pieces == everyone[0] for pieces in everyone)
+    return model
+
+
 def everywhere(mode: str) -> list[list[dict[str, Tensor]]]:
     """The same training under every strategy of a 2 x 2 and a 2 x 1 x 2 mesh."""
     optimize = partial(muon_of, tensor_parallel=mode)
     found = []
     for wrap, sizes, placements in (
         (sharded, (2, 2), sw.zero(3)),
+        (one_unit, (2, 2), sw.zero(3)),
         (sharded, (2, 2), sw.zero(1)),
         (bucketed, (2, 2), sw.zero(0)),
         (bucketed, (2, 2), sw.zero(2)),

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT over an axis ``tp``: sequence parallelism between the products, and a loss that never gathers
+the vocabulary.
+
+    embedding         words cut           -> hidden [B, T/t, C], a part of every sequence
+    block   norm      on that part
+            wq wk wv  rows cut (heads)    <- gathered [B, T, C];  attention on H/t heads
+            wo        columns cut         -> partial sums, reduce-scattered to [B, T/t, C]
+            gate up   rows cut, down columns cut: the same
+    norm, head        words cut           <- gathered; logits [B, T, V/t] stay where they are
+    loss              per token: a maximum, a sum of exponentials, one logit (three numbers)
+
+It is torch's ``parallelize_module``; ``fully_shard`` over the data-parallel axes comes after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import tensor_parallel_problems
+from shardwise.placements import chunk_range
+from shardwise.shard.wrapping import UNEVEN
+
+
+def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:
+    """Cut the parameters of a model over an axis, in place (collective unless on meta)."""
+    problems = tensor_parallel_problems(model.config, mesh.size())
+    if problems:
+        raise ValueError("tensor parallelism: " + "; ".join(problems))
+    heads = {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in _HEAD_NORMS}
+    within = {
+        "attention_norm": SequenceParallel(use_local_output=True),
+        "attention": _gathers((Shard(1), None), (Replicate(), None)),
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        **({f"attention.{name}": style for name, style in heads.items()}),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward_norm": SequenceParallel(use_local_output=True),
+        "feed_forward": _gathers((Shard(1),), (Replicate(),)),
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if not model.config.qk_norm:
+        within = {name: style for name, style in within.items() if name[-6:] not in _HEAD_NORMS}
+    for block in model.blocks:
+        parallelize_module(block, mesh, within)
+    around: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+    }
+    if model.head is not None:
+        around["head"] = ColwiseParallel(use_local_output=False)  # its weight; GPT multiplies
+    parallelize_module(model, mesh, around)
+    gathered = PrepareModuleOutput(
+        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+    )
+    parallelize_module(model, mesh, {"norm": gathered})
+    model.sequence_parts = mesh.size()
+    return model
+
+
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def _gathers(here: Any, there: Any) -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=here, desired_input_layouts=there)
+
+
+def planned_tiles(model: nn.Module, tp: int) -> nn.Module:
+    """The model whose parameters a plan over ``tp`` ranks lays out: a model that
+    ``parallelize_module`` cut as it is, a GPT on the meta device with the parameters of the first
+    rank; others are refused."""
+    over = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
+    if over == {tp}:
+        return model
+    if over or not isinstance(model, GPT):
+        found = f"is cut over {sorted(over)} ranks" if over else "has no DTensors"
+        raise ValueError(
+            f"plan: tp={tp}, and this {type(model).__name__} {found}: how its parameters are cut "
+            f"is unknown. Cut it with parallelize_module over {tp} ranks, or plan a GPT"
+        )
+    problems = tensor_parallel_problems(model.config, tp)
+    if problems:
+        raise ValueError("plan: " + "; ".join(problems))
+    model = copy.deepcopy(model)
+    for name, parameter in list(model.named_parameters()):
+        path, _, last = name.rpartition(".")
+        dim, shape = _CUT.get(path.rpartition(".")[2]), list(parameter.shape)
+        if dim is not None:
+            shape[dim] = chunk_range(shape[dim], [tp], [0])[1]
+        made = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+        setattr(made, UNEVEN, dim is not None and parameter.shape[dim] % tp > 0)
+        setattr(model.get_submodule(path), last, made)
+    return model
+
+
+_CUT = dict.fromkeys(("wq", "wk", "wv", "gate", "up", "embedding", "head"), 0)
+_CUT |= dict.fromkeys(("wo", "down"), 1)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT over tensor parallelism: its loss without the whole vocabulary, and the trainer's --tp."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import shardwise as sw
+from shardwise import comm
+from shardwise.memory import separate_ledger
+from shardwise.models.cut_vocabulary import IGNORED, cut_cross_entropy
+from shardwise.models.gpt import GPT, generate
+from shardwise.models.gpt_config import GPTConfig
+from shardwise.models.tensor_parallel import cut_over
+from shardwise.placements import STRATEGIES
+from shardwise.train.config import TrainConfig
+from tests.ranks import on_ranks, run_ranks
+from tests.tensor_parallel import grid, whole
+from tests.train_runs import events_of, make_trainer, write_text
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0
+MODEL = GPTConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, context=16, vocab_size=33)
+
+
+@on_ranks(2, timeout=PATIENCE)
+def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
+    """An uneven vocabulary, targets on either rank and unscored ones, logits that overflow."""
+    logits = 200 * torch.randn(2, 3, 7)
+    targets = torch.tensor([[0, 3, 6], [IGNORED, 4, IGNORED]])
+    for z in (0.0, 0.01):
+        plain = logits.clone().requires_grad_()
+        squares = plain.logsumexp(-1).square().where(targets != IGNORED, 0)
+        expected = F.cross_entropy(plain.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        expected = expected + z * squares.sum() / 4
+        expected.backward()
+        mine = distribute_tensor(logits, grid(1, 2)["tp"], [Shard(2)]).requires_grad_()
+        with comm.record() as calls:
+            loss = cut_cross_entropy(mine, targets, z)
+        sent = sum(call.nbytes for call in calls)
+        assert sent == 3 * targets.numel() * 4, "three numbers for each token"
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
+    assert cut_cross_entropy(mine, torch.full_like(targets, IGNORED)).item() == 0
+    with torch.no_grad():
+        broken = torch.where(torch.arange(7) == 5, float("nan"), logits)  # on the second rank
+        cut = distribute_tensor(broken, grid(1, 2)["tp"], [Shard(2)])
+        assert cut_cross_entropy(cut, targets).isnan()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@on_ranks(4, timeout=PATIENCE)
+def test_the_model_is_that_of_one_process(
+    rank: int, world_size: int, recompute: str, tied: bool
+) -> None:
+    config = dataclasses.replace(MODEL, tied=tied, recompute=recompute, head_z_coefficient=0.01)
+    mesh, alone = grid(2, 2), GPT(config)
+    alone.init_weights(3)
+    with torch.device("meta"):
+        model = GPT(config)
+    cut_over(model, mesh["tp"])
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    model.init_weights(3)
+    tokens = torch.randint(0, 33, (4, 17), generator=torch.Generator().manual_seed(5))
+    mine = tokens[2 * mesh.get_local_rank("dp") :][:2]
+    seen: list[torch.Size] = []
+    model.blocks[0].register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
+    loss = model(mine[:, :-1], mine[:, 1:])
+    assert seen == [torch.Size((2, 8, 16))], "a part of every sequence between products"
+    loss.backward()
+    alone(tokens[:, :-1], tokens[:, 1:]).backward()
+    torch.testing.assert_close(loss.detach(), alone(mine[:, :-1], mine[:, 1:]).detach())
+    for (name, one), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(whole(one), its), name
+        assert isinstance(one, DTensor) and one.device_mesh.ndim == 2, name
+        assert torch.allclose(whole(one.grad), its.grad, atol=1e-5), name
+    with torch.no_grad():  # 7 tokens, which do not fall into two parts
+        logits = model(tokens[:, :7])
+        torch.testing.assert_close(logits, alone(tokens[:, :7]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            model(mine[:, :7], mine[:, 1:8]), alone(mine[:, :7], mine[:, 1:8])
+        )
+    drawn = [generate(one, tokens[:1, :3], 4, temperature=0) for one in (model, alone)]
+    assert torch.equal(*drawn)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel.md"
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_the_example_of_the_page(rank: int, world_size: int) -> None:
+    """For 16 GPUs there, for 4 CPU ranks here: three axes."""
+    code = PAGE.read_text().split("```python\n")[1].split("```")[0]
+    assert "dp=4" in code
+    alone = GPT(MODEL)
+    alone.init_weights(3)
+    names: dict[str, Any] = {"model": GPT(MODEL)}
+    names["model"].init_weights(3)
+    exec(code.replace("dp=4", "dp=1"), names)  # the page, as a reader types it
+    model, optimizer, mesh = names["model"], names["optimizer"], names["mesh"]
+    assert mesh.mesh_dim_names == ("dp_outer", "dp", "tp")
+    assert model.blocks[0].feed_forward.down.weight.placements[-1] == Shard(1)
+    reference = sw.optimizer(alone, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=3e-4))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 33, (4, 16), generator=generator)
+        mine = tokens[2 * mesh.get_local_rank("dp_outer") :][:2]
+        model(mine, mine).backward()
+        alone(tokens, tokens).backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    for (name, mine), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(whole(mine), its, atol=1e-4), name
+
+
+# ------------------------------------------------------------------------------ plans
+
+
+def measured(rank: int, world_size: int, strategy: str) -> tuple[dict[str, int], list[Any]]:
+    """Bytes at rest and collectives over data-parallel axes of a step, as a rank finds them."""
+    mesh = grid(2, 2)
+    with separate_ledger() as ledger:
+        with torch.device("meta"):
+            model = GPT(MODEL)
+        cut_over(model, mesh["tp"])
+        for unit in (*model.blocks, model):
+            sw.fully_shard(unit, mesh=mesh, placements=STRATEGIES[strategy])
+        model.to_empty(device="cpu")
+        model.init_weights(0)
+        optimizer = sw.optimizer(model, matrix=sw.muon(), elementwise=sw.adamw())
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        for step in range(2):
+            with comm.record() as calls:
+                model(tokens, tokens).backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = sorted((c.operation, c.axis, c.nbytes) for c in calls if c.axis == "dp")
+        optimizer.zero_grad()
+        return ledger.snapshot(), found
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_plan_is_that_of_one_ranks_tiles(strategy: str) -> None:
+    with torch.device("meta"):
+        model = GPT(MODEL)
+    made = sw.plan(model, {"dp": 2, "tp": 2}, strategy, optimizer="muon", device="cpu")
+    assert "over dp=2 x tp=2 (4 ranks)" in str(made)
+    assert made.num_parameters == model.num_parameters
+    rest, calls = run_ranks(measured, 4, strategy, timeout=PATIENCE)[0]
+    assert made.rest["main"] == rest["main"] > 0
+    planned = Counter({k: n for k, n in made.calls.items() if k.operation != "all_to_all"})
+    assert planned == Counter(comm.Call(op, axis, 2, nbytes) for op, axis, nbytes in calls)
+    alone = sw.plan(model, {"dp": 2}, strategy, optimizer="muon", device="cpu")
+    assert made.rest["main"] < 0.6 * alone.rest["main"]
+
+
+def test_a_plan_of_a_model_whose_cut_is_unknown_is_refused() -> None:
+    with pytest.raises(ValueError, match="how its parameters are cut is unknown"):
+        sw.plan(torch.nn.Linear(4, 4), {"dp": 2, "tp": 2})
+    with pytest.raises(ValueError, match="tp=3 does not divide num_heads=4"):
+        sw.plan(GPT(MODEL), {"dp": 2, "tp": 3})
+
+
+# ------------------------------------------------------------------------------ the trainer
+
+
+def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> int:
+    trainer = make_trainer(rank, world_size, folder, model=MODEL, steps=4, sample=8, **changes)
+    trainer.run()
+    return sum(p.to_local().numel() for p in trainer.parts.model.parameters())
+
+
+def figures(folder: Path) -> torch.Tensor:
+    steps = events_of(folder, "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    return torch.tensor([[event["loss"], event["grad_norm"]] for event in steps])
+
+
+def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    runs: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "grid": (4, {"tp": 2}),
+        "zero1": (4, {"tp": 2, "strategy": "zero1"}),
+        "replicas": (4, {"tp": 2, "strategy": "hsdp"}),
+        "adamw": (4, {"tp": 2, "strategy": "hfsdp", "optimizer": "adamw"}),
+        "adamw alone": (1, {"optimizer": "adamw"}),
+        "only": (2, {"tp": 2, "microbatches": 2}),
+    }
+    sizes = {
+        name: run_ranks(train, ranks, str(tmp_path / name), changes | {"data": data}, timeout=240.0)
+        for name, (ranks, changes) in runs.items()
+    }
+    for name in runs:
+        expected = figures(tmp_path / ("adamw alone" if name == "adamw" else "one"))
+        if not name.endswith("alone"):
+            torch.testing.assert_close(figures(tmp_path / name), expected, rtol=5e-4, atol=0)
+        held = [event["bits_per_byte"] for event in events_of(tmp_path / name, "eval")]
+        one = [event["bits_per_byte"] for event in events_of(tmp_path / "one", "eval")]
+        assert held == pytest.approx(one, rel=5e-4) or name.startswith("adamw")
+    texts = [events_of(tmp_path / name, "sample")[0]["text"] for name in ("one", "grid")]
+    assert texts[0] == texts[1]
+    assert max(sizes["grid"]) < 0.4 * sizes["one"][0]
+    plans = {name: events_of(tmp_path / name, "plan")[0]["plan"] for name in runs}
+    assert plans["grid"]["tp"] == 2 and plans["one"]["tp"] == 1
+    assert plans["grid"]["num_parameters"] == plans["one"]["num_parameters"]
+
+
+def test_a_run_resumes_with_another_tp(tmp_path: Path) -> None:
+    data = write_text(tmp_path)
+    changes: dict[str, Any] = {"data": data, "save_every": 2, "eval_every": 0}
+    run_ranks(train, 4, str(tmp_path / "all"), changes | {"tp": 2}, timeout=240.0)
+    saved = sorted((tmp_path / "all" / "checkpoints").glob("step-*"))
+    assert len(saved) == 2
+    for name, ranks, tp in (("same", 4, 2), ("other", 4, 1), ("alone", 1, 1)):
+        run_ranks(
+            resumed, ranks, str(tmp_path / name), str(saved[0]), changes | {"tp": tp}, timeout=240.0
+        )
+        steps = events_of(tmp_path / name, "step")
+        assert [event["step"] for event in steps] == [3, 4]
+        found = torch.tensor([[event["loss"], event["grad_norm"]] for event in steps])
+        expected = figures(tmp_path / "all")[2:]
+        if name == "same":
+            assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=5e-4, atol=0)
+
+
+def resumed(rank: int, world_size: int, folder: str, path: str, changes: dict[str, Any]) -> None:
+    make_trainer(rank, world_size, folder, path, model=MODEL, steps=4, **changes).run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"tp": 4}, "tp=4 does not divide kv_heads=2"),
+        ({"tp": 0}, "tp=0 must be 1 or more"),
+        ({"tp": 2, "model": dataclasses.replace(MODEL, num_experts=4)}, "leave tp at 1"),
+    ],
+)
+def test_sizes_that_cannot_be_cut_are_refused(changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        TrainConfig(**({"model": MODEL} | changes))
+    with pytest.raises(ValueError, match="tp=2 does not divide 3 ranks"):
+        TrainConfig(model=MODEL, tp=2).mesh_shape(3)
