@@ -13,7 +13,17 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
-OptimizerName = Literal["muon", "adamw"]
+OptimizerName = Literal[
+    "muon",
+    "adamw",
+    "normuon",
+    "adamuon",
+    "soap",
+    "shampoo",
+    "dion",
+    "scion",
+    "spectral_lion",
+]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -45,7 +55,7 @@ class TrainConfig:
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
         ep: number of neighbouring ranks over which experts are spread.
-        optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
+        optimizer: of matrices, with AdamW for the rest; or ``adamw`` for all.
         matrix_lr: learning rate of Muon.
         lr: learning rate of AdamW.
         weight_decay: weight decay of both optimizers.
