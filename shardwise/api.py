@@ -7,6 +7,7 @@ from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
 from shardwise.memory import ledger
 from shardwise.mesh import init_mesh
 from shardwise.optim.adamw import adamw
+from shardwise.optim.matrix_function import matrix_optimizer
 from shardwise.optim.muon import muon
 from shardwise.optim.optimizers import Muon, optimizer
 from shardwise.optim.routing import route
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "mark_written",
+    "matrix_optimizer",
     "muon",
     "optimizer",
     "parameter_norms",

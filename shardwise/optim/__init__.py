@@ -11,7 +11,9 @@ exchange      exchange         pieces to owners and back
               gradients        stored where, present on all ranks, their norm
 maths         presets          Newton-Schulz by preset, and its price
               muon, adamw      the settings and the arithmetic
+              matrix_function  an optimizer of one matrix, as a function; functions has some
 optimizers    muon_step        Muon's step over the matrices of one sharding
+              function_step    a function's, with its state on the owners
               sharded          the torch.optim.Optimizer
               optimizers       sw.optimizer and sw.Muon
 """

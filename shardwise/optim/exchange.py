@@ -29,7 +29,8 @@ from shardwise.optim.ownership import assign_owners
 from shardwise.optim.split import Matrix
 from shardwise.streams import Lanes
 
-Compute = Callable[[Tensor], Tensor]  # [count, rows, cols] -> the same shape
+Key = tuple[int, int]  # (matrix, number among what is computed by itself in it)
+Compute = Callable[[Tensor, list[Key]], Tensor]  # [count, rows, cols] -> the same shape
 Part = tuple[int, int, int, int]  # (peer on the axis, matrix, lo, hi)
 View = Callable[[int, int, int], Tensor]  # (matrix, lo, hi) -> those elements, flat
 
@@ -232,7 +233,8 @@ class Exchange:
                 shapes.setdefault(matrix.shapes[number], []).append((index, number, block))
         for members in shapes.values():
             batch = torch.stack([block for _, _, block in members])  # [count, rows, cols]
-            for (index, number, _), result in zip(members, compute(batch), strict=True):
+            keys = [(index, number) for index, number, _ in members]
+            for (index, number), result in zip(keys, compute(batch, keys), strict=True):
                 matrix = self.matrices[index]
                 matrix.put(whole[index].view(matrix.rows, matrix.cols), number, result)
 

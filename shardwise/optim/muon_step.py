@@ -14,7 +14,8 @@ replicas divide the matrices), so it is saved and resharded like any other tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -28,10 +29,10 @@ from shardwise.kernels.forms import Polynomial
 from shardwise.kernels.newton_schulz import iterate_direct, uses_kernels
 from shardwise.layout import Grain
 from shardwise.optim import muon
-from shardwise.optim.exchange import Exchange
+from shardwise.optim.exchange import Exchange, Key
 from shardwise.optim.gradients import divide, gradient_of, moved_state, zero_state
 from shardwise.optim.ownership import assign_owners, update_order
-from shardwise.optim.presets import Form, newton_schulz, polynomial_of, price
+from shardwise.optim.presets import DEFAULT, Form, newton_schulz, polynomial_of, price
 from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
 from shardwise.optim.routing import Route
 from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
@@ -86,7 +87,7 @@ class MatrixParameter:
         known = {} if known is None else known
         parameter, group = self.parameter, self.group
         shape = self.route.shape_of(block_shape(parameter))
-        polynomial = polynomial_of(group["preset"])
+        polynomial = polynomial_of(group.get("preset", DEFAULT))
         grain = None
         if isinstance(parameter, ShardedTensor):
             grain = parameter.cut.layout.items[parameter.cut.index].grain
@@ -94,7 +95,9 @@ class MatrixParameter:
         pieces = pieces_of(parameter) if divided is None else divided
         key = (id(pieces), shape, self.split_here[0], pinned)
         if key not in known:  # with the pieces, whose id is part of the key
-            cost = partial(price, polynomial=polynomial, form=group["form"], measured=measured)
+            cost = partial(
+                price, polynomial=polynomial, form=group.get("form", "auto"), measured=measured
+            )
             matrices = matrices_of(shape, self.split_here[0])
             known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
         return [
@@ -143,12 +146,11 @@ class MatrixGroup:
         self.sharding, self.members = sharding, list(members)
         self.spread: Spread | None = None
         first = members[0].group
-        self.polynomial = polynomial_of(first["preset"])
-        self.form, self.scale = first["form"], first["scale"]
         locals_ = [local_of(one.parameter) for one in members]
         device = locals_[0].device
         shards = sharding.axis(sharding.sharded)
-        replicas = sharding.axis(sharding.replicated) if first["replicas"] == "spread" else None
+        spreads = first.get("replicas", "spread") == "spread"
+        replicas = sharding.axis(sharding.replicated) if spreads else None
         if measured is None:
             measured = kernels_everywhere(device, (shards, sharding.axis(sharding.replicated)))
         known: Known = {}
@@ -170,13 +172,20 @@ class MatrixGroup:
         of_round = [orders[self._parameter(index)] for index, *_ in self.exchange.ownership.rounds]
         self._num_rounds = [of_round.count(order) for order in sorted(set(orders))]
         self._divide_between_replicas(sharding)
-        axis = sharding.axis(sharding.blocked)
-        whole = axis is None or members[0].split_here[1]
+        self._prepare(locals_, measured)
+
+    def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
+        """The parts of a step that are Muon's own."""
+        first = self.members[0].group
+        self.polynomial = polynomial_of(first["preset"])
+        self.form, self.scale = first["form"], first["scale"]
+        axis = self.sharding.axis(self.sharding.blocked)
+        whole = axis is None or self.members[0].split_here[1]
         mode = first["tensor_parallel"]
-        self.blocks = None if whole else Blocks(axis, sharding.block_dim, mode)  # type: ignore[arg-type]
+        self.blocks = None if whole else Blocks(axis, self.sharding.block_dim, mode)  # type: ignore[arg-type]
         narrow = any(local.dtype != torch.float32 for local in locals_)
         planned = measured and not narrow  # as kernels would, on the device that is planned for
-        self.fused = planned if device.type == "meta" else muon.kernels_fit(locals_)
+        self.fused = planned if locals_[0].is_meta else muon.kernels_fit(locals_)
         # With kernels: by position, the matrices of parameters that skip the exchange.
         self.local: dict[int, list[int]] = {}
         if self.fused and self.blocks is None:
@@ -209,6 +218,16 @@ class MatrixGroup:
         return (
             spread_evenly(self.sharding, parameters) if dense and evenly_is_cheaper(plan) else None
         )
+
+    def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, new or as it was, stored where it is needed (collective
+        then)."""
+        return momentum_state(one.parameter, before)
+
+    @property
+    def owned_bytes(self) -> Counter[tuple[int, int]]:
+        """Bytes of state that lie on owners (replica, rank), not beside the weights."""
+        return Counter()
 
     @property
     def divides(self) -> bool:
@@ -279,12 +298,13 @@ class MatrixGroup:
         workspaces: dict[int, Tensor] = {}
         exchanged = {p for p, one in enumerate(active) if one and p not in self.local}
         for positions in self._by_group(sorted(exchanged)):
-            self._advance_momentum(positions, states, workspaces)
-        rounds = self.exchange.run(self._flat(workspaces), self._orthogonalise)
+            self._begin(positions, states, workspaces)
+        rounds = self.exchange.run(self._flat(workspaces), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
             self._step_local([p for p in part if active[p] and p in self.local], states)
             for _ in range(count if any_given else 0):
                 next(rounds)
+            self._check()
             for positions in self._by_group([p for p in part if p in exchanged]):
                 self._apply(positions, workspaces)
             if self.spread is not None:
@@ -299,7 +319,10 @@ class MatrixGroup:
             found.setdefault(id(self.members[position].group), []).append(position)
         return list(found.values())
 
-    def _advance_momentum(
+    def _check(self) -> None:
+        """Raise on every rank what went wrong on one; Newton-Schulz cannot."""
+
+    def _begin(
         self, positions: Sequence[int], states: States, workspaces: dict[int, Tensor]
     ) -> None:
         """Advance the momentum of one parameter group; the updates become its workspaces.
@@ -348,7 +371,7 @@ class MatrixGroup:
                 found.append(torch.zeros_like(self._weight(position)).view(-1))
         return found
 
-    def _orthogonalise(self, batch: Tensor) -> Tensor:
+    def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
         rows, cols = batch.shape[-2:]
         if batch.is_meta:  # a plan, which has no values
@@ -392,21 +415,27 @@ class MatrixGroup:
 
 
 def matrix_groups(
-    members: Sequence[MatrixParameter], measured: bool | None = None
+    members: Sequence[MatrixParameter],
+    measured: bool | None = None,
+    class_of: Callable[[str], Callable[..., MatrixGroup]] = lambda kind: MatrixGroup,
 ) -> list[MatrixGroup]:
     """One group per Sharding and settings, in order of first appearance: alike on every rank.
     ``measured``: whether matrices are priced as measured on GPUs; None: if the ranks have kernels.
+    ``class_of``: the class of a group, by kind of its parameter groups.
 
     Collective where parameters are sharded.
     """
     found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
     for one in members:
         sharding, group = sharding_of(one.parameter), one.group
-        alike = (polynomial_of(group["preset"]), group["form"], group["scale"], group["wire"])
-        places = (group["replicas"], group["tensor_parallel"], one.split_here[1])
-        key = (sharding, alike, places, str(local_of(one.parameter).device))
+        names = ("form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function")
+        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, names))
+        key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
-    return [MatrixGroup(sharding, alike, measured) for sharding, alike in found.values()]
+    return [
+        class_of(members[0].group["kind"])(sharding, members, measured)
+        for sharding, members in found.values()
+    ]
 
 
 # ------------------------------------------------------------------------------ tensor parallelism

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE, quoted
+from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.sharded import (
@@ -37,14 +38,14 @@ logger = logging.getLogger(__name__)
 def optimizer(
     model: nn.Module,
     *,
-    matrix: MuonSettings | None,
+    matrix: MuonSettings | FunctionSettings | None,
     elementwise: AdamWSettings | None,
 ) -> ShardedOptimizer:
     """One optimizer for all trainable parameters of a model, sharded or not.
 
     Args:
-        matrix: ``sw.muon(...)`` for parameters that :func:`route` calls a matrix; None:
-            ``elementwise`` updates all.
+        matrix: ``sw.muon(...)``, or an optimizer of your own (:func:`matrix_optimizer`), for
+            parameters that :func:`route` calls a matrix; None: ``elementwise`` updates all.
         elementwise: ``sw.adamw(...)`` for the rest.
 
     Collective where parameters are sharded. All problems are refused here, together.
@@ -55,8 +56,9 @@ def optimizer(
             f"{type(model).__name__}; sw.Muon takes parameters"
         )
     problems = []
-    if matrix is not None and not isinstance(matrix, MuonSettings):
-        problems.append(f"matrix={matrix!r}: use sw.muon(...) or None")
+    if matrix is not None and not isinstance(matrix, MuonSettings | FunctionSettings):
+        called = f", called: {matrix.name}(lr=...)" if isinstance(matrix, MatrixOptimizer) else ""
+        problems.append(f"matrix={matrix!r}: use sw.muon(...), your own{called}, or None")
     if elementwise is not None and not isinstance(elementwise, AdamWSettings):
         problems.append(f"elementwise={elementwise!r}: use sw.adamw(...)")
     for module in model.modules():
@@ -71,8 +73,8 @@ def optimizer(
     rest = [one for one in found if matrix is None or one.route.kind == "elementwise"]
     if matrix is not None and found and not matrices:
         problems.append(
-            "matrix=sw.muon(...), but the model has no matrices to orthogonalise (see "
-            "sw.routing_report); pass matrix=None, or route some with sw.route"
+            "matrix=..., but the model has no matrices to orthogonalise (see sw.routing_report); "
+            "pass matrix=None, or route some with sw.route"
         )
     if rest and elementwise is None:
         names = quoted([one.name for one in rest])

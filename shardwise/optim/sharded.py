@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch.optim.Optimizer behind ``sw.optimizer`` and ``sw.Muon``.
 
-    param_groups[0]   kind "matrix"        lr, momentum, ...     state: momentum_buffer
-    param_groups[1]   kind "elementwise"   lr, betas, ...        state: step, exp_avg, exp_avg_sq
+    kind "matrix"        Muon: lr, momentum, ...                state: momentum_buffer
+    kind "function"      your own: lr, its options              state: its own, on the owners
+    kind "elementwise"   AdamW: lr, betas, ...                  state: step, exp_avg, exp_avg_sq
 
 States exist from the start, on every rank and stored like the parameter's gradient, so a checkpoint
 has the same keys everywhere and reshards states like weights. Schedulers, hooks, closures and state
@@ -23,9 +24,11 @@ from torch import Tensor
 from shardwise.agreement import raise_together
 from shardwise.optim import adamw, gradients
 from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.function_step import group_class
 from shardwise.optim.gradients import Gradients, divide, division_of, quoted
+from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, matrix_groups, momentum_state
+from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, matrix_groups
 from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (
     axes_of,
@@ -39,7 +42,9 @@ from shardwise.optim.storage import (
 
 logger = logging.getLogger(__name__)
 
-SETTINGS: dict[str, Any] = {one.kind: one for one in (MuonSettings, AdamWSettings)}
+SETTINGS: dict[str, Any] = {
+    one.kind: one for one in (MuonSettings, FunctionSettings, AdamWSettings)
+}
 # Steps read .grad of hundreds of parameters and compute on plain pieces alone: not through
 # __torch_function__, which some torch versions give our DTensors.
 _plain_attributes = torch._C.DisableTorchFunctionSubclass
@@ -70,11 +75,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------ construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of ``kind`` "matrix" or "elementwise". Settings that it leaves out are those
-        of the first group of that kind. Collective where parameters are sharded."""
+        """Add a group of ``kind`` "matrix", "function" or "elementwise". Settings that it leaves
+        out are those of the first group of that kind. Collective where parameters are sharded."""
         kind = param_group.get("kind")
         if kind not in SETTINGS:
-            raise ValueError(f"kind={kind!r}: a parameter group is 'matrix' or 'elementwise'")
+            raise ValueError(f"kind={kind!r}: a parameter group is one of {', '.join(SETTINGS)}")
         known = next((group for group in self.param_groups if group["kind"] == kind), {})
         filled = {key: value for key, value in known.items() if key not in ("params", "initial_lr")}
         group = filled | param_group
@@ -103,7 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             problems.append(str(error))
         recall_routes()
         found = [(self._name(p), p) for p in params if isinstance(p, Tensor)]
-        matrices = [(name, p, as_matrix(p, "added")) for name, p in found if kind == "matrix"]
+        whole = kind != "elementwise"
+        matrices = [(name, p, as_matrix(p, "added")) for name, p in found if whole]
         problems += parameter_problems(found, matrices)
         facts = [f"{own}", summary([(kind, tuple(p.shape)) for _, p in found])]
         raise_unless_same("a group to add cannot work", problems, facts, (p for _, p in found))
@@ -115,13 +121,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members = [
             MatrixParameter(self._name(parameter), parameter, as_matrix(parameter, ""), group)
             for group in self.param_groups
-            if group["kind"] == "matrix"
+            if group["kind"] != "elementwise"
             for parameter in group["params"]
         ]
-        self._matrix_groups = matrix_groups(members, self._measured)
-        for one in members:
-            before = self.state.get(one.parameter, {})
-            self.state[one.parameter] = momentum_state(one.parameter, before)
+        self._matrix_groups = matrix_groups(members, self._measured, group_class)
+        for matrices in self._matrix_groups:
+            for one in matrices.members:
+                before = self.state.get(one.parameter, {})
+                self.state[one.parameter] = matrices.state_of(one, before)
         every = [p for group in self.param_groups for p in group["params"]]
         self._divisions = [(p, division_of(p)) for p in every]
         self._gradients = Gradients(every, self._name)
@@ -221,12 +228,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
         super().load_state_dict(state_dict)
+        for matrices in self._matrix_groups or ():
+            for one in matrices.members:
+                self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])
         for form, group in zip(wanted, self.param_groups, strict=True):
             if group["kind"] != "matrix":
                 continue
             for parameter in group["params"]:
-                own = self.state[parameter] = momentum_state(parameter, self.state[parameter])
-                buffer = local_of(own["momentum_buffer"])
+                buffer = local_of(self.state[parameter]["momentum_buffer"])
                 convert_momentum(buffer, group["momentum"], group["momentum_form"], form)
             group["momentum_form"] = form
         # The groups are new objects; ownership is not planned again, which would be collective.
@@ -243,10 +252,11 @@ def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor
 
 
 def group_of(
-    settings: MuonSettings | AdamWSettings, parameters: Sequence[Tensor]
+    settings: MuonSettings | FunctionSettings | AdamWSettings, parameters: Sequence[Tensor]
 ) -> dict[str, Any]:
     """A parameter group: the settings, under their names, as values that a checkpoint can keep."""
     values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    values |= values.pop("options", {})
     return {"params": list(parameters), "kind": settings.kind} | values
 
 

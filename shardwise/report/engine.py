@@ -27,6 +27,7 @@ from shardwise.buffer import Ranks
 from shardwise.memory import Ledger
 from shardwise.mesh import PretendedMesh
 from shardwise.optim.adamw import AdamWSettings
+from shardwise.optim.functions import ANY
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.routing import Routed
@@ -131,9 +132,11 @@ class Engine:
         trained = [r for r in routes if r.parameter.requires_grad and id(r.parameter) in sharded]
         kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}  # by whether it is a matrix
         for one in trained:
-            matrix = options.optimizer == "muon" and one.route.kind == "matrix"
+            matrix = options.optimizer not in ("adamw", "none") and one.route.kind == "matrix"
             kinds[matrix].append(sharded[id(one.parameter)])
-        groups = [group_of(MuonSettings(), kinds[True])] if kinds[True] else []
+        muon = options.optimizer in ("muon", "adamw", "none")
+        settings = MuonSettings() if muon else ANY[options.optimizer](lr=0.0)
+        groups = [group_of(settings, kinds[True])] if kinds[True] else []
         if options.gather_in_step and kinds[False]:
             groups.append(group_of(AdamWSettings(), kinds[False]))
         if groups:

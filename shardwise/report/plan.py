@@ -154,7 +154,8 @@ def plan(
             plan is of one rank's tiles, and counts what is sent over the data-parallel axes; the
             model is a GPT, or cut by ``parallelize_module``.
         placements: :class:`Placements`, or a name: zero0, zero1, zero2, zero3, hsdp, hfsdp.
-        optimizer: "adamw", "muon" (matrices; AdamW for the rest) or "none".
+        optimizer: "adamw", "none", or a matrix optimizer ("muon", "soap", ...) with AdamW for the
+            rest.
         microbatches: backward passes per optimizer step.
         wrap: the modules given to ``fully_shard``, default: those of :func:`wrap_units`.
         bucket_mb: as given to ``data_parallel``: plan that instead, the whole model in buckets.
@@ -466,6 +467,7 @@ def _state_bytes(units: Sequence[PlannedUnit], options: Options, engine: Engine)
     divided = [group for group in engine.matrix_groups if group.divides]
     found = [by_rank(group.sharding, momenta(group, states[0]), ranks) for group in divided]
     apart = {ranks // num_holders(group.sharding) for group in divided}
+    found += [by_rank(one.sharding, one.owned_bytes, ranks) for one in engine.matrix_groups]
     for ep in sorted({unit.ep for unit in units if unit.groups}):
         own = mesh.without(ep)
         counted = (0 if ep in apart else states[0], states[1])

@@ -16,6 +16,7 @@ from shardwise.comm import Call
 from shardwise.division import Division
 from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
+from shardwise.optim.functions import ANY as FUNCTIONS
 from shardwise.placements import (
     SHARD,
     STRATEGIES,
@@ -31,8 +32,9 @@ from shardwise.shard.checks import bucket_problems
 
 Moment = Reads | Literal["step"]
 
-# Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other).
-OPTIMIZERS = {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
+# Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other). Those of
+# functions have shapes of their own, and lie on the owners.
+OPTIMIZERS = dict.fromkeys(FUNCTIONS, (0, 2)) | {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
 KERNELS_SINCE = 90  # the compute capability that the kernels of Newton-Schulz need
 
 

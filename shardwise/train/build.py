@@ -20,7 +20,9 @@ from shardwise.models.gpt import GPT
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
 from shardwise.optim.adamw import adamw
-from shardwise.optim.muon import muon
+from shardwise.optim.functions import ANY
+from shardwise.optim.matrix_function import FunctionSettings
+from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.optimizers import optimizer
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
@@ -195,7 +197,11 @@ def named_precision(weights: str, *, experts: bool) -> Precision:
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> ShardedOptimizer:
     decay = config.weight_decay
-    matrices = muon(lr=config.matrix_lr, weight_decay=decay) if config.optimizer == "muon" else None
+    matrices: MuonSettings | FunctionSettings | None = None
+    if config.optimizer == "muon":
+        matrices = muon(lr=config.matrix_lr, weight_decay=decay)
+    elif config.optimizer != "adamw":
+        matrices = ANY[config.optimizer](lr=config.matrix_lr, weight_decay=decay)
     rest = adamw(lr=config.lr, betas=(0.9, 0.95), weight_decay=decay)
     return optimizer(model, matrix=matrices, elementwise=rest)
 

@@ -13,7 +13,17 @@ from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import STRATEGIES, Placements
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
-OptimizerName = Literal["muon", "adamw"]
+OptimizerName = Literal[
+    "muon",
+    "adamw",
+    "normuon",
+    "adamuon",
+    "soap",
+    "shampoo",
+    "dion",
+    "scion",
+    "spectral_lion",
+]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 CompileChoice = Literal["auto", "on", "off"]
 
@@ -46,7 +56,7 @@ class TrainConfig:
             on a single node.
         ep: number of neighbouring ranks over which experts are spread.
         tp: number of neighbouring ranks that share the work on each sequence: tensor parallelism.
-        optimizer: ``muon`` for matrices with AdamW for the rest, or AdamW for all.
+        optimizer: of matrices, with AdamW for the rest; or ``adamw`` for all.
         matrix_lr: learning rate of Muon.
         lr: learning rate of AdamW.
         weight_decay: weight decay of both optimizers.

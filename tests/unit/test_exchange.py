@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, Item, plan
-from shardwise.optim.exchange import Exchange
+from shardwise.optim.exchange import Exchange, Key
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
@@ -268,7 +268,7 @@ def there_and_back(rank: int, world_size: int, rows: int, wire: str, exponent: i
     workspaces = [full[begin:end].reshape(-1).clone() for full in fulls]
     seen: list[Tensor] = []
 
-    def double(batch: Tensor) -> Tensor:
+    def double(batch: Tensor, keys: list[Key]) -> Tensor:
         seen.extend(batch)
         return batch * 2
 

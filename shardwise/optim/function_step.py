@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of a matrix optimizer that is a function: gradients to owners, updates back.
+
+    grad               the elements that this rank has                       -> workspace
+    exchange           whole matrices, one owner each; there the function
+                       reads and writes the state, which lies on the owner   -> workspace
+    weight             decay, and less the update, on the pieces that are stored here
+
+A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
+parameter has several), whole on the owner and empty elsewhere: a :class:`ShardedTensor`, which is
+saved and resharded like any other. An error on one owner is raised on every rank, before weights
+change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.cut import Cut
+from shardwise.division import ByMatrix
+from shardwise.layout import ELEMENT, Item, Layout
+from shardwise.optim.exchange import Key
+from shardwise.optim.gradients import gradient_of, state_cut
+from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
+from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, States
+from shardwise.optim.storage import local_of
+from shardwise.placements import joint_places
+from shardwise.tensor import ShardedTensor
+
+STEPS = "steps"  # the state that counts the steps of a matrix
+
+
+class FunctionGroup(MatrixGroup):
+    """Parameters of one Sharding that one function updates, and their exchange."""
+
+    def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
+        first = self.members[0]
+        if any(self.sharding.blocked):
+            raise ValueError(
+                f"'{first.name}' is cut into blocks by tensor parallelism, and "
+                f"{first.group['function']} needs whole matrices: use sw.muon for it"
+            )
+        self.function = function_of(first.group)
+        self.fused, self.local = False, {}
+        self._states: States = {}
+        self._problem: str | None = None
+        self._seen: dict[Key, int] = {}  # versions of step counters that are known not to be 0
+        # The blocks of each parameter: (matrix, number within it), in order.
+        self.blocks_of: list[list[Key]] = [[] for _ in self.members]
+        for index, matrix in enumerate(self.exchange.matrices):
+            self.blocks_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
+        self._places = self._owner_places()
+
+    # ------------------------------------------------------------------ states
+
+    def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, new or as it was, on the owners (collective if it moves)."""
+        found: dict[str, Any] = {}
+        position = self.members.index(one)
+        for key in self.blocks_of[position]:
+            rows, cols = self.exchange.matrices[key[0]].shapes[key[1]]
+            template = template_of(rows, cols, one.group) | {STEPS: ((), torch.float32)}
+            for name, (shape, dtype) in template.items():
+                full = self._named(position, name, key)
+                made = self._zeros(f"{one.name}.{full}", shape, dtype, key, one.parameter)
+                old = before.get(full)
+                if isinstance(old, ShardedTensor) and isinstance(made, ShardedTensor):
+                    same = old.cut.matches(made.cut) and old.dtype == dtype
+                    found[full] = old if same else made.copy_(old.to(dtype))
+                else:
+                    found[full] = made if old is None else old.to(dtype)
+        self._seen.clear()
+        return found
+
+    def _named(self, position: int, name: str, key: Key) -> str:
+        blocks = self.blocks_of[position]
+        return name if len(blocks) == 1 else f"{name}.{blocks.index(key)}"
+
+    def _zeros(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, key: Key, parameter: Tensor
+    ) -> Tensor:
+        device, mesh = local_of(parameter).device, self.sharding.mesh
+        if mesh is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        item = Item(name, shape, ELEMENT)
+        others = parameter.cut.others if isinstance(parameter, ShardedTensor) else None
+        whole = Cut(
+            Layout((item,), 1, item.numel, (0,)), 0, mesh, (False,) * mesh.ndim, others=others
+        )
+        place = self._places[self.exchange.ownership.owners[key[0]]]
+        ranges = [(0, 0)] * mesh.size()
+        ranges[place] = (0, item.numel)
+        cut = whole.divided(ByMatrix(tuple(ranges)))
+        return ShardedTensor(torch.zeros(cut.local_shape, dtype=dtype, device=device), cut)
+
+    @property
+    def owned_bytes(self) -> Counter[tuple[int, int]]:
+        found: Counter[tuple[int, int]] = Counter()
+        for one, keys in zip(self.members, self.blocks_of, strict=True):
+            for index, number in keys:
+                rows, cols = self.exchange.matrices[index].shapes[number]
+                for shape, dtype in template_of(rows, cols, one.group).values():
+                    owner = self.exchange.ownership.owners[index]
+                    found[owner] += math.prod(shape) * dtype.itemsize
+        return found
+
+    def _owner_places(self) -> dict[tuple[int, int], int]:
+        """By owner (replica, rank on the shard axis): its place as divisions count."""
+        sizes, sharded = self.sharding.sizes, self.sharding.sharded
+        places, found = joint_places(list(sizes)), {}
+        for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
+            at = {True: 0, False: 0}
+            for size, flag, place in zip(sizes, sharded, coordinate, strict=True):
+                at[flag] = at[flag] * size + place
+            found[at[False], at[True]] = places[rank]
+        return found
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, states: States) -> Iterator[list[Tensor]]:
+        self._states = states
+        return super().step(states)
+
+    def _begin(self, positions: Sequence[int], states: States, into: dict[int, Tensor]) -> None:
+        """Copy the gradients of one parameter group into its workspaces."""
+        for position in positions:
+            parameter = self.members[position].parameter
+            local, grad = local_of(parameter), gradient_of(parameter)
+            assert grad is not None
+            if self.spread is None and grad.numel() < local.numel():
+                into[position] = torch.empty_like(local, dtype=torch.float32)
+                if grad.numel():
+                    assert isinstance(parameter, ShardedTensor)
+                    mine = state_cut(parameter).within(parameter.cut, into[position])
+                    mine.view(-1).copy_(grad.reshape(-1))
+            else:
+                mine = self._mine(position, grad.contiguous())
+                into[position] = mine.to(torch.float32, copy=True)
+
+    def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
+        """The updates of matrices of one shape that this rank owns."""
+        result = torch.zeros_like(batch)
+        if batch.is_meta:  # a plan, which has no values
+            return result
+        runs: dict[Any, list[int]] = {}
+        for number, key in enumerate(keys):
+            alone = number if batch.device.type == "cpu" else -1
+            group = self.members[self._parameter(key[0])].group
+            runs.setdefault((id(group), self._is_first(key), alone), []).append(number)
+        for (_, first, _), numbers in runs.items():
+            try:
+                result[numbers] = self._run(batch[numbers], [keys[n] for n in numbers], first)
+            except Exception as error:
+                if self._problem is None:
+                    name = self.exchange.matrices[keys[numbers[0]][0]].name
+                    self._problem = f"'{name}': {type(error).__name__}: {error}"
+        return result
+
+    def _run(self, batch: Tensor, keys: Sequence[Key], first: bool) -> Tensor:
+        position = self._parameter(keys[0][0])
+        group = self.members[position].group
+        _, rows, cols = batch.shape
+        template = template_of(rows, cols, group)
+        stored = {name: [self._state(key, name) for key in keys] for name in template}
+        state: State = {}
+        if not first:
+            state = {name: torch.stack(values) for name, values in stored.items()}
+        update = self.function.run(batch, state, group)
+        problem = problem_of(self.function.name, batch, update, state, template)
+        if problem is None and first and not bool(torch.isfinite(update).all()):
+            problem = f"the first update of {self.function.name} is not finite"
+        if problem is not None:
+            raise ValueError(problem)
+        for name, values in stored.items():
+            torch._foreach_copy_(values, list(state[name]))
+        for key in keys:
+            steps = self._state(key, STEPS).add_(1)
+            self._seen[key] = steps._version
+        return update
+
+    def _state(self, key: Key, name: str) -> Tensor:
+        position = self._parameter(key[0])
+        states = self._states[self.members[position].parameter]
+        return local_of(states[self._named(position, name, key)])
+
+    def _is_first(self, key: Key) -> bool:
+        """Whether a matrix has had no step; its counter is read again where a load wrote to it."""
+        steps = self._state(key, STEPS)
+        if self._seen.get(key) == steps._version:
+            return False
+        return float(steps) == 0
+
+    def _check(self) -> None:
+        """Raise on every rank what went wrong on one (collective)."""
+        problem, self._problem = self._problem, None
+        wrong, axes = problem is not None, self.sharding.axes
+        for axis in axes:
+            wrong = bool(comm.any_rank(numpy.array([wrong]), axis)[0])
+        if not wrong:
+            return
+        for axis in axes:
+            problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
+        raise RuntimeError(f"no weight of this part of the step was changed: {problem}")
+
+    def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
+        group = self.members[positions[0]].group
+        weights = [self._weight(position) for position in positions]
+        updates = [workspaces.pop(p).to(w.dtype) for p, w in zip(positions, weights, strict=True)]
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - float(group["lr"]) * group["weight_decay"])
+        torch._foreach_sub_(weights, updates)
+
+
+def group_class(kind: str) -> Callable[..., MatrixGroup]:
+    """The class that steps the parameter groups of a kind."""
+    return FunctionGroup if kind == "function" else MatrixGroup

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that are functions of whole matrices train sharded models bit for bit as one process,
+and their states, of any shape, go to any other strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.optim import muon_step
+from shardwise.optim.functions import ANY
+from shardwise.optim.matrix_function import FUNCTIONS, State
+from shardwise.optim.split import Split
+from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_of, shard_model, tokens
+from tests.parity.helpers import assert_same, full
+from tests.ranks import on_ranks, run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 240.0
+STEPS = 4
+OPTIONS: dict[str, dict[str, Any]] = {"soap": {"frequency": 2}, "shampoo": {"frequency": 2}}
+SPLITS = {"layers.0.up.weight": Split.stacked(7, 13, 10), "layers.1.up.weight": Split.heads(3)}
+
+
+def optimizer_of(model: Model, name: str, **more: Any) -> Any:
+    matrix = ANY[name](lr=0.05, weight_decay=0.1, **OPTIONS.get(name, {}), **more)
+    return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2))
+
+
+def train(model: Model, optimizer: Any, rank: int, world_size: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, tokens(step, 0, rank, world_size)).backward()
+        optimizer.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: Model, optimizer: Any) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in ({"": parameter} | optimizer.state[parameter]).items():
+            found[f"{name} {key}".strip()] = full(value)
+    return found
+
+
+def build(strategy: str, world_size: int, name: str, seed: int = 0) -> tuple[Model, Any]:
+    model = make_model(depth=2, seed=seed)
+    sw.route(model, split=SPLITS)
+    placements = STRATEGIES.get(strategy)
+    if strategy == "data_parallel":
+        sw.data_parallel(model, mesh=mesh_of(world_size), bucket_mb=1 / 256)
+    elif placements is not None:  # one axis of all ranks, so that sums have one order
+        two = placements.num_axes == 2
+        shard_model(model, placements, mesh_of(world_size, 1) if two else mesh_of(world_size))
+    return model, optimizer_of(model, name)
+
+
+WAYS = [*STRATEGIES, "data_parallel"]
+
+
+def check_strategies(rank: int, world_size: int, name: str) -> int:
+    """Against the gradients of one process that adds the ranks' losses in their order."""
+    expected = None
+    compared = 0
+    for evenly in (False, True):
+        muon_step.evenly_is_cheaper = lambda plan, evenly=evenly: evenly  # type: ignore[assignment]
+        for strategy in WAYS if not evenly else ["zero0", "hsdp"]:
+            model, optimizer = build(strategy, world_size, name)
+            train(model, optimizer, rank, world_size, range(STEPS))
+            found = everything(model, optimizer)
+            expected = expected or found
+            assert_same(found, expected, (strategy, evenly))
+            compared += 1
+    # One process: every rank by itself, with the mean of all ranks' gradients.
+    model, optimizer = build("alone", world_size, name)
+    for step in range(STEPS):
+        grads = []
+        for other in range(world_size):
+            loss_of(model, tokens(step, 0, other, world_size)).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+            model.zero_grad()
+        for parts, parameter in zip(zip(*grads, strict=True), model.parameters(), strict=True):
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            parameter.grad = total / world_size
+        optimizer.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(everything(model, optimizer), expected or {}, "one process")
+    return compared
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_every_strategy_gives_the_bits_of_one_process(name: str) -> None:
+    assert run_ranks(check_strategies, 3, name, timeout=PATIENCE) == [len(WAYS) + 2] * 3
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+def check_reshard(rank: int, world_size: int, path: str, name: str) -> int:
+    model, optimizer = build("zero0", world_size, name)
+    train(model, optimizer, rank, world_size, range(2))
+    sw.save(path, model, optimizer)
+    saved = everything(model, optimizer)
+    train(model, optimizer, rank, world_size, range(2, STEPS))
+    after = everything(model, optimizer)
+    for strategy in ("zero3", "hsdp", "data_parallel"):
+        other, again = build(strategy, world_size, name, seed=5)
+        sw.load(path, other, again)
+        assert_same(everything(other, again), saved, strategy)
+        train(other, again, rank, world_size, range(2, STEPS))
+        assert_same(everything(other, again), after, strategy)
+        other, third = build(strategy, world_size, name, seed=6)
+        third.load_state_dict(again.state_dict())
+        for key, value in again.state[next(iter(again.state))].items():
+            theirs = third.state[next(iter(third.state))][key]
+            assert torch.equal(full(value), full(theirs))
+    return len(saved)
+
+
+@pytest.mark.parametrize("name", ["soap", "dion"])
+def test_states_are_saved_and_resharded(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "saved")
+    (count, *_) = run_ranks(check_reshard, 4, path, name, timeout=PATIENCE)
+    model, optimizer = build("alone", 1, name, seed=5)  # and to one process
+    sw.load(path, model, optimizer)
+    found = everything(model, optimizer)
+    assert len(found) == count
+    left = {"soap": "left_basis", "dion": "right"}[name]
+    assert found[f"layers.0.up.weight {left}.1"].shape == {"soap": (13, 13), "dion": (10, 2)}[name]
+    assert found["layers.0.down.weight steps"] == 2
+
+
+@on_ranks(4)
+def test_states_follow_their_matrices_to_other_owners(rank: int, world_size: int) -> None:
+    """A group that is added changes who owns what."""
+    found = []
+    for strategy in ("zero3", "zero0", "alone"):
+        model = make_model(depth=2)
+        late = model.layers[0].up.weight.requires_grad_(False)
+        if strategy != "alone":
+            shard_model(model, STRATEGIES[strategy], mesh_of(world_size))
+            late = model.layers[0].up.weight
+        optimizer = optimizer_of(model, "soap")
+        owners = [group.exchange.ownership.owners for group in optimizer._matrix_groups]
+        for step in range(STEPS):
+            if step == 2:
+                late.requires_grad_(True)
+                optimizer.add_param_group({"params": [late], "kind": "function", "lr": 0.02})
+            loss_of(model, tokens(0, 0, 0, 1)).backward()  # the same on all: a mean is exact
+            optimizer.step()
+            optimizer.zero_grad()
+        again = [group.exchange.ownership.owners for group in optimizer._matrix_groups]
+        moved = [a for a, b in zip(owners[0], again[0][1:], strict=False) if a != b]
+        assert moved or strategy == "alone", "the test is of states that move"
+        found.append({name: full(p) for name, p in model.named_parameters()})
+        assert_same(found[-1], found[0], strategy)
+
+
+# ------------------------------------------------------------------------------ what goes wrong
+
+
+@sw.matrix_optimizer
+def breaks(gradient: Tensor, state: State, *, lr: float, how: str, when: int = 2) -> Tensor:
+    """Goes wrong in step ``when`` of the matrices of 30 rows alone."""
+    if not state:
+        state["count"] = gradient.new_zeros(len(gradient))
+        state["mean"] = torch.zeros_like(gradient)
+    state["count"] += 1
+    if gradient.is_meta or float(state["count"][0]) < when or gradient.shape[1] != 30:
+        return lr * gradient
+    if how == "state":
+        state["mean"] = state["mean"][:, :2]
+        return gradient
+    if how == "raises":
+        raise ArithmeticError("no inverse")
+    if how == "nan":
+        return gradient * float("nan")
+    return gradient[:, :1] if how == "shape" else gradient.double()
+
+
+MESSAGES = {
+    "state": r"'layers\..\.up.weight': ValueError: breaks, .* \[1, 30, 10\], changed its state",
+    "raises": r"'layers\..\.up.weight': ArithmeticError: no inverse",
+    "nan": r"'layers\..\.up.weight': ValueError: the first update of breaks is not finite",
+    "shape": r"returned \[1, 1, 10\] of torch.float32: return an update of the gradient's shape",
+    "dtype": r"returned \[1, 30, 10\] of torch.float64: .* and of torch.float32",
+}
+
+
+@on_ranks(3)
+def test_what_goes_wrong_on_one_owner_is_said_by_every_rank(rank: int, world_size: int) -> None:
+    for how, message in MESSAGES.items():
+        model = make_model(depth=2)
+        shard_model(model, sw.zero(3), mesh_of(world_size))
+        when = 1 if how == "nan" else 2
+        matrix = breaks(lr=0.1, how=how, when=when)
+        optimizer = sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
+        if when == 2:
+            train(model, optimizer, rank, world_size, range(1))
+        before = {name: full(p) for name, p in model.named_parameters() if "up" in name}
+        with pytest.raises(RuntimeError, match=message):
+            train(model, optimizer, rank, world_size, range(1, 2))
+        weights = [name for name in before if name.endswith("weight")]
+        for name in weights:
+            assert torch.equal(full(model.get_parameter(name)), before[name]), "nothing changed"
+
+
+def test_bad_functions_and_options_are_refused_at_once() -> None:
+    model = make_model()
+
+    def build(matrix: Any) -> Any:
+        return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
+
+    def returns(value: Any, name: str) -> Any:
+        def function(gradient: Tensor, state: State, *, lr: float) -> Any:
+            state["kept"] = torch.zeros(3) if name == "counted" else gradient
+            return value(gradient)
+
+        function.__name__ = name
+        return sw.matrix_optimizer(function)
+
+    for value, name, message in (
+        (lambda g: g[:, :1], "short", r"short, .* returned \[1, 1, 10\] of torch.float32: return"),
+        (lambda g: g.half(), "narrow", r"narrow, .* of torch.float16: return an update of the"),
+        (lambda g: None, "nothing", r"nothing, .* returned a NoneType: return the update"),
+        (lambda g: g, "counted", r"left state\['kept'\] = \[3\]: states are tensors with a first"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(returns(value, name)(lr=0.1))
+        del FUNCTIONS[name]
+    with pytest.raises(ValueError, match=r"use sw.muon\(...\), your own, called: soap\(lr=...\)"):
+        build(ANY["soap"])
+    with pytest.raises(TypeError, match=r"soap\(...\): beta2 is unknown; it takes lr, betas"):
+        ANY["soap"](lr=0.1, beta2=0.5)
+    with pytest.raises(TypeError, match=r"soap\(...\): lr is missing"):
+        ANY["soap"]()
+    with pytest.raises(ValueError, match=r"dion\(...\) cannot work: lr=-1 must be 0 or more"):
+        ANY["dion"](lr=-1)
+    with pytest.raises(TypeError, match=r"a matrix optimizer takes \(gradient, state, \*, lr"):
+        sw.matrix_optimizer(lambda gradient, lr: gradient)
+    with pytest.raises(ValueError, match="bias"):
+        sw.route(model, matrix="layers.0.up.bias")

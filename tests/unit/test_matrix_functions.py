@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped matrix optimizers beside slow and obvious transcriptions of what was published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.optim import functions
+from shardwise.optim.functions import ANY
+from shardwise.optim.functions.muon import orthogonalise
+from shardwise.optim.matrix_function import State
+from shardwise.train.config import OptimizerName
+from tests.models import Weights
+
+ROWS, COLS, STEPS = 12, 8, 6
+
+
+def gradients(count: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, ROWS, COLS, generator=generator) for _ in range(STEPS)]
+
+
+def updates(name: str, **options: Any) -> tuple[list[Tensor], State]:
+    """The updates of a few steps on two matrices at once, and the state after them."""
+    state: State = {}
+    group = {**ANY[name].options, "lr": 0.1, **options}
+    return [ANY[name].run(one.clone(), state, group).clone() for one in gradients()], state
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-6)
+
+
+def test_muon_is_the_optimizer_that_has_kernels() -> None:
+    model = Weights({"a": (ROWS, COLS)})
+    settings = sw.muon(lr=0.1, preset="keller", form="direct")
+    optimizer = sw.Muon([("a", model.a)], lr=0.1, preset="keller", form="direct")
+    assert optimizer.param_groups[0]["scale"] == settings.scale == "spectral"
+    for gradient, update in zip(gradients(), updates("muon")[0], strict=True):
+        before = model.a.detach().clone()
+        model.a.grad = gradient[0].clone()
+        optimizer.step()
+        torch.testing.assert_close(before - model.a.detach(), update[0], rtol=2e-3, atol=2e-4)
+
+
+def test_normuon_gives_rows_one_length_and_all_one_size() -> None:
+    found, state = updates("normuon")
+    assert state["second"].shape == (2, ROWS, 1)
+    lengths = torch.linalg.vector_norm(found[0], dim=-1)
+    close(lengths, lengths[:, :1].expand_as(lengths))
+    momentum, second = torch.zeros(ROWS, COLS), torch.zeros(ROWS)
+    for gradient, update in zip(gradients(), found, strict=True):
+        momentum = 0.95 * momentum + 0.05 * gradient[1]
+        orthogonal = orthogonalise(momentum[None])[0]
+        second = 0.95 * second + 0.05 * (orthogonal**2).mean(1)
+        scaled = orthogonal / (second.sqrt()[:, None] + 1e-8)
+        close(update[1], 0.1 * 0.2 * scaled / scaled.square().mean().sqrt())
+
+
+def test_adamuon_divides_every_element() -> None:
+    momentum, second = torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
+    for gradient, update in zip(gradients(), updates("adamuon")[0], strict=True):
+        momentum = 0.95 * momentum + gradient[0]
+        orthogonal = orthogonalise(torch.sign(momentum)[None])[0]
+        second = 0.95 * second + 0.05 * orthogonal**2
+        scaled = orthogonal / (second.sqrt() + 1e-8)
+        close(update[0], 0.1 * 0.2 * scaled / scaled.square().mean().sqrt())
+
+
+def test_soap_is_the_authors_code() -> None:
+    """Which keeps the mean in the rotated space, and turns it whenever the basis turns."""
+    found, _ = updates("soap", frequency=2)
+    (first, *rest), left, right = [one[1] for one in gradients()], None, None
+    left, right = 0.05 * first @ first.T, 0.05 * first.T @ first
+    bases = [torch.linalg.eigh(g).eigenvectors.flip(1) for g in (first @ first.T, first.T @ first)]
+    mean, second = torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
+    assert not found[0].any(), "the first step sets the basis"
+    for number, (gradient, update) in enumerate(zip(rest, found[1:], strict=True), 1):
+        rotated = bases[0].T @ gradient @ bases[1]
+        mean, second = 0.95 * mean + 0.05 * rotated, 0.95 * second + 0.05 * rotated**2
+        size = 0.1 * (1 - 0.95**number) ** 0.5 / (1 - 0.95**number)
+        inner = size * mean / (second.sqrt() + 1e-8 * (1 - 0.95**number) ** 0.5)
+        close(update[1], bases[0] @ inner @ bases[1].T)
+        plain = bases[0] @ mean @ bases[1].T
+        left, right = (
+            0.95 * left + 0.05 * gradient @ gradient.T,
+            (0.95 * right + 0.05 * gradient.T @ gradient),
+        )
+        if number % 2 == 0:
+            for side, gram in enumerate((left, right)):
+                order = (bases[side].T @ gram @ bases[side]).diagonal().argsort(descending=True)
+                second = second.index_select(side, order)
+                bases[side] = torch.linalg.qr(gram @ bases[side][:, order]).Q
+        mean = bases[0].T @ plain @ bases[1]
+
+
+def test_shampoo_takes_its_direction_from_roots_and_its_length_from_adam() -> None:
+    mean, second = torch.zeros(ROWS, COLS), torch.zeros(ROWS, COLS)
+    left, right = torch.zeros(ROWS, ROWS), torch.zeros(COLS, COLS)
+    found, _ = updates("shampoo", frequency=1)
+    for number, (gradient, update) in enumerate(zip(gradients(), found, strict=True), 1):
+        g = gradient[0]
+        mean, second = 0.9 * mean + 0.1 * g, 0.95 * second + 0.05 * g**2
+        left, right = 0.95 * left + 0.05 * g @ g.T, 0.95 * right + 0.05 * g.T @ g
+        adam = mean / (1 - 0.9**number) / ((second / (1 - 0.95**number)).sqrt() + 1e-8)
+        direction = root(left) @ mean.double() @ root(right)
+        expected = direction / direction.norm() * 0.1 * adam.norm()
+        torch.testing.assert_close(update[0], expected.float(), rtol=1e-2, atol=1e-3)
+
+
+def root(gram: Tensor) -> Tensor:
+    u, s, _ = torch.linalg.svd(gram.double())
+    return u @ torch.diag((s + 1e-6 * s[0]) ** -0.25) @ u.T
+
+
+def test_dion_leaves_in_its_momentum_what_it_did_not_apply() -> None:
+    found, state = updates("dion", rank_fraction=0.5)
+    assert state["right"].shape == (2, COLS, 4)
+    assert torch.linalg.matrix_rank(found[-1]).tolist() == [4, 4]
+    right = torch.randn(COLS, 4, generator=torch.Generator().manual_seed(0))
+    momentum = torch.zeros(ROWS, COLS)
+    for gradient, update in zip(gradients(), found, strict=True):
+        momentum = momentum + gradient[1]
+        left, _ = torch.linalg.qr(momentum @ right)
+        factor = momentum.T @ left
+        momentum = momentum - 0.05 * left @ factor.T
+        right = factor / (factor.norm(dim=0, keepdim=True) + 1e-8)
+        close(update[1], 0.1 * (ROWS / COLS) ** 0.5 * left @ right.T)
+    close(state["momentum"][1], momentum)
+
+
+@pytest.mark.parametrize("name", ["scion", "spectral_lion"])
+def test_spectral_steps(name: str) -> None:
+    first = gradients()[0][0]
+    found, _ = updates(name)
+    close(found[0][0], 0.1 * (ROWS / COLS) ** 0.5 * orthogonalise(first[None])[0])
+    mean = first.clone() if name == "scion" else torch.zeros(ROWS, COLS)
+    for gradient, update in zip(gradients(), found, strict=True):
+        kept = 0.9 * mean + 0.1 * gradient[0]
+        mean = kept if name == "scion" else 0.99 * mean + 0.01 * gradient[0]
+        close(update[0], 0.1 * (ROWS / COLS) ** 0.5 * orthogonalise(kept[None])[0])
+
+
+@pytest.mark.parametrize("name", ANY)
+def test_the_optimizer_calls_the_function_with_its_state(name: str) -> None:
+    model, other = (Weights({"a": (ROWS, COLS)}) for _ in range(2))
+    optimizer = sw.optimizer(model, matrix=ANY[name](lr=0.1), elementwise=None)
+    state: State = {}
+    for gradient in gradients(1):
+        model.a.grad = gradient[0].clone()
+        optimizer.step()
+        update = ANY[name].run(gradient.clone(), state, {**ANY[name].options, "lr": 0.1})
+        with torch.no_grad():
+            other.a -= update[0]
+        assert torch.equal(model.a, other.a)
+    assert optimizer.state[model.a]["steps"] == STEPS
+    for key, value in state.items():
+        assert torch.equal(optimizer.state[model.a][key], value[0])
+
+
+def test_groups_have_rates_and_options_of_their_own() -> None:
+    """Two equal weights with equal gradients; one of them in a group of half the rate."""
+    model = Weights({"a": (ROWS, COLS)})
+    model.b = torch.nn.Parameter(model.a.detach().clone(), requires_grad=False)
+    optimizer = sw.optimizer(model, matrix=ANY["normuon"](lr=0.1), elementwise=None)
+    model.b.requires_grad_(True)
+    optimizer.add_param_group(
+        {"params": [model.b], "kind": "function", "lr": 0.05, "weight_decay": 0.1}
+    )
+    assert [group["beta2"] for group in optimizer.param_groups] == [0.95, 0.95]
+    before = model.a.detach().clone()
+    model.a.grad, model.b.grad = (gradients()[0][0].clone() for _ in range(2))
+    optimizer.step()
+    step = before - model.a.detach()
+    close(model.b.detach(), before * (1 - 0.05 * 0.1) - step / 2)
+    with pytest.raises(ValueError, match="kind='other': a parameter group is one of matrix, func"):
+        optimizer.add_param_group({"params": [], "kind": "other"})
+
+
+def test_they_are_short_and_the_trainer_knows_them() -> None:
+    folder = Path(functions.__file__).parent
+    for file in folder.glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 120, file
+    assert {*get_args(OptimizerName)} == {*ANY, "adamw"}
