@@ -303,7 +303,8 @@ class Operations:
         if name in ("view", "_unsafe_view") and _same_shape(args[1], source.cut):
             return self.wrap(source._local_tensor, source.cut, source.version)
         found = spans(name, source.cut.shape, given)
-        if found is None or source.cut.replica_ranges is not None:
+        # A tile's elements, and those that replicas divide, are no run of the whole tensor's.
+        if found is None or source.cut.division is not None or source.cut.tile is not None:
             return self._gather(func, args, kwargs)
         parts = [viewed(source.cut, span, source._local_tensor) for span in found]
         views = [self.wrap(local, cut, source.version) for local, cut in parts]

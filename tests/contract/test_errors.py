@@ -50,7 +50,7 @@ class DataParallelMeshDims:
 @on_ranks(4)
 def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     one, two = mesh_for("zero", world_size), mesh_for("hsdp", world_size)
-    unnamed = DeviceMesh("cpu", torch.arange(world_size).view(2, -1))
+    unnamed = DeviceMesh("cpu", torch.arange(world_size).view(2, -1, 1))
     cases: dict[str, Callable[[], Any]] = {
         "hsdp on one axis": lambda: sw.fully_shard(Block(), mesh=one, placements=sw.hsdp()),
         "zero on two axes": lambda: sw.fully_shard(Block(), mesh=two, placements=sw.zero(3)),
