@@ -16,7 +16,7 @@ from shardwise.optim.functions import ANY
 from shardwise.optim.functions.muon import orthogonalise
 from shardwise.optim.matrix_function import State
 from shardwise.train.config import OptimizerName
-from tests.models import Weights
+from tests.models import Weights, make_model
 
 ROWS, COLS, STEPS = 12, 8, 6
 
@@ -162,6 +162,23 @@ def test_the_optimizer_calls_the_function_with_its_state(name: str) -> None:
     assert optimizer.state[model.a]["steps"] == STEPS
     for key, value in state.items():
         assert torch.equal(optimizer.state[model.a][key], value[0])
+
+
+@pytest.mark.parametrize("name", sorted({*ANY} - {"muon"}))  # a plan's is the one with kernels
+def test_a_plan_counts_the_state_on_the_owners(name: str) -> None:
+    model = make_model(depth=2)
+    made = sw.optimizer(model, matrix=ANY[name](lr=0.1), elementwise=sw.adamw())
+    held = sum(
+        value.nbytes
+        for states in made.state.values()
+        for key, value in states.items()
+        if key not in ("step", "steps")
+    )
+    with torch.device("meta"):
+        bare = make_model(depth=2)
+    assert sw.plan(bare, {"dp": 1}, "zero3", optimizer=name).optimizer_bytes == held
+    spread = sw.plan(bare, {"dp": 4}, "zero3", optimizer=name)
+    assert held / 4 <= spread.optimizer_bytes < held, "four matrices, an owner each"
 
 
 def test_groups_have_rates_and_options_of_their_own() -> None:
