@@ -4,6 +4,7 @@ state dicts, checkpoints, and the forms in which torch's users write it."""
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
@@ -63,7 +66,8 @@ def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    wrong = [name for name, value in found.items() if not torch.equal(value, expected[name])]
+    assert not wrong, wrong
 
 
 # ------------------------------------------------------------------------------ at rest
@@ -260,6 +264,48 @@ def test_torchs_checkpoints(rank: int, world_size: int, tmp_path: Path) -> None:
     other = sharded(grid(2, 1, 2), sw.hsdp())
     dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path / "theirs")
     assert_same(whole_model(other), expected)
+
+
+@pytest.mark.parametrize("whole_states", [True, False], ids=["whole", "sharded"])
+@on_ranks(4, timeout=PATIENCE)
+def test_optimizer_states_go_through_torchs_helpers(
+    rank: int, world_size: int, whole_states: bool
+) -> None:
+    model, optimizer = trained((2, 2), adamw_of, 2)
+    options = StateDictOptions(full_state_dict=whole_states)
+    saved = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    other, fresh = trained((2, 2), adamw_of, 1, first=7)
+    set_state_dict(
+        other,
+        fresh,
+        model_state_dict=saved[0],
+        optim_state_dict=saved[1],
+        options=options,
+    )
+    for one, its in ((model, optimizer), (other, fresh)):
+        go_on(one, its, range(2, 4))
+    assert_same(everything(other, fresh), everything(model, optimizer))
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_a_scaled_loss_that_overflows_on_one_rank_stops_all(rank: int, world_size: int) -> None:
+    """An infinite gradient in the tile of one rank of tp."""
+    mesh = grid(2, 2)
+    model = sharded(mesh, sw.zero(3))
+    optimizer = adamw_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for broken in (False, True):
+        before = whole_model(model)
+        scaler.scale(loss_of(model, data_rank(mesh))).backward()
+        if broken and rank == 1:
+            held = [p.grad.to_local() for p in model.blocks[0].parameters()]
+            next(one for one in held if one.numel()).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = whole_model(model)
+        assert all(torch.equal(after[name], before[name]) == broken for name in after)
+        assert scaler.get_scale() == (2.0 if broken else 4.0)
 
 
 # ------------------------------------------------------------------------------ other forms
