@@ -200,6 +200,24 @@ def test_groups_have_rates_and_options_of_their_own() -> None:
         optimizer.add_param_group({"params": [], "kind": "other"})
 
 
+@pytest.mark.parametrize("name", ANY)
+def test_matrices_of_one_batch_may_have_taken_different_numbers_of_steps(name: str) -> None:
+    """As on a GPU, where one of them had no gradient for a step."""
+    group = {**ANY[name].options, "lr": 0.1}
+    group |= {"frequency": 2} if "frequency" in group else {}
+    states: list[State] = [{}, {}]
+    for step, gradient in enumerate(gradients()):
+        if step >= 3:
+            both = {key: torch.cat([one[key] for one in states]) for key in states[0]}
+            together = ANY[name].run(gradient.clone(), both, group)
+        for number, state in enumerate(states):
+            if step == 1 and number == 1:
+                continue
+            alone = ANY[name].run(gradient[number : number + 1].clone(), state, group)
+            if step >= 3:
+                close(together[number : number + 1], alone)
+
+
 def test_they_are_short_and_the_trainer_knows_them() -> None:
     folder = Path(functions.__file__).parent
     for file in folder.glob("*.py"):

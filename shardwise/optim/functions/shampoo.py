@@ -27,16 +27,17 @@ def shampoo(
         state["mean"], state["second"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         for side, gram in (("left", gradient @ gradient.mT), ("right", gradient.mT @ gradient)):
             state[side], state[f"{side}_root"] = torch.zeros_like(gram), torch.zeros_like(gram)
-    count = int(state["count"][0]) + 1
     state["count"] += 1
+    count = state["count"][:, None, None].double()  # of each matrix: one may have missed a step
+    due = ((state["count"] == 1) | (state["count"] % frequency == 0)).nonzero().flatten()
     mean = state["mean"].lerp_(gradient, 1 - betas[0])
     second = state["second"].lerp_(gradient.square(), 1 - betas[1])
-    adam = mean / (1 - betas[0] ** count)
-    adam = adam / ((second / (1 - betas[1] ** count)).sqrt() + eps)
+    adam = mean / (1 - betas[0] ** count).to(mean.dtype)
+    adam = adam / ((second / (1 - betas[1] ** count).to(second.dtype)).sqrt() + eps)
     for side, gram in (("left", gradient @ gradient.mT), ("right", gradient.mT @ gradient)):
         state[side].lerp_(gram, 1 - betas[1])
-        if count == 1 or count % frequency == 0:
-            state[f"{side}_root"] = _inverse_root(state[side], damping)
+        if len(due):
+            state[f"{side}_root"][due] = _inverse_root(state[side][due], damping)
     update = state["left_root"] @ mean @ state["right_root"]
     norm: Tensor = torch.linalg.matrix_norm(update, keepdim=True)
     length: Tensor = torch.linalg.matrix_norm(adam, keepdim=True)

@@ -34,19 +34,23 @@ def soap(
             # Largest eigenvalues first.
             state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(-1).contiguous()
         return torch.zeros_like(gradient)
-    count = int(state["count"][0]) + 1
     state["count"] += 1
+    count = state["count"][:, None, None].double()  # of each matrix: one may have missed a step
     left, right = state["left_basis"], state["right_basis"]
     mean = state["mean"].lerp_(gradient, 1 - betas[0])
     second = state["second"].lerp_((left.mT @ gradient @ right).square(), 1 - betas[1])
-    corrected = second.sqrt() / (1 - betas[1] ** count) ** 0.5 + eps
-    update: Tensor = (left.mT @ mean @ right) / (1 - betas[0] ** count) / corrected
+    corrected = second.sqrt() / ((1 - betas[1] ** count) ** 0.5).to(second.dtype) + eps
+    update: Tensor = left.mT @ mean @ right / (1 - betas[0] ** count).to(mean.dtype) / corrected
     update = left @ update @ right.mT
     for side, gram in grams.items():
         state[side].lerp_(gram, 1 - shampoo_beta)
-    if count % frequency == 0:
-        _turn(state, "left", dim=-2)
-        _turn(state, "right", dim=-1)
+    due = (state["count"] % frequency == 0).nonzero().flatten()
+    if len(due):
+        part = {name: value[due] for name, value in state.items()}
+        _turn(part, "left", dim=-2)
+        _turn(part, "right", dim=-1)
+        for name, value in part.items():
+            state[name][due] = value
     return lr * update
 
 
