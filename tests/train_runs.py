@@ -103,9 +103,10 @@ def make_trainer(
 def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter and every optimizer state, whole."""
     found: dict[str, torch.Tensor] = {}
-    names = {id(parameter): name for name, parameter in trainer.parts.model.named_parameters()}
+    # Not the model's parameters: some of its modules hold whole weights since a forward.
+    names = [name for name, _ in trainer.parts.model.named_parameters()]
     for parameter, state in trainer.parts.optimizer.state.items():
-        name = names[id(parameter)]
+        name = trainer.parts.optimizer._name(parameter)
         for key, value in {"": parameter, **state}.items():
             if isinstance(value, torch.Tensor):
                 value = value.full_tensor() if isinstance(value, ShardedTensor) else value
