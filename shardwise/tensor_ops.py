@@ -32,7 +32,7 @@ from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.tensor_reduce import norms, whole_value
 from shardwise.tensor_views import VIEWS, spans, viewed
-from shardwise.tensor_whole import gathered, into_plain, on_the_whole, whole
+from shardwise.tensor_whole import gathered, into_plain, on_the_whole, recorded_with_plain, whole
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
@@ -118,7 +118,7 @@ class Operations:
         cut = next(self._cuts((args, kwargs)))
         written = [each for each in func._schema.arguments if _is_written(each)]
         outs = [each.name for each in written if each.kwarg_only]
-        if len(outs) != len(written) or cut.others is not None:
+        if len(outs) != len(written) or cut.others is not None or recorded_with_plain(args):
             _refuse_cut(func, cut, why)
         mesh = next(self._ours((args, kwargs))).device_mesh
         return on_the_whole(func, cut.name, args, kwargs, outs, mesh)

@@ -75,6 +75,13 @@ def _records(args: Any) -> bool:
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
 
 
+def recorded_with_plain(args: Any) -> bool:
+    """Whether autograd would record an operation on a parameter at rest and a rank's own values: a
+    forward past the hooks, whose gradient would reach the parameter unreduced."""
+    tensors = [one for one in tree_flatten(args)[0] if isinstance(one, Tensor)]
+    return _records(args) and not all(isinstance(one, DTensor) for one in tensors)
+
+
 def on_the_whole(
     func: Any,
     name: str,

@@ -302,6 +302,8 @@ def will_come(leaf: Tensor) -> bool:
     later."""
     if getattr(leaf, "delayed", False):
         return True
+    if not leaf.requires_grad:  # frozen since forward
+        return False
     with torch._C.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:

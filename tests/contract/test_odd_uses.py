@@ -209,7 +209,10 @@ def test_a_forward_past_the_hooks_is_refused(rank: int, world_size: int, way: st
     net, _ = wrapped(way, world_size)
     x = torch.randn(3, 10)
     raised(lambda: net.blocks[0].forward(x), NotImplementedError)
-    raised(lambda: nn.functional.linear(x, net.head.weight), NotImplementedError)
+    raised(lambda: nn.functional.embedding(torch.arange(3), net.head.weight), NotImplementedError)
+    # The first step of a product, a transposed copy, works: torch refuses the second.
+    mixed = raised(lambda: nn.functional.linear(x, net.head.weight), RuntimeError)
+    assert "mixed torch.Tensor and DTensor" in mixed
 
 
 def anomaly(rank: int, world_size: int, way: str) -> None:
