@@ -340,8 +340,10 @@ class Unit:
             if self._releases_after_forward:
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
-            elif not any(group.comes_and_goes for group in self.groups):
-                self.hide()  # else the modules hold whole weights as long as these are there
+            elif not kept or not any(group.comes_and_goes for group in self.groups):
+                # Else the modules hold whole weights until backward. After an evaluation people
+                # write to parameters, average them and build optimizers: those are at rest.
+                self.hide()
         self.phase = Phase.RESTING
         if lost is not None:
             raise lost

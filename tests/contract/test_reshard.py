@@ -260,7 +260,8 @@ def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(
 def test_modules_hold_whole_parameters_as_long_as_these_are_kept(
     rank: int, world_size: int
 ) -> None:
-    """As FSDP2: weights that a forward kept, until reshard(), backward or a state dict."""
+    """As FSDP2: weights that a forward kept, until reshard(), backward or a state dict; but not
+    after an evaluation, when people write to parameters and build optimizers."""
     net, plain = pair(Net)
     wrap(net, world_size, reshard_after_forward=False)
 
@@ -278,6 +279,8 @@ def test_modules_hold_whole_parameters_as_long_as_these_are_kept(
     assert_gradients_equal(net, plain)
     with torch.no_grad():
         net(words(rank))
+    assert all(sharded())
+    net(words(rank))
     assert not any(sharded())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     assert "reshard()" in raised(optimizer.step, RuntimeError)
@@ -285,7 +288,7 @@ def test_modules_hold_whole_parameters_as_long_as_these_are_kept(
     assert any(sharded()) and not all(sharded())
     assert all(isinstance(value, DTensor) for value in net.state_dict().values())
     assert all(sharded())
+    net(words(rank))
     with torch.no_grad():
-        net(words(rank))
         net.blocks[0].up.weight.zero_()
     assert "lost" in raised(lambda: net(words(rank)), RuntimeError)
