@@ -22,9 +22,9 @@ MAX_SEQUENCES = 1 << 20
 def largest(total: Callable[[int], int], memory: int, first: int) -> int:
     """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
 
-    Bytes grow with sequences, at first slower than later. So the count is doubled (or halved) until
-    it lies between one that fits and one that does not; then every other guess is where a line
-    through those two meets the memory, the others are halfway.
+    Bytes grow with sequences, at first slower than later. A guess is where a line through the last
+    two counts meets the memory, once one fits and another does not: through these two, and every
+    other time halfway between them.
     """
     known = {0: 0, first: total(first)}
     for attempt in range(2 * MAX_SEQUENCES.bit_length()):
@@ -32,14 +32,15 @@ def largest(total: Callable[[int], int], memory: int, first: int) -> int:
         high = min((count for count, held in known.items() if held > memory), default=None)
         if high == low + 1 or low >= MAX_SEQUENCES:
             return low
-        if high is None:
-            guess = 2 * low
-        elif low == 0 or attempt % 2:
+        end = sorted(known)[-2] if high is None else high  # the other end of the line
+        rise = (known[end] - known[low]) / (end - low)
+        if high is not None and (low == 0 or attempt % 2):
             guess = (low + high) // 2
-        else:
-            rise = (known[high] - known[low]) / (high - low)
+        elif rise > 0:
             guess = low + int((memory - known[low]) / rise)
-        guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
+        else:
+            guess = 2 * low
+        guess = min(max(guess, low + 1), 64 * low if high is None else high - 1)
         known[guess] = total(guess)
     return low
 

@@ -74,7 +74,7 @@ def test_a_cpu_computes_a_batch_whole() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="1 x 1024 tokens does not fit the 1 MiB of a rank"):
+    with pytest.raises(ValueError, match=r"1 x 1024 tokens does not fit the 1\.00 MiB of a rank"):
         fitted(monkeypatch, 1 << 20)
 
 
