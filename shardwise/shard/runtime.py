@@ -102,6 +102,10 @@ class Member(InTurn, Protocol):
 
     def end_backward(self) -> None: ...
 
+    def expect_waiting(self) -> None: ...
+
+    def reduce_waiting(self) -> None: ...
+
     def release_unused(self, graph_kept: bool) -> None: ...
 
     def drop_dead_calls(self, entering: bool) -> None: ...
@@ -180,6 +184,8 @@ class Runtime:
     def units(self) -> list[Member]:
         """The units that are still alive, outer before inner."""
         return [unit for reference in self._units if (unit := reference()) is not None]
+
+    all_states = units  # torch's pipeline stages ask for them by this name
 
     # ------------------------------------------------------------------ forward
 
@@ -334,12 +340,7 @@ class Runtime:
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        for unit in units:
-            unit.release_unused(kept)
-        self.walked = {0}
-        self.wait_on_host()
-        if isinstance(self.source, TracePool):
-            self.source.step_done()
+        self._settle(units, graph_kept=kept)
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
@@ -354,14 +355,29 @@ class Runtime:
                 f"trains any more. Read the parameter from its module in forward, or share modules "
                 f"instead"
             )
-        if missing:
-            raise RuntimeError(
-                f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
-                f"are "
-                f"meant to be unused, leave unused_parameters at its default 'none', or pass "
-                f"'zeros' where ranks differ in what they use; else freeze them with "
-                f"requires_grad_(False)"
-            )
+        _refuse_missing(missing)
+
+    def reduce_waiting(self) -> None:
+        """Reduce, all the way, what backwards without gradient sync left. Torch's pipeline schedules
+        end a step so: their microbatches' backwards are over by then."""
+        units = self.units[::-1]
+        for unit in units:
+            unit.expect_waiting()
+        missing = self._missing(units)  # first: ranks that differ would wait for each other
+        for unit in units:
+            unit.reduce_waiting()
+        self.drain()
+        self._settle(units, graph_kept=False)
+        _refuse_missing(missing)
+
+    def _settle(self, units: Sequence[Member], *, graph_kept: bool) -> None:
+        """Nothing runs any more: release weights, let the host see gradients."""
+        for unit in units:
+            unit.release_unused(graph_kept)
+        self.walked = {0}
+        self.wait_on_host()
+        if isinstance(self.source, TracePool):
+            self.source.step_done()
 
     def finish_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
@@ -435,6 +451,16 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+
+
+def _refuse_missing(missing: Sequence[str]) -> None:
+    if missing:
+        raise RuntimeError(
+            f"no gradient reached {', '.join(missing)} in this backward. If these parameters are "
+            f"meant to be unused, leave unused_parameters at its default 'none', or pass "
+            f"'zeros' where ranks differ in what they use; else freeze them with "
+            f"requires_grad_(False)"
+        )
 
 
 def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:

@@ -198,7 +198,7 @@ class Unit:
 
     # ------------------------------------------------------------------ phases
 
-    # torch's register_fsdp_forward_method and share_comm_ctx reach for these names.
+    # torch's register_fsdp_forward_method, share_comm_ctx and pipeline stages reach for these names.
     _fsdp_param_groups: tuple[()] = ()
     _fsdp_param_group: None = None  # torch 2.11 had one
 
@@ -209,6 +209,13 @@ class Unit:
     @_comm_ctx.setter
     def _comm_ctx(self, shared: SharedLanes) -> None:
         self.shared = shared
+
+    @property
+    def _state_ctx(self) -> Runtime:
+        return self.runtime
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.runtime.reduce_waiting()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._runtime is None:
@@ -469,6 +476,19 @@ class Unit:
             for group in self.groups:
                 if group.trainable:
                     group.gradients.reduce(self.runtime)
+
+    def expect_waiting(self) -> None:
+        """What earlier backwards left to a later one is to be reduced, without one."""
+        for group in self.groups:
+            if group.trainable:
+                group.gradients.begin(sync=True, last=True, zeros=self.unused == "zeros")
+                group.gradients.count_waiting()
+
+    def reduce_waiting(self) -> None:
+        """Reduce it."""
+        for group in self.groups:
+            if group.trainable and group.gradients.waits:
+                group.gradients.reduce(self.runtime)
 
     @property
     def holds_turn(self) -> bool:

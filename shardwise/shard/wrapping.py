@@ -16,7 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
@@ -30,6 +32,8 @@ from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
+# Torch's pipeline stages ask torch's verb for the state of a module, which is kept under this key.
+_TORCH_VERB = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 UNEVEN = "_shardwise_uneven"  # of a plain parameter that stands for a tile in a plan
 # "tensor": a promise that no matrix is cut, refused where padding would be too much of it.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
@@ -214,10 +218,12 @@ def install(
             _move_buffers(root, device)
             root.__class__ = _wrapped_class(type(root))
             root._shardwise_unit = unit  # type: ignore[assignment]
+            root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
     except Exception:
         for root, original in zip(roots, classes, strict=True):
             root.__class__ = original
             root.__dict__.pop("_shardwise_unit", None)
+            root.__dict__.get(STATE_KEY, {}).pop(_TORCH_VERB, None)
         for parameters, name, parameter in before:
             parameters[name] = parameter
         raise
