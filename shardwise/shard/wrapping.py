@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -266,6 +267,9 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
         # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
         return (skipped if torch.compiler.is_compiling() else hook)(*args)
 
+    # A compiled block runs its hooks outside of its graph; none of their frames is compiled.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return run
 
 
