@@ -29,7 +29,7 @@ from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
-from shardwise.shard.first_forward import check_first_forward, stray_gradients
+from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
 
@@ -191,6 +191,7 @@ class Runtime:
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
+        refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
         self.in_forward = True
@@ -358,8 +359,8 @@ class Runtime:
         _refuse_missing(missing)
 
     def reduce_waiting(self) -> None:
-        """Reduce, all the way, what backwards without gradient sync left. Torch's pipeline schedules
-        end a step so: their microbatches' backwards are over by then."""
+        """Reduce, all the way, what backwards without gradient sync left: so a pipeline schedule
+        ends a step, whose backwards are over by then."""
         units = self.units[::-1]
         for unit in units:
             unit.expect_waiting()

@@ -219,16 +219,15 @@ def install(
             _move_buffers(root, device)
             root.__class__ = _wrapped_class(type(root))
             root._shardwise_unit = unit  # type: ignore[assignment]
-            root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
     except Exception:
         for root, original in zip(roots, classes, strict=True):
             root.__class__ = original
             root.__dict__.pop("_shardwise_unit", None)
-            root.__dict__.get(STATE_KEY, {}).pop(_TORCH_VERB, None)
         for parameters, name, parameter in before:
             parameters[name] = parameter
         raise
     for root in roots:
+        root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
         root.register_forward_hook(_after_failure, always_call=True)
@@ -262,7 +261,6 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, which torch.compile does not trace inside a model: gathers change storages."""
     skipped = _disable_dynamo(hook)
 
-    @functools.wraps(hook)
     def run(*args: Any) -> Any:
         # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
         return (skipped if torch.compiler.is_compiling() else hook)(*args)
@@ -270,7 +268,7 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     # A compiled block runs its hooks outside of its graph; none of their frames is compiled.
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return run
+    return functools.update_wrapper(run, hook)
 
 
 @_uncompiled

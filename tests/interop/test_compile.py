@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +83,8 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
         return torch.compile(block, backend=count, fullgraph=True)
 
     runs = [
-        trained(build(way, wrap, step), rank, world_size) for step in (compiled, lambda block: block)
+        trained(build(way, wrap, step), rank, world_size)
+        for step in (compiled, lambda block: block)
     ]
     (losses, weights), (eager_losses, eager_weights) = runs
     assert all(map(torch.equal, losses, eager_losses))
