@@ -54,7 +54,11 @@ def trained(model: nn.Module, rank: int, world_size: int) -> tuple[list[Tensor],
         optimizer.zero_grad()
         with torch.no_grad():
             losses.append(loss_of(model, tokens(9, 0, rank, world_size)))
-    return [loss.detach() for loss in losses], sw.full_state_dict(model)
+    weights = sw.full_state_dict(model)
+    sw.load_full_state_dict(model, {name: value + 1 for name, value in weights.items()})
+    again = sw.full_state_dict(model)
+    assert all(torch.equal(again[name], value + 1) for name, value in weights.items())
+    return [loss.detach() for loss in losses], weights
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
