@@ -26,10 +26,11 @@ from shardwise.checkpoint.errors import MismatchError, listed, ranks_with_data, 
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.optimizer_state import OptimizerLoad, differences
 from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
-from shardwise.checkpoint.state import State, clean, model_state, unwrapped
+from shardwise.checkpoint.state import State, model_state, unwrapped
 from shardwise.checkpoint.values import RandomStates
 from shardwise.layout import Shape
 from shardwise.precision.mxfp8_tensor import NAMES
+from shardwise.shard.state_dict import clean
 
 
 def load(

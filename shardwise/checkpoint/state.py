@@ -24,9 +24,9 @@ from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.experts import Stack, stacks_of
 from shardwise.checkpoint.values import dtype_name, encode
 from shardwise.shard.module import units_of
+from shardwise.shard.state_dict import clean
 
 _EXTRA = "_extra_state"
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass
@@ -78,19 +78,9 @@ def state_key(name: str, key: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def clean(name: str) -> str:
-    """The name that a parameter would have without wrappers inside the model."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """The module inside DistributedDataParallel. Of torch.compile only a part of names is left,
+    which ``clean`` removes."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def model_state(model: nn.Module) -> State:

@@ -213,6 +213,10 @@ class _InputGate(torch.autograd.Function):
             unit.inputs_done(ctx.call)
         return (None, None, *grads)
 
+    @staticmethod
+    def jvp(ctx: Any, call: None, sentinel: None, *tangents: Tensor | None) -> Any:
+        return tuple(None if one is None else one.view_as(one) for one in tangents)
+
 
 # A leaf behind every gate. A backward for all leaves comes to it, with nothing in hand; one for
 # chosen inputs (torch.autograd.grad) does not.

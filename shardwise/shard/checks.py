@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
@@ -81,8 +82,16 @@ def module_problems(
                 f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
                 f"them as a list"
             )
+    inside = (m for root in roots for m in root.modules() if isinstance(m, DistributedDataParallel))
+    reduced = {id(parameter) for ddp in inside for parameter in ddp.parameters()}
     for f, mesh in zip(found, meshes, strict=True):
         parameter = f.parameter
+        if id(parameter) in reduced:
+            problems.append(
+                f"'{f.name}' is inside DistributedDataParallel, which reduces its gradient "
+                f"already: wrap the module without DDP (sw.zero(0) replicates like DDP), "
+                f"or pass DDP's parameters as ignored_params"
+            )
         tiled = tile_problem(f.name, parameter, mesh) if isinstance(parameter, DTensor) else None
         eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
         if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):

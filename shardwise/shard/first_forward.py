@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of all units of a model together, when its first forward begins."""
+"""Checks of all units of a model together, when a forward begins, most of them in the first."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.precision import Precision
 from shardwise.precision.policy import Stored, stores_nothing
@@ -90,6 +91,30 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
                     f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
                     f"would update nothing. Build the optimizer after wrapping"
                 )
+
+
+def refuse_ddp(units: Sequence[CheckedUnit]) -> None:
+    """Raise inside a DistributedDataParallel that takes sharded parameters for its own: it would
+    wait for their gradients and reduce none of the others."""
+    around = DistributedDataParallel._active_ddp_module
+    if around is None:
+        return
+    taken = {id(parameter) for parameter in around._module_parameters}
+    named = [
+        item.name
+        for unit in units
+        for group in unit.groups
+        for item, parameter in zip(group.items, group.sharded, strict=True)
+        if id(parameter) in taken and parameter.requires_grad
+    ]
+    if named:
+        raise RuntimeError(
+            f"DistributedDataParallel is around parameters that shardwise shards and reduces "
+            f"({', '.join(named[:4])}{', ...' if len(named) > 4 else ''}). Leave DDP out: "
+            f"fully_shard(model, placements=sw.zero(0)) replicates like DDP. Or have DDP ignore "
+            f"these, before it is built: DistributedDataParallel."
+            f"_set_params_and_buffers_to_ignore_for_model(model, their names in the model)"
+        )
 
 
 def stray_gradients(originals: list[tuple[str, ref[Tensor]]]) -> list[str]:

@@ -116,6 +116,11 @@ class Gradients:
         self.keep = not sync or (all(waiting) and not last)
         self._drop_waiting()
 
+    def count_waiting(self) -> None:
+        """No backward comes: what is reduced is what waits."""
+        waiting = self.main_weight.version.waiting
+        self.came = self.brought = [index in waiting for index in range(len(self.unsharded))]
+
     def destination(self, index: int) -> tuple[Tensor, bool]:
         """The memory for one parameter's gradient in this microbatch, and whether it is
         undefined."""
@@ -155,6 +160,11 @@ class Gradients:
             return main, main_fresh
         self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
         return self._packed, True
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of earlier microbatches wait to go the rest of their way."""
+        return self._inner_waits or (self._partial is not None and self._partial.block.live)
 
     @property
     def _inner_waits(self) -> bool:

@@ -11,6 +11,7 @@ from operator import is_
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 
@@ -100,7 +101,8 @@ class Members:
                             f"'{path}{name}' was replaced, and what replaced it would be dropped: "
                             f"write values into the parameter instead (with torch.no_grad(): "
                             f"parameter.copy_(values) takes the whole tensor), or replace and tie "
-                            f"parameters before wrapping"
+                            f"parameters before wrapping; torch.func.functional_call replaces them "
+                            f"too: call it on a module that is not wrapped"
                         )
                 elif held is not None and key not in self._ignored and key not in lost:
                     problems.append(
@@ -148,6 +150,19 @@ def refuse_written(unit: Wrapped, seen: Sequence[Any]) -> NoReturn:
         f"neither the old weights nor the new: step, load or write after backward, or run "
         f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
     )
+
+
+def refuse_transforms(unit: Wrapped) -> None:
+    """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
+    if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
+        transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
+        raise NotImplementedError(
+            f"torch.func.{transform} around the forward of unit '{unit.name}': transforms of "
+            f"torch.func follow tensors through one function, and a wrapped module gathers its "
+            f"weights and waits for gradients beside it. Apply them to a module that is not "
+            f"wrapped (with the values of sw.full_state_dict), or use torch.autograd.grad, and "
+            f"torch.autograd.forward_ad for a JVP"
+        )
 
 
 def refuse_create_graph(unit: Wrapped) -> None:

@@ -67,7 +67,9 @@ class ShardedModule(FSDPModule):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise NotImplementedError(
             "a wrapped module cannot be deep-copied: its parameters are views of shared buffers. "
-            "Copy the model before fully_shard, or load its state_dict into a second one"
+            "Copy the model before fully_shard, or load its state_dict into a second one. For an "
+            "average of weights: average = AveragedModel(model) first, then wrap model and "
+            "average.module in the same way"
         )
 
     def __copy__(self) -> Any:

@@ -29,7 +29,7 @@ from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import reaches_all_leaves, will_come
-from shardwise.shard.first_forward import check_first_forward, stray_gradients
+from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
 
@@ -101,6 +101,10 @@ class Member(InTurn, Protocol):
     def pass_by(self, ended: bool = False) -> None: ...
 
     def end_backward(self) -> None: ...
+
+    def expect_waiting(self) -> None: ...
+
+    def reduce_waiting(self) -> None: ...
 
     def release_unused(self, graph_kept: bool) -> None: ...
 
@@ -181,10 +185,13 @@ class Runtime:
         """The units that are still alive, outer before inner."""
         return [unit for reference in self._units if (unit := reference()) is not None]
 
+    all_states = units  # torch's pipeline stages ask for them by this name
+
     # ------------------------------------------------------------------ forward
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
+        refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
         self.in_forward = True
@@ -334,12 +341,7 @@ class Runtime:
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
         kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        for unit in units:
-            unit.release_unused(kept)
-        self.walked = {0}
-        self.wait_on_host()
-        if isinstance(self.source, TracePool):
-            self.source.step_done()
+        self._settle(units, graph_kept=kept)
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
@@ -354,14 +356,29 @@ class Runtime:
                 f"trains any more. Read the parameter from its module in forward, or share modules "
                 f"instead"
             )
-        if missing:
-            raise RuntimeError(
-                f"no gradient reached {', '.join(missing)} in this backward. If these parameters "
-                f"are "
-                f"meant to be unused, leave unused_parameters at its default 'none', or pass "
-                f"'zeros' where ranks differ in what they use; else freeze them with "
-                f"requires_grad_(False)"
-            )
+        _refuse_missing(missing)
+
+    def reduce_waiting(self) -> None:
+        """Reduce, all the way, what backwards without gradient sync left: so a pipeline schedule
+        ends a step, whose backwards are over by then."""
+        units = self.units[::-1]
+        for unit in units:
+            unit.expect_waiting()
+        missing = self._missing(units)  # first: ranks that differ would wait for each other
+        for unit in units:
+            unit.reduce_waiting()
+        self.drain()
+        self._settle(units, graph_kept=False)
+        _refuse_missing(missing)
+
+    def _settle(self, units: Sequence[Member], *, graph_kept: bool) -> None:
+        """Nothing runs any more: release weights, let the host see gradients."""
+        for unit in units:
+            unit.release_unused(graph_kept)
+        self.walked = {0}
+        self.wait_on_host()
+        if isinstance(self.source, TracePool):
+            self.source.step_done()
 
     def finish_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""
@@ -435,6 +452,16 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+
+
+def _refuse_missing(missing: Sequence[str]) -> None:
+    if missing:
+        raise RuntimeError(
+            f"no gradient reached {', '.join(missing)} in this backward. If these parameters are "
+            f"meant to be unused, leave unused_parameters at its default 'none', or pass "
+            f"'zeros' where ranks differ in what they use; else freeze them with "
+            f"requires_grad_(False)"
+        )
 
 
 def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:

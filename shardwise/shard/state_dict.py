@@ -9,7 +9,7 @@ functions here are for one plain file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.moe.keys import indexed_keys
 from shardwise.moe.layer import mixtures_of
 from shardwise.tensor import ShardedTensor
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def clean(name: str) -> str:
+    """The name that a parameter would have without wrappers inside the model (torch.compile)."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def full_state_dict(
@@ -43,7 +50,7 @@ def full_state_dict(
             if isinstance(each, Tensor):
                 # A copy: training goes on to change the original.
                 each = each.detach().to(device or each.device, copy=True)
-            result[key] = each
+            result[clean(key)] = each
     return result
 
 
@@ -97,13 +104,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             stem = f"{path}." if path else ""
             for name in module.layouts:
                 names |= {f"{stem}{name}", *indexed_keys(stem, name, module.total_experts)}
-    prefix = _prefix_of(state, names)
-    if prefix:
-        state = {key.removeprefix(prefix): value for key, value in state.items()}
-    return model.load_state_dict(state, strict=strict)
+    own = {clean(name): name for name in names}
+    state = {clean(key): value for key, value in state.items()}
+    prefix = _prefix_of(state, own.keys())
+    state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return model.load_state_dict({own.get(key, key): state[key] for key in state}, strict=strict)
 
 
-def _prefix_of(state: Mapping[str, Any], names: set[str]) -> str:
+def _prefix_of(state: Mapping[str, Any], names: Container[str]) -> str:
     """The prefix that every key has before a name of the model; "" where there is none or more than
     one, and loading then names the missing keys."""
     found = set()

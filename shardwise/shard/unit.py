@@ -65,8 +65,14 @@ from shardwise.shard.call import (
     will_come,
 )
 from shardwise.shard.group import Group, lost_writes
-from shardwise.shard.members import Members, refuse_create_graph, refuse_written
+from shardwise.shard.members import (
+    Members,
+    refuse_create_graph,
+    refuse_transforms,
+    refuse_written,
+)
 from shardwise.shard.runtime import Runtime, SharedLanes
+from shardwise.shard.torch_state import TorchState
 from shardwise.shard.weights import Place, Weights
 from shardwise.streams import annotate
 
@@ -86,7 +92,7 @@ class Progress(enum.Enum):
     DONE = "done"  # released and, in turn, reduced
 
 
-class Unit:
+class Unit(TorchState):
     """The state behind one ``fully_shard`` call. Holds modules weakly: they hold it."""
 
     by_group = False  # whether groups are reduced one by one, as their gradients come
@@ -116,7 +122,7 @@ class Unit:
         self.kept_axis = kept_axis
         self.unused = unused
         self.options = options
-        self.shared = SharedLanes()
+        self._runtime, self.shared = None, SharedLanes()
         # By (group, index): how each parameter is stored, for reports.
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
@@ -131,7 +137,6 @@ class Unit:
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.assigns = False  # whether the load that runs now puts tensors in place of parameters
         self._early = early  # whether weights are gathered as soon as the optimizer is done
-        self._runtime: Runtime | None = None
         self.calls = Calls(self.modules)
         self.arrivals = Arrivals(self.groups)
         self.rebind()
@@ -198,18 +203,6 @@ class Unit:
 
     # ------------------------------------------------------------------ phases
 
-    # torch's register_fsdp_forward_method and share_comm_ctx reach for these names.
-    _fsdp_param_groups: tuple[()] = ()
-    _fsdp_param_group: None = None  # torch 2.11 had one
-
-    @property
-    def _comm_ctx(self) -> SharedLanes:
-        return self.shared
-
-    @_comm_ctx.setter
-    def _comm_ctx(self, shared: SharedLanes) -> None:
-        self.shared = shared
-
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._runtime is None:
             Runtime.start(self, module)
@@ -217,11 +210,6 @@ class Unit:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward(output)
-
-    @property
-    def runtime(self) -> Runtime:
-        assert self._runtime is not None, "the root's first forward makes the runtime"
-        return self._runtime
 
     def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
         """The root's first forward: this unit gets its name in the model, lanes and memory."""
@@ -244,6 +232,7 @@ class Unit:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime
         runtime.lanes.refuse_capture(f"forward of '{self.name}'")
+        refuse_transforms(self)
         recomputing = runtime.in_backward
         if not recomputing and (runtime.failed or self.calls.running):
             self._recover()
@@ -471,6 +460,19 @@ class Unit:
             for group in self.groups:
                 if group.trainable:
                     group.gradients.reduce(self.runtime)
+
+    def expect_waiting(self) -> None:
+        """What earlier backwards left to a later one is to be reduced, without one."""
+        for group in self.groups:
+            if group.trainable:
+                group.gradients.begin(sync=True, last=True, zeros=self.unused == "zeros")
+                group.gradients.count_waiting()
+
+    def reduce_waiting(self) -> None:
+        """Reduce it."""
+        for group in self.groups:
+            if group.trainable and group.gradients.waits:
+                group.gradients.reduce(self.runtime)
 
     @property
     def holds_turn(self) -> bool:

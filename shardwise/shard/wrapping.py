@@ -15,8 +15,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
@@ -30,6 +33,8 @@ from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)
 
+# Torch's pipeline stages ask torch's verb for the state of a module, which is kept under this key.
+_TORCH_VERB = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 UNEVEN = "_shardwise_uneven"  # of a plain parameter that stands for a tile in a plan
 # "tensor": a promise that no matrix is cut, refused where padding would be too much of it.
 GrainChoice = Grain | Callable[[str, nn.Parameter], Grain] | Literal["tensor"]
@@ -222,6 +227,7 @@ def install(
             parameters[name] = parameter
         raise
     for root in roots:
+        root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
         root.register_forward_hook(_after_failure, always_call=True)
@@ -255,12 +261,14 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, which torch.compile does not trace inside a model: gathers change storages."""
     skipped = _disable_dynamo(hook)
 
-    @functools.wraps(hook)
     def run(*args: Any) -> Any:
         # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
         return (skipped if torch.compiler.is_compiling() else hook)(*args)
 
-    return run
+    # A compiled block runs its hooks outside of its graph; none of their frames is compiled.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return functools.update_wrapper(run, hook)
 
 
 @_uncompiled

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of blocks, before and after wrapping, in every spelling that scripts use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
+from tests.ranks import on_ranks
+
+Block = Callable[[nn.Module], nn.Module]
+
+
+def build(way: str, wrap: Block, compiled: Block) -> Model:
+    """A model with wrapped and compiled blocks. torchtitan compiles in place; others replace a
+    block by what ``torch.compile`` returns."""
+
+    def in_place(block: nn.Module) -> nn.Module:
+        block._compiled_call_impl = compiled(block._call_impl)  # as nn.Module.compile does
+        return block
+
+    model = make_model()
+    steps = {
+        "returned, then wrapped": (compiled, wrap),
+        "wrapped, then returned": (wrap, compiled),
+        "in place, then wrapped": (in_place, wrap),
+        "wrapped, then in place": (wrap, in_place),
+    }[way]
+    for step in steps:
+        for index, block in enumerate(model.layers):
+            model.layers[index] = step(block)
+    return wrap(model)
+
+
+WAYS = ("returned, then wrapped", "wrapped, then returned")
+WAYS += ("in place, then wrapped", "wrapped, then in place")
+
+
+def trained(model: nn.Module, rank: int, world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of three steps, with an evaluation in between, and the weights after them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        for microbatch in range(2):
+            losses.append(loss_of(model, tokens(step, microbatch, rank, world_size)))
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_of(model, tokens(9, 0, rank, world_size)))
+    weights = sw.full_state_dict(model)
+    sw.load_full_state_dict(model, {name: value + 1 for name, value in weights.items()})
+    again = sw.full_state_dict(model)
+    assert all(torch.equal(again[name], value + 1) for name, value in weights.items())
+    return [loss.detach() for loss in losses], weights
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
+    rank: int, world_size: int, way: str, precision: str, strategy: str
+) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return sw.fully_shard(
+            module,
+            mesh=mesh_of(world_size),
+            placements=ZERO[strategy],
+            precision=PRECISIONS[precision],
+        )
+
+    def compiled(block: Any) -> Any:
+        return torch.compile(block, backend=count, fullgraph=True)
+
+    runs = [
+        trained(build(way, wrap, step), rank, world_size)
+        for step in (compiled, lambda block: block)
+    ]
+    (losses, weights), (eager_losses, eager_weights) = runs
+    assert all(map(torch.equal, losses, eager_losses))
+    assert list(weights) == list(eager_weights), "no name of the compiler's"
+    assert all(map(torch.equal, weights.values(), eager_weights.values()))
+    assert len(graphs) == 2, "one for training and one for evaluation, for all blocks"
