@@ -266,8 +266,9 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
         return (skipped if torch.compiler.is_compiling() else hook)(*args)
 
     # A compiled block runs its hooks outside of its graph; none of their frames is compiled.
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    if hasattr(eval_frame, "_FrameExecStrategy"):  # not in every torch that we support
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return functools.update_wrapper(run, hook)
 
 
