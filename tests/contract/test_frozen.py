@@ -209,7 +209,7 @@ def test_a_parameter_that_only_some_ranks_train_is_named(
 
 @on_ranks(2)
 def test_freezing_gathered_weights_outlives_them(rank: int, world_size: int) -> None:
-    """``requires_grad_`` of weights that unshard() shows, or that stayed after an evaluation."""
+    """``requires_grad_`` of weights that unshard() shows, or that stayed after a forward."""
     net, plain = pair(Net)
     wrap(net, world_size)
     word_loss(net, rank).backward()
@@ -219,8 +219,7 @@ def test_freezing_gathered_weights_outlives_them(rank: int, world_size: int) -> 
     net.blocks[0].reshard()
     plain.blocks[0].requires_grad_(False)
     check_backward(net, plain, word_loss, rank, world_size)
-    with torch.no_grad():
-        net(words(rank))
+    net(words(rank))
     assert not isinstance(net.embedding.weight, DTensor)
     net.embedding.requires_grad_(False)
     plain.embedding.requires_grad_(False)
