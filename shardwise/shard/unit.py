@@ -330,9 +330,7 @@ class Unit(TorchState):
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
-                # Else the modules hold whole weights until backward. After an evaluation people
-                # write to parameters, average them and build optimizers: those are at rest.
-                self.hide()
+                self.hide()  # after an evaluation people write to parameters and build optimizers
         self.phase = Phase.RESTING
         if lost is not None:
             raise lost
