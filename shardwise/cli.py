@@ -86,16 +86,16 @@ class PlanCommand:
     tp: int | None = None
     """Ranks of tensor parallelism, each with its tile of the model."""
     sequences: int | None = None
-    """Of a microbatch on one rank, whose activations are planned; default: the recipe's share."""
+    """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
     tokens: int | None = None
-    """Of a microbatch on one rank, where not whole sequences; default: those of --sequences."""
+    """Tokens of a microbatch on one rank, instead of whole sequences."""
     optimizer: OptimizerName | None = None
     precision: PrecisionName | None = None
     """Default, and "auto": the recipe's, or else bf16."""
     microbatches: int | None = None
     """Default: the recipe's, or else 1."""
     memory: str | None = None
-    """Of one rank, like 80GiB: what does not fit gets suggestions."""
+    """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
     dry_run: bool = False
     """Run the model's own forward on meta tensors, as one rank."""
     rank: int = 0

@@ -198,7 +198,7 @@ class Cut:
 
     @cached_property
     def shape(self) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return torch.Size(self.item_shape if self.tile is None else self.tile.shape)
 
     @property
@@ -208,7 +208,7 @@ class Cut:
 
     @property
     def item_shape(self) -> Shape:
-        """Of what is laid out: the whole tensor, or its tile."""
+        """The shape of the item in the layout: the whole tensor, or its tile."""
         return self.layout.items[self.index].shape
 
     @cached_property

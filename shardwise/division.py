@@ -94,7 +94,7 @@ def divide_evenly(
 
 
 class Shares(NamedTuple):
-    """What a reduction over an axis of replicas brings where, in spans of a rank's part."""
+    """The spans of a rank's part that a reduction over an axis of replicas brings to each rank."""
 
     shared: list[Span]  # to every rank of the axis
     divided: list[Span]  # to one rank each: all of them, those of the first rank first

@@ -36,13 +36,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.embedding = nn.Embedding(words, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.final = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, words, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words)

@@ -143,7 +143,7 @@ def _template(
 def problem_of(
     name: str, gradient: Tensor, update: Any, state: State, template: Template | None = None
 ) -> str | None:
-    """What is wrong with the results for a batch, or None."""
+    """The first fault of the results for a batch, in words, or None."""
     what = f"{name}, for gradients {list(gradient.shape)},"
     if not isinstance(update, Tensor):
         return f"{what} returned a {type(update).__name__}: return the update, a tensor"

@@ -239,8 +239,8 @@ class MatrixGroup:
         return self._mine(position, local_of(self.members[position].parameter))
 
     def _mine(self, position: int, local: Tensor) -> Tensor:
-        """What this rank updates, of a tensor that may have all that is stored here; flat where
-        replicas divide it evenly."""
+        """The part of ``local`` that this rank updates; flat where replicas divide a parameter
+        evenly."""
         return local if self.spread is None else self.spread.take(position, local.view(-1))
 
     def _parameter(self, index: int) -> int:

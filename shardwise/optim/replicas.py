@@ -63,7 +63,7 @@ class Spread:
     bundles: list[tuple[list[int], int]]  # of each buffer: its parameters, elements of a replica
 
     def take(self, position: int, flat: Tensor) -> Tensor:
-        """What this rank updates, of a flat tensor that may have all that is stored here."""
+        """The part of a flat tensor that this rank updates."""
         low, high = self.mine[position]
         return flat if len(flat) == high - low else flat[low:high]
 
@@ -137,7 +137,7 @@ def spread_evenly(sharding: Sharding, parameters: Sequence[Tensor]) -> Spread:
 
 
 def _start(parameter: Tensor) -> int:
-    """Where a parameter lies in its buffer; those of other libraries have none."""
+    """The offset of a parameter in its buffer; other libraries' parameters have none."""
     cut = parameter.cut if isinstance(parameter, ShardedTensor) else None
     return 0 if cut is None else cut.layout.starts[cut.index]
 

@@ -223,8 +223,8 @@ class Engine:
         return following(self.root.owner.module, self.follower, self.ledger)
 
     def _update(self) -> None:
-        """What an optimizer does, as far as buffers and ranks can tell: it writes what has
-        gradients, and drops those."""
+        """Step like an optimizer, as far as buffers and ranks can tell: write the weights that have
+        gradients, and drop the gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         for group in self.groups:

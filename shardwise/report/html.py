@@ -228,7 +228,7 @@ def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
 
 
 def _collectives(source: Mapping[str, Any]) -> str:
-    """Of the recorded step where there is one, else of the plan."""
+    """A table of the recorded step's collectives, or else of the plan's."""
     totals: dict[tuple[str, str, Any, str], list[int]] = {}
     for call in source.get("collectives") or ():
         even = ", if routed evenly" if call.get("even") else ""

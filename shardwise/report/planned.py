@@ -67,8 +67,8 @@ class Mesh:
         return math.prod(size for placement, size in pairs if placement == SHARD)
 
     def without(self, ep: int) -> Mesh:
-        """Of every ``ep`` neighbours on the inner axis, which hold different experts, one: those
-        that hold the same. Rank r of this mesh is rank r // ep of that."""
+        """The mesh of the ranks that hold the same experts: one of every ``ep`` neighbours on the
+        inner axis. Rank r of this mesh is rank r // ep of that."""
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // ep))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
@@ -297,8 +297,8 @@ class Figures:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of forward and backward, of the matrix optimizer (of the rank that sends most), and of
-        routing."""
+        """All collectives of a step: of forward and backward, of the matrix optimizer (on the rank
+        that sends most), and of routing."""
         known = self.calls + self.traffic.known
         known += self.matrices.calls if self.matrices else Counter()
         kinds: dict[tuple[str, str, int, bool], list[tuple[Call, int]]] = {}

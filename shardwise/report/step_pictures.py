@@ -99,8 +99,8 @@ def memory_canvas(profile: Profile) -> Canvas | None:
 def _moments(
     start: dict[str, int], changes: Sequence[Sequence[Any]], seconds: float
 ) -> list[tuple[float, dict[str, int]]]:
-    """What was held from when on. Of changes too close to be told apart in the picture, the
-    fullest moment and the last are kept: no peak is lost, and no hairlines are drawn."""
+    """The bytes held from each moment on. Among changes too close to be told apart in the
+    picture, the fullest moment and the last are kept: no peak is lost, no hairlines are drawn."""
     held, found = dict(start), [(0.0, dict(start))]
     apart = seconds / 1500
     for at, kind, nbytes in changes:

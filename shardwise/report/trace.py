@@ -175,7 +175,7 @@ def _span(lane: str, name: str, begin: float, end: float, nbytes: int | None = N
 def _compute_spans(
     phases: Sequence[tuple[float, float, str]], steps: Sequence[Interval], total: float
 ) -> list[Profile]:
-    """What lies between the library's own phases is the model's work, named by where it is.
+    """The model's work: the gaps between the library's own phases, named by where they lie.
 
     | gather 0 |  forward 0  | release 0 | gather 1 |  forward 1  | ...
     """

@@ -460,14 +460,14 @@ class Unit(TorchState):
                     group.gradients.reduce(self.runtime)
 
     def expect_waiting(self) -> None:
-        """What earlier backwards left to a later one is to be reduced, without one."""
+        """Prepare to reduce, without a backward, the gradients that earlier backwards left."""
         for group in self.groups:
             if group.trainable:
                 group.gradients.begin(sync=True, last=True, zeros=self.unused == "zeros")
                 group.gradients.count_waiting()
 
     def reduce_waiting(self) -> None:
-        """Reduce it."""
+        """Reduce the gradients that earlier backwards left."""
         for group in self.groups:
             if group.trainable and group.gradients.waits:
                 group.gradients.reduce(self.runtime)

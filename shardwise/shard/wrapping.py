@@ -54,8 +54,8 @@ class Found:
 
     @cached_property
     def local(self) -> Tensor:
-        """What is laid out, with the attributes of the parameter: the parameter itself, or this
-        rank's tile of a DTensor."""
+        """The tensor to lay out, with the attributes of the parameter: the parameter itself, or
+        this rank's tile of a DTensor."""
         if not isinstance(self.parameter, DTensor) or isinstance(self.parameter, ShardedTensor):
             return self.parameter
         tile = self.parameter._local_tensor.detach()
@@ -320,7 +320,7 @@ def _before_load(
 
 
 def _after_load(module: nn.Module, keys: Any) -> None:
-    """What ``assign=True`` put in place of the parameters moves into their buffers."""
+    """Move tensors that ``assign=True`` put in place of the parameters into their buffers."""
     unit = unit_of(module)
     if unit is not None and unit.assigns:
         unit.assign()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,17 @@ from torch.distributed.tensor.parallel import (
 import shardwise as sw
 from shardwise.moe import GroupedLinear
 from tests.ranks import run_ranks
+from tests.tensor_parallel import LENGTH, Net, grid
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
-WIDTH, WORDS, LENGTH = 8, 20, 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.final = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final(x))
-
-
-@cache
-def grid(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+WORDS = 20  # divides evenly: torch's own FSDP2 is the peer here
 
 
 def cut(mesh: DeviceMesh, sequence: bool = False) -> Net:
     """Linears over ``tp``, everything over ``dp``; the embedding, the last norm and the head (and
     without ``sequence`` the norms) know nothing of ``tp``."""
-    model = Net()
+    model = Net(WORDS)
     for block in model.blocks:
         plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         if sequence:
@@ -108,7 +76,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def clip(rank: int, world_size: int, sizes: tuple[int, int], sequence: bool) -> int:
     mesh = grid(*sizes)
-    ours, one = cut(mesh, sequence), Net()
+    ours, one = cut(mesh, sequence), Net(WORDS)
     meshes = {p.device_mesh.ndim if isinstance(p, DTensor) else 0 for p in ours.parameters()}
     optimizers = [optimizer_of(ours), optimizer_of(one)]
     for step in range(2):
