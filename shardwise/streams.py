@@ -129,6 +129,23 @@ class _OnStream:
             torch.cuda.set_device(self._device)
 
 
+def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+    """A function that returns the values that ``tensor`` has now, and waits for them if it must."""
+    if tensor.device.type != "cuda":
+        values = tensor.tolist()
+        return lambda: values
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()  # type: ignore[no-untyped-call]
+
+    def read() -> list[float]:
+        arrived.synchronize()  # type: ignore[no-untyped-call]
+        return host.tolist()
+
+    return read
+
+
 def annotate(unit: str, work: str) -> AbstractContextManager[Any]:
     """A profiler label and an NVTX range around a unit's work; nothing unless profiling."""
     if _watcher is not None:

@@ -41,7 +41,7 @@ from shardwise.kernels.packed import (
     sample_size,
     scale_reference,
 )
-from shardwise.kernels.tables import addresses
+from shardwise.kernels.tables import Matrices, addresses
 
 # ema: m = beta·m + (1 - beta)·g; sum: m = beta·m + g. Nesterov applies the same step once more.
 Rule = Literal["ema", "sum"]
@@ -56,11 +56,21 @@ def gradient_weight(beta: float, rule: Rule) -> float:
     return 1 - beta if rule == "ema" else 1.0
 
 
-def reference(grad: Tensor, state: Tensor, *, beta: float, rule: Rule, nesterov: bool) -> Tensor:
+def reference(
+    grad: Tensor,
+    state: Tensor,
+    *,
+    beta: float,
+    rule: Rule,
+    nesterov: bool,
+    clip: Tensor | None = None,
+) -> Tensor:
     """Update ``state`` in place and return the momentum in fp32: the definition of the kernels."""
     weight = gradient_weight(beta, rule)
-    state.copy_(beta * state + weight * grad.float())
-    return beta * state + weight * grad.float() if nesterov else state.clone()
+    scaled = grad.float() if clip is None else grad.float() * clip[0]
+    if clip is None or not clip[1]:
+        state.copy_(beta * state + weight * scaled)
+    return beta * state + weight * scaled if nesterov else state.clone()
 
 
 def pack_reference(
@@ -70,10 +80,11 @@ def pack_reference(
     beta: float,
     rule: Rule = "ema",
     nesterov: bool = True,
+    clip: Tensor | None = None,
 ) -> Packed:
     rows, columns = grads[0].shape
     moved = torch.stack([
-        reference(grad, state, beta=beta, rule=rule, nesterov=nesterov)
+        reference(grad, state, beta=beta, rule=rule, nesterov=nesterov, clip=clip)
         for grad, state in zip(grads, states, strict=True)
     ])  # fmt: skip
     scale, inverse = scale_reference(moved)
@@ -85,8 +96,8 @@ def pack_reference(
 
 @triton.jit
 def _momentum_kernel(
-    table_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr, count, beta, weight,
-    sampled, stride, chunks, columns, values_columns, values_numel,
+    table_ptr, values_ptr, samples_ptr, partials_ptr, inverse_ptr, clip_ptr, count, beta, weight,
+    sampled, stride, chunks, columns, values_columns, values_numel, clipped: tl.constexpr,
     grad_type: tl.constexpr, out_type: tl.constexpr, work: tl.constexpr,
     nesterov: tl.constexpr, aligned: tl.constexpr, rim: tl.constexpr,
     block: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
@@ -110,6 +121,12 @@ def _momentum_kernel(
         grad_ptr = tl.multiple_of(grad_ptr, 16)
         state_ptr = tl.multiple_of(state_ptr, 16)
         length = tl.multiple_of(length, 16)
+    factor, moved = 1.0, length
+    if clipped:
+        factor = tl.load(clip_ptr)
+        moved = tl.where(tl.load(clip_ptr + 1) == 0.0, length, 0)
+    if aligned:
+        moved = tl.multiple_of(moved, 16)
     first = tl.program_id(0).to(tl.int64) * stride
     extent = chunk
     scale = 1.0
@@ -127,11 +144,14 @@ def _momentum_kernel(
         state = tl.load(state_ptr + place, mask=mask, other=0.0)
         grad = tl.zeros((block,), dtype=tl.float32)
         if work != SETTLE or nesterov:
-            grad = weight * tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+            if clipped:
+                grad = grad * factor
+            grad = weight * grad
         if work != SETTLE:  # where the state has moved already
             state = tl.fma(state, beta, grad)
             if work != SAMPLE:
-                tl.store(state_ptr + place, state, mask=mask)
+                tl.store(state_ptr + place, state, mask=place < moved)
         ahead = tl.fma(state, beta, grad) if nesterov else state
         if work == WIRE:
             tl.store(out_ptr + place, ahead.to(out_type), mask=mask)
@@ -159,8 +179,12 @@ def accumulate(
     beta: float,
     rule: Rule = "ema",
     nesterov: bool = True,
+    clip: Tensor | None = None,
 ) -> None:
-    """Write the momentum of every piece, rounded to its ``out`` (fp32, bf16 or fp16); one pass."""
+    """Write the momentum of every piece, rounded to its ``out`` (fp32, bf16 or fp16); one pass.
+
+    ``clip`` [2]: the factor of the gradients; and 1 where states must not move, else 0.
+    """
     weight = gradient_weight(beta, rule)
     if not grads:
         return
@@ -168,8 +192,8 @@ def accumulate(
     chunks = -(-table.longest // CHUNK)
     entries = table.entries
     _momentum_kernel[(chunks, len(grads))](
-        entries, entries, entries, entries, entries, len(grads), beta, weight,
-        1, CHUNK, 1, 1, 1, 1,
+        entries, entries, entries, entries, entries, entries if clip is None else clip,
+        len(grads), beta, weight, 1, CHUNK, 1, 1, 1, 1, clipped=clip is not None,
         grad_type=TYPES[grads[0].dtype], out_type=TYPES[outs[0].dtype], work=WIRE.value,
         nesterov=nesterov, aligned=table.aligned, rim=False,
         block=BLOCK, chunk=CHUNK, width=1, num_warps=8,
@@ -184,14 +208,18 @@ def pack(
     rule: Rule = "ema",
     nesterov: bool = True,
     dtype: torch.dtype = torch.float16,
+    clip: Tensor | None = None,
 ) -> Packed:
-    """Pack matrices of one shape as ``pack_reference`` does; fp32 instead of fp16 is for tests."""
+    """Pack matrices of one shape as ``pack_reference`` does; fp32 instead of fp16 is for tests.
+
+    ``clip``: see :func:`accumulate`.
+    """
     weight = gradient_weight(beta, rule)
-    shapes = {tuple(grad.shape) for grad in grads}
+    first = grads[0]
+    shapes = {tuple(one.shape) for one in ([first] if isinstance(grads, Matrices) else grads)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(f"matrices of shapes {sorted(shapes)}: a batch takes one 2-D shape")
-    rows, columns = grads[0].shape
-    device = grads[0].device
+    (rows, columns), device = first.shape, first.device
     table = addresses([grads, states])
     values = empty_values(len(grads), rows, columns, device, dtype)
     chunks = -(-table.longest // CHUNK)
@@ -201,10 +229,10 @@ def pack(
     numel = rows * columns
     for launch in launches(numel):
         _momentum_kernel[(launch.programs, len(grads))](
-            table.entries, values, samples, partials, inverse, len(grads), beta, weight,
-            sample_size(numel), launch.stride, chunks,
-            columns, values.shape[2], values.shape[1] * values.shape[2],
-            grad_type=TYPES[grads[0].dtype], out_type=TYPES[dtype], work=launch.work,
+            table.entries, values, samples, partials, inverse, inverse if clip is None else clip,
+            len(grads), beta, weight, sample_size(numel), launch.stride, chunks,
+            columns, values.shape[2], values.shape[1] * values.shape[2], clipped=clip is not None,
+            grad_type=TYPES[first.dtype], out_type=TYPES[dtype], work=launch.work,
             nesterov=nesterov, aligned=table.aligned, rim=values.shape[2] != columns,
             block=BLOCK, chunk=launch.chunk, width=launch.width, num_warps=8,
         )  # fmt: skip

@@ -6,11 +6,52 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
+import numpy
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes of the widest load; also the elements a piece should be a multiple of
+
+
+class Matrices(Sequence[Tensor]):
+    """Equal contiguous matrices inside flat tensors: a sequence of [rows, columns] views.
+
+    Kernels need addresses alone. A view is made where one is asked for, because a thousand views
+    (the experts of a model) take the host longer than the device takes for the whole step.
+    """
+
+    def __init__(
+        self, flats: Sequence[Tensor], offsets: Sequence[numpy.ndarray], rows: int, columns: int
+    ) -> None:
+        """``offsets``: for each of ``flats``, where its matrices begin, in elements."""
+        self.flats, self.rows, self.columns = flats, rows, columns
+        self.offsets = numpy.concatenate(offsets)
+        self.places = numpy.repeat(numpy.arange(len(flats)), [len(one) for one in offsets])
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @overload
+    def __getitem__(self, key: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, key: slice) -> Matrices: ...
+    def __getitem__(self, key: int | slice) -> Tensor | Matrices:
+        if isinstance(key, slice):
+            part = Matrices([], [self.offsets[key]], self.rows, self.columns)
+            part.flats, part.places = self.flats, self.places[key]
+            return part
+        begin = int(self.offsets[key])
+        flat: Tensor = self.flats[self.places[key]][begin : begin + self.rows * self.columns]
+        return flat.view(self.rows, self.columns)
+
+    @property
+    def addresses(self) -> numpy.ndarray:
+        """The address of each matrix: [n] int64."""
+        bases = numpy.array([flat.data_ptr() for flat in self.flats], numpy.int64)
+        found: numpy.ndarray = bases[self.places] + self.offsets * self.flats[0].element_size()
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,39 +68,48 @@ def addresses(columns: Sequence[Sequence[Tensor]]) -> Table:
 
     Cached by address: the table of buffers that stay in place is copied to the device once.
     """
-    lengths = tuple(piece.numel() for piece in columns[0])
+    lengths = [_lengths(column) for column in columns]
     problems = [
-        f"piece {index}: {[column[index].numel() for column in columns]} elements; they must agree"
-        for index in range(len(lengths))
-        if len({column[index].numel() for column in columns}) > 1
-    ]
-    problems += [
-        f"piece {index} of list {position} is not contiguous: kernels walk it by address"
-        for position, column in enumerate(columns)
-        for index, piece in enumerate(column)
-        if not piece.is_contiguous()
-    ]
-    problems += [
-        f"list {position} mixes {sorted({str(piece.dtype) for piece in column})}: one dtype a call"
-        for position, column in enumerate(columns)
-        if len({piece.dtype for piece in column}) > 1
-    ]
+        f"piece {index}: {[int(column[index]) for column in lengths]} elements; they must agree"
+        for index in range(len(lengths[0]))
+        if len({int(column[index]) for column in lengths}) > 1
+    ] if any(not numpy.array_equal(lengths[0], other) for other in lengths) else []  # fmt: skip
+    for position, column in enumerate(columns):
+        pieces = column.flats if isinstance(column, Matrices) else column
+        problems += [
+            f"piece {index} of list {position} is not contiguous: kernels walk it by address"
+            for index, piece in enumerate(pieces)
+            if not piece.is_contiguous()
+        ]
+        dtypes = {piece.dtype for piece in pieces}
+        if len(dtypes) > 1:
+            problems.append(f"list {position} mixes {sorted(map(str, dtypes))}: one dtype a call")
     if problems:
         raise ValueError("; ".join(problems))
-    pointers = tuple(tuple(piece.data_ptr() for piece in column) for column in columns)
-    return _table(pointers, lengths, columns[0][0].device)
+    rows = [*map(_pointers, columns), lengths[0]]
+    return _table(b"".join(row.tobytes() for row in rows), len(rows), columns[0][0].device)
+
+
+def _lengths(column: Sequence[Tensor]) -> numpy.ndarray:
+    if isinstance(column, Matrices):
+        return numpy.full(len(column), column.rows * column.columns, numpy.int64)
+    return numpy.array([piece.numel() for piece in column], numpy.int64)
+
+
+def _pointers(column: Sequence[Tensor]) -> numpy.ndarray:
+    if isinstance(column, Matrices):
+        return column.addresses
+    return numpy.array([piece.data_ptr() for piece in column], numpy.int64)
 
 
 @functools.lru_cache(maxsize=256)
-def _table(
-    pointers: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], device: torch.device
-) -> Table:
-    rows = (*pointers, lengths)
-    host = torch.tensor(rows, dtype=torch.int64)
+def _table(numbers: bytes, num_rows: int, device: torch.device) -> Table:
+    rows = numpy.frombuffer(numbers, numpy.int64).reshape(num_rows, -1)
+    host = torch.from_numpy(rows.copy())
     if device.type == "cuda":
         host = host.pin_memory()
     return Table(
         entries=host.to(device, non_blocking=True),
-        aligned=all(number % ALIGNMENT == 0 for row in rows for number in row),
-        longest=max(lengths),
+        aligned=not bool((rows % ALIGNMENT).any()),
+        longest=int(rows[-1].max()),
     )

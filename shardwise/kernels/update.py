@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.kernels.momentum import TYPES
 from shardwise.kernels.normalise import CHUNK
 from shardwise.kernels.packed import BLOCK, padded
-from shardwise.kernels.tables import addresses
+from shardwise.kernels.tables import Matrices, addresses
 
 Decay = Literal["plain", "cautious"]
 
@@ -46,7 +46,8 @@ def check(rule: Decay) -> None:
 
 @triton.jit
 def _update_kernel(
-    table_ptr, values_ptr, count, step, decay, columns, values_columns, values_numel,
+    table_ptr, values_ptr, clip_ptr, count, step, decay, columns, values_columns, values_numel,
+    clipped: tl.constexpr,
     weight_type: tl.constexpr, update_type: tl.constexpr, batched: tl.constexpr,
     cautious: tl.constexpr, aligned: tl.constexpr, rim: tl.constexpr,
     block: tl.constexpr, chunk: tl.constexpr,
@@ -62,6 +63,9 @@ def _update_kernel(
             update_ptr = tl.multiple_of(update_ptr, 16)
     if aligned:
         weight_ptr = tl.multiple_of(weight_ptr, 16)
+    if clipped:
+        length = tl.where(tl.load(clip_ptr + 1) == 0.0, length, 0)
+    if aligned:
         length = tl.multiple_of(length, 16)
     for start in tl.range(0, chunk, block):
         place = tl.program_id(0).to(tl.int64) * chunk + start + tl.arange(0, block)
@@ -84,8 +88,12 @@ def apply(
     step: float,
     decay: float = 0.0,
     rule: Decay = "plain",
+    clip: Tensor | None = None,
 ) -> None:
-    """Update ``weights`` in place by ``updates``: a packed batch [n, rows, columns], or pieces."""
+    """Update ``weights`` in place by ``updates``: a packed batch [n, rows, columns], or pieces.
+
+    ``clip`` [2]: weights do not move where its second number is 1; see ``momentum.accumulate``.
+    """
     check(rule)
     if not weights:
         return
@@ -93,9 +101,9 @@ def apply(
     if isinstance(updates, Tensor):
         table = addresses([weights])
         values = updates
-        columns, update_type = weights[0].shape[-1], updates.dtype
-        expected = {tuple(weight.shape) for weight in weights}
-        rows = weights[0].shape[0]
+        (rows, columns), update_type = weights[0].shape, updates.dtype
+        every = [weights[0]] if isinstance(weights, Matrices) else weights
+        expected = {tuple(weight.shape) for weight in every}
         if len(expected) != 1 or updates.shape != (len(weights), padded(rows), padded(columns)):
             raise ValueError(
                 f"updates {tuple(updates.shape)} for weights {sorted(expected)}: give one shape "
@@ -108,7 +116,8 @@ def apply(
         columns, update_type, numel = 1, updates[0].dtype, 1
     values_columns = values.shape[2] if batched else 1
     _update_kernel[(-(-table.longest // CHUNK), len(weights))](
-        table.entries, values, len(weights), step, decay, columns, values_columns, numel,
+        table.entries, values, table.entries if clip is None else clip,
+        len(weights), step, decay, columns, values_columns, numel, clipped=clip is not None,
         weight_type=TYPES[weights[0].dtype], update_type=TYPES[update_type], batched=batched,
         cautious=rule == "cautious", aligned=table.aligned, rim=values_columns != columns,
         block=BLOCK, chunk=CHUNK, num_warps=8,

@@ -226,15 +226,17 @@ class Router(nn.Module):
         return torch.cat([self.load, self.dropped])
 
     @torch.no_grad()
-    def update_bias(self) -> None:
+    def update_bias(self, unless: Tensor | None = None) -> None:
         """Make busy experts a little less likely and idle ones more; call it after each step.
 
-        Without a ``bias_rate``, only reset the counts.
+        Without a ``bias_rate``, only reset the counts. ``unless`` [] bool: whether the step was
+        skipped, decided on the device; the bias stays then.
         """
         if self.routing.bias_rate:
             for axis in self._bias_axes():
                 comm.all_reduce(self.load, axis).wait()
-            self.expert_bias += self.routing.bias_rate * (self.load.mean() - self.load).sign()
+            change = self.routing.bias_rate * (self.load.mean() - self.load).sign()
+            self.expert_bias += change if unless is None else change.masked_fill(unless, 0)
         self.forget_load()
 
     def _bias_axes(self) -> tuple[comm.Axis, ...]:

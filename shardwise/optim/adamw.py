@@ -58,8 +58,12 @@ def new_state(parameter: Tensor, fused: bool) -> dict[str, Any]:
     }
 
 
-def step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> list[Tensor]:
+def step(
+    group: dict[str, Any], state: dict[Tensor, dict[str, Any]], clip: Tensor | None = None
+) -> list[Tensor]:
     """Advance one parameter group; returns the parameters that were written.
+
+    ``clip``: see ``Clip.on_device``; for the fused form only.
 
     Pieces without elements are left out: a fused kernel that is given nothing may still write.
     Their step is counted all the same, so that checkpoints agree between ranks.
@@ -77,7 +81,7 @@ def step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> list[Ten
         own = state[parameter]
         weight = local_of(parameter)
         if not weight.numel():
-            own["step"] += 1
+            own["step"] += 1 if clip is None else 1 - clip[1]
             continue
         weights.append(weight)
         grads.append(local_of(parameter.grad))
@@ -101,5 +105,7 @@ def step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> list[Ten
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            grad_scale=None if clip is None else 1 / clip[0],
+            found_inf=None if clip is None else clip[1],
         )
     return stepped

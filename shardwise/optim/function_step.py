@@ -126,11 +126,17 @@ class FunctionGroup(MatrixGroup):
 
     # ------------------------------------------------------------------ a step
 
-    def step(self, states: States) -> Iterator[list[Tensor]]:
+    def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         self._states = states
-        return super().step(states)
+        return super().step(states, clip)
 
-    def _begin(self, positions: Sequence[int], states: States, into: dict[int, Tensor]) -> None:
+    def _begin(
+        self,
+        positions: Sequence[int],
+        states: States,
+        into: dict[int, Tensor],
+        clip: Tensor | None,
+    ) -> None:
         """Copy the gradients of one parameter group into its workspaces."""
         for position in positions:
             parameter = self.members[position].parameter
@@ -211,7 +217,9 @@ class FunctionGroup(MatrixGroup):
             problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
         raise RuntimeError(f"no weight of this part of the step was changed: {problem}")
 
-    def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
+    def _apply(
+        self, positions: Sequence[int], workspaces: dict[int, Tensor], clip: Tensor | None
+    ) -> None:
         group = self.members[positions[0]].group
         weights = [self._weight(position) for position in positions]
         updates = [workspaces.pop(p).to(w.dtype) for p, w in zip(positions, weights, strict=True)]

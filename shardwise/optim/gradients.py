@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -173,14 +174,41 @@ def quoted(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------ norm
 
 
-def clip_grad_norm(
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """A clip that is still to be applied: the norm of all gradients, and the largest allowed."""
+
+    norm: Tensor
+    max_norm: float
+    parts: list[tuple[Tensor, Tensor]]  # this rank's gradients: parameters, norms on the device
+
+    @property
+    def factor(self) -> Tensor:
+        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def on_device(self) -> Tensor:
+        """[2] fp32, for kernels: the factor of the gradients; and 1 where the norm is not finite,
+        so that nothing may change, else 0."""
+        return torch.stack([self.factor, (~torch.isfinite(self.norm)).float()])
+
+    def scale(self, gradients: Gradients) -> None:
+        """Scale the gradients in place."""
+        by_kind: dict[Any, list[Tensor]] = {}
+        for parameter in gradients.parameters:
+            local = None if parameter.grad is None else local_of(parameter.grad)
+            if local is not None and local.numel():
+                by_kind.setdefault((local.device, local.dtype), []).append(local)
+        for (device, dtype), members in by_kind.items():
+            torch._foreach_mul_(members, self.factor.to(device=device, dtype=dtype))
+
+
+def measure_clip(
     gradients: Gradients,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-) -> Tensor:
-    """Scale gradients in place so that their global norm is at most ``max_norm``; returns the norm
-    before.
+) -> Clip:
+    """The clip that brings the global norm of the gradients to at most ``max_norm``.
 
     Collective over the axes of all parameters, whether they have gradients or not.
     """
@@ -189,25 +217,25 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
     gradients.check()
-    norm = grad_norm(gradients.parameters, norm_type)
+    parts: list[tuple[Tensor, Tensor]] = []
+    norm = grad_norm(gradients.parameters, norm_type, parts)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradient(f"the gradient norm of order {norm_type} is {norm.item()}")
-    by_kind: dict[Any, list[Tensor]] = {}
-    for parameter in gradients.parameters:
-        local = None if parameter.grad is None else local_of(parameter.grad)
-        if local is not None and local.numel():
-            by_kind.setdefault((local.device, local.dtype), []).append(local)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for (device, dtype), members in by_kind.items():
-        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype))
-    return norm
+    return Clip(norm, max_norm, parts)
 
 
-def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients as one vector, float32, the same on every rank."""
+def grad_norm(
+    parameters: Sequence[Tensor],
+    norm_type: float = 2.0,
+    parts: list[tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """The norm of all gradients as one vector, float32, the same on every rank.
+
+    ``parts`` takes the norms of this rank's pieces.
+    """
     widest = max(parameters, key=_num_ranks, default=None)
     # By the axes to add up over, and for experts the number of copies that are added.
-    members_of: dict[tuple[tuple[comm.Axis, ...], int], list[Tensor]] = {}
+    members_of: dict[tuple[tuple[comm.Axis, ...], int], list[tuple[Tensor, Tensor]]] = {}
     device = torch.device("cpu")
     for parameter in parameters:
         assert widest is not None
@@ -222,11 +250,11 @@ def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         device = parameter.device
         grad = gradient_of(parameter)
         if grad is not None:
-            members.append(grad)
+            members.append((parameter, grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = norm_type == math.inf
     for (axes, copies), members in members_of.items():
-        value = _partial(members, norm_type, device)
+        value = _partial(members, norm_type, device, parts)
         value = value if largest else value / copies
         for axis in axes:
             # A maximum of gathered values: NCCL's own drops a NaN.
@@ -257,11 +285,19 @@ def _num_ranks(parameter: Tensor) -> int:
     return math.prod(sharding_of(parameter).sizes) if isinstance(parameter, DTensor) else 0
 
 
-def _partial(members: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _partial(
+    members: list[tuple[Tensor, Tensor]],
+    norm_type: float,
+    device: torch.device,
+    parts: list[tuple[Tensor, Tensor]] | None,
+) -> Tensor:
     """The sum of |g|^p over local pieces, or their largest element."""
-    local = [one for one in members if one.numel()]
+    local = [(parameter, grad) for parameter, grad in members if grad.numel()]
     if not local:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [norm.to(device) for norm in torch._foreach_norm(local, norm_type, dtype=torch.float64)]
+    grads = [grad for _, grad in local]
+    norms = [norm.to(device) for norm in torch._foreach_norm(grads, norm_type, dtype=torch.float64)]
+    if parts is not None:
+        parts += zip((parameter for parameter, _ in local), norms, strict=True)
     stacked = torch.stack(norms)
     return stacked.amax() if norm_type == math.inf else stacked.pow(norm_type).sum()

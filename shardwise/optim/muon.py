@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.forms import Polynomial, choose, num_grams
+from shardwise.kernels.tables import Matrices
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
 
 MomentumForm = Literal["ema", "sum"]
@@ -173,22 +174,26 @@ def kernels_fit(tensors: Sequence[Tensor]) -> bool:
 
 
 def update_momentum_by_kernels(
-    buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    group: Mapping[str, Any],
+    clip: Tensor | None = None,
 ) -> list[Tensor]:
-    """:func:`update_momentum` in one pass."""
+    """:func:`update_momentum` in one pass, of gradients that are clipped on the way."""
     updates = [torch.empty_like(buffer) for buffer in buffers]
     if updates[0].is_meta:  # a plan
         return updates
     from shardwise.kernels.momentum import accumulate
 
-    accumulate(grads, buffers, updates, **_momentum_rule(group))
+    accumulate(grads, buffers, updates, clip=clip, **_momentum_rule(group))
     return updates
 
 
 def apply_update_by_kernels(
-    weights: list[Tensor],
+    weights: Sequence[Tensor],
     updates: list[Tensor] | Tensor,
     group: Mapping[str, Any],
+    clip: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
     """:func:`apply_update` in one pass; the updates are multiplied by ``scale``."""
@@ -198,16 +203,17 @@ def apply_update_by_kernels(
 
     lr = float(group["lr"])
     decay = lr * group["weight_decay"]
-    apply(weights, updates, step=lr * scale, decay=decay, rule=group["decay"])
+    apply(weights, updates, step=lr * scale, decay=decay, rule=group["decay"], clip=clip)
 
 
 def step_by_kernels(
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    weights: list[Tensor],
+    grads: Matrices,
+    momenta: Matrices,
+    weights: Matrices,
     group: Mapping[str, Any],
     polynomial: Polynomial,
     scale: float,
+    clip: Tensor | None = None,
 ) -> None:
     """One step of whole matrices [rows, cols] of one shape and parameter group, in three passes.
 
@@ -215,20 +221,21 @@ def step_by_kernels(
     orthogonalise    the batch, in place
     apply            scale, decay and update; from the batch into the weights
     """
-    if not weights[0].is_meta:
+    rows, cols = weights.rows, weights.columns
+    planned = weights[0].is_meta
+    if not planned:
         from shardwise.kernels.momentum import pack
 
     form = None if group["form"] == "auto" else group["form"]
-    most = max(1, BATCH_ELEMENTS // weights[0].numel())
+    most = max(1, BATCH_ELEMENTS // (rows * cols))
     for first in range(0, len(weights), most):
         part = slice(first, first + most)
-        if weights[0].is_meta:  # a plan
-            rows, cols = weights[0].shape
+        if planned:
             hold_workspace(len(weights[part]), rows, cols, polynomial)
             continue
-        packed = pack(grads[part], momenta[part], **_momentum_rule(group))
+        packed = pack(grads[part], momenta[part], clip=clip, **_momentum_rule(group))
         updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
-        apply_update_by_kernels(weights[part], updates, group, scale)
+        apply_update_by_kernels(weights[part], updates, group, clip, scale)
 
 
 def hold_workspace(count: int, rows: int, cols: int, polynomial: Polynomial) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from shardwise import comm
 from shardwise.division import ByMatrix, Division
 from shardwise.kernels.forms import Polynomial
 from shardwise.kernels.newton_schulz import iterate_direct, uses_kernels
+from shardwise.kernels.tables import Matrices
 from shardwise.layout import Grain
 from shardwise.optim import muon
 from shardwise.optim.exchange import Exchange, Key
@@ -192,6 +194,7 @@ class MatrixGroup:
             self.local = self._local_matrices()
             skipped = [index for indices in self.local.values() for index in indices]
             self.exchange.excluded = frozenset(skipped)
+        self._begins = {position: self._begins_of(of) for position, of in self.local.items()}
 
     def _matrices(self, measured: bool, orders: Sequence[int], known: Known) -> list[Matrix]:
         return [
@@ -284,10 +287,20 @@ class MatrixGroup:
             and all(exchange.is_local(index) for index in indices)
         }
 
+    def _begins_of(self, indices: Sequence[int]) -> dict[tuple[int, int], numpy.ndarray]:
+        """Where matrices begin in this rank's part of their parameter, by shape."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for index in indices:
+            matrix = self.exchange.matrices[index]
+            found.setdefault((matrix.rows, matrix.cols), []).append(self.exchange.offsets[index])
+        return {shape: numpy.array(begins, numpy.int64) for shape, begins in found.items()}
+
     # ------------------------------------------------------------------ a step
 
-    def step(self, states: States) -> Iterator[list[Tensor]]:
+    def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         """One step, part by part; yields the parameters that each part has written.
+
+        ``clip``: see ``Clip.on_device``; with kernels only.
 
         A parameter without a gradient, which no other rank has then either, is skipped. The
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
@@ -298,15 +311,15 @@ class MatrixGroup:
         workspaces: dict[int, Tensor] = {}
         exchanged = {p for p, one in enumerate(active) if one and p not in self.local}
         for positions in self._by_group(sorted(exchanged)):
-            self._begin(positions, states, workspaces)
+            self._begin(positions, states, workspaces, clip)
         rounds = self.exchange.run(self._flat(workspaces), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
-            self._step_local([p for p in part if active[p] and p in self.local], states)
+            self._step_local([p for p in part if active[p] and p in self.local], states, clip)
             for _ in range(count if any_given else 0):
                 next(rounds)
             self._check()
             for positions in self._by_group([p for p in part if p in exchanged]):
-                self._apply(positions, workspaces)
+                self._apply(positions, workspaces, clip)
             if self.spread is not None:
                 weights = [local_of(one.parameter) for one in self.members]
                 self.spread.gather([p for p in part if given[p]], weights)
@@ -323,7 +336,11 @@ class MatrixGroup:
         """Raise on every rank what went wrong on one; Newton-Schulz cannot."""
 
     def _begin(
-        self, positions: Sequence[int], states: States, workspaces: dict[int, Tensor]
+        self,
+        positions: Sequence[int],
+        states: States,
+        workspaces: dict[int, Tensor],
+        clip: Tensor | None,
     ) -> None:
         """Advance the momentum of one parameter group; the updates become its workspaces.
 
@@ -345,8 +362,10 @@ class MatrixGroup:
                 advanced.append(position)
         if not buffers:
             return
-        advance = muon.update_momentum_by_kernels if self.fused else muon.update_momentum
-        updates = advance(buffers, grads, group)
+        if self.fused:
+            updates = muon.update_momentum_by_kernels(buffers, grads, group, clip)
+        else:
+            updates = muon.update_momentum(buffers, grads, group)
         for position, update in zip(advanced, updates, strict=True):
             if position not in workspaces:
                 workspaces[position] = self._mine(position, update.contiguous())
@@ -385,16 +404,22 @@ class MatrixGroup:
             rows, cols = self.blocks.whole_shape(rows, cols)
         return result.mul_(muon.scale_of(self.scale, rows, cols))
 
-    def _apply(self, positions: Sequence[int], workspaces: dict[int, Tensor]) -> None:
+    def _apply(
+        self, positions: Sequence[int], workspaces: dict[int, Tensor], clip: Tensor | None
+    ) -> None:
         """Decay and update the weights of one parameter group."""
         weights = [self._weight(position) for position in positions]
         updates = [workspaces.pop(position) for position in positions]
-        apply = muon.apply_update_by_kernels if self.fused else muon.apply_update
-        apply(weights, updates, self.members[positions[0]].group)
+        group = self.members[positions[0]].group
+        if self.fused:
+            muon.apply_update_by_kernels(weights, updates, group, clip)
+        else:
+            muon.apply_update(weights, updates, group)
 
-    def _step_local(self, positions: Sequence[int], states: States) -> None:
+    def _step_local(self, positions: Sequence[int], states: States, clip: Tensor | None) -> None:
         """Update whole matrices that skip the exchange, shape by shape, without a workspace."""
-        batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]]]] = {}
+        # By parameter group, dtype and shape: flat gradients, momenta, weights; their matrices.
+        batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]], list[numpy.ndarray]]] = {}
         for position in positions:
             one = self.members[position]
             weight, grad = self._weight(position).view(-1), gradient_of(one.parameter)
@@ -402,16 +427,16 @@ class MatrixGroup:
             given = self._mine(position, grad.contiguous()).view(-1)
             momentum = local_of(states[one.parameter]["momentum_buffer"])
             momentum = self._mine(position, momentum).view(-1)
-            for index in self.local[position]:
-                matrix, low = self.exchange.matrices[index], self.exchange.offsets[index]
-                key = (id(one.group), given.dtype, matrix.rows, matrix.cols)
-                batch = batches.setdefault(key, (one.group, [[], [], []]))[1]
-                for tensors, flat in zip(batch, (given, momentum, weight), strict=True):
-                    view = flat[low : low + matrix.numel].view(matrix.rows, matrix.cols)
-                    tensors.append(view)
-        for (_, _, rows, cols), (group, (grads, momenta, weights)) in batches.items():
+            for shape, begins in self._begins[position].items():
+                key = (id(one.group), given.dtype, *shape)
+                batch = batches.setdefault(key, (one.group, [[], [], []], []))
+                for flats, flat in zip(batch[1], (given, momentum, weight), strict=True):
+                    flats.append(flat)
+                batch[2].append(begins)
+        for (_, _, rows, cols), (group, kinds, places) in batches.items():
+            grads, momenta, weights = (Matrices(kind, places, rows, cols) for kind in kinds)
             scale = muon.scale_of(self.scale, rows, cols)
-            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale)
+            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, clip)
 
 
 def matrix_groups(

@@ -22,10 +22,17 @@ import torch
 from torch import Tensor
 
 from shardwise.agreement import raise_together
-from shardwise.optim import adamw, gradients
+from shardwise.optim import adamw
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.function_step import group_class
-from shardwise.optim.gradients import Gradients, divide, division_of, quoted
+from shardwise.optim.gradients import (
+    Clip,
+    Gradients,
+    divide,
+    division_of,
+    measure_clip,
+    quoted,
+)
 from shardwise.optim.matrix_function import FunctionSettings
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, matrix_groups
@@ -68,6 +75,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharded."""
         self._names, self._measured = names, measured
         self._matrix_groups: list[MatrixGroup] | None = None
+        self._clip: Clip | None = None  # of the next step
+        # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
+        self.last_norms: list[tuple[str, Tensor]] = []
         super().__init__(groups, defaults or {})
         self._warn_of_narrow_weights()
         self._plan()
@@ -177,14 +187,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_divisions()
         with _plain_attributes():
             self._gradients.check()
+            clip, moves = self._take_clip()
+        if not moves:
+            return loss
         # (the parameters that a part may write, the iterator that runs it), in order; parts of
         # matrix groups side by side
         parts: list[tuple[list[Tensor], Iterator[list[Tensor]]]] = [
-            (group["params"], _once(adamw.step, group, self.state))
+            (group["params"], _once(adamw.step, group, self.state, clip))
             for group in self.param_groups
             if group["kind"] == "elementwise"
         ]
-        running = [(group, group.step(self.state)) for group in self._matrix_groups or ()]
+        running = [(group, group.step(self.state, clip)) for group in self._matrix_groups or ()]
         for number in range(max((len(group.parts) for group, _ in running), default=0)):
             for group, steps in running:
                 if number < len(group.parts):
@@ -206,14 +219,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        in_step: bool = False,
     ) -> Tensor:
         """Clip the gradients of all groups by one global norm, before anything is orthogonalised;
-        returns the norm before clipping, the same on every rank."""
+        returns the norm before clipping, the same on every rank.
+
+        Args:
+            in_step: the next step clips, while it reads the gradients, and ``.grad`` stays as it
+                is. A norm that is not finite then makes that step change nothing. On GPUs neither
+                costs a pass over the gradients nor a wait of the host.
+        """
         with _plain_attributes():
-            return gradients.clip_grad_norm(
-                self._gradients, max_norm, norm_type, error_if_nonfinite
-            )
+            clip = measure_clip(self._gradients, max_norm, norm_type, error_if_nonfinite)
+            if in_step:
+                self._clip = clip
+            else:
+                clip.scale(self._gradients)
+        self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
+        return clip.norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and a clip that no step has used."""
+        self._clip = None
+        super().zero_grad(set_to_none)
+
+    def _take_clip(self) -> tuple[Tensor | None, bool]:
+        """The clip for kernels, and whether this step moves anything as far as the host knows.
+
+        Where a part of the step has no kernel that clips, the host waits for the norm.
+        """
+        clip, self._clip = self._clip, None
+        if clip is None:
+            return None, True
+        fused = all(group.fused for group in self._matrix_groups or ())
+        fused = fused and clip.norm.device.type == "cuda"
+        if fused and all(group.get("fused", True) for group in self.param_groups):
+            return clip.on_device(), True
+        if not bool(torch.isfinite(clip.norm)):
+            return None, False
+        clip.scale(self._gradients)
+        return None, True
 
     # ------------------------------------------------------------------ state dicts
 

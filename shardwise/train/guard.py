@@ -16,9 +16,6 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch import nn
-
-from shardwise.shard.diagnose import find_nonfinite
 from shardwise.train.world import STOP_FILE
 
 logger = logging.getLogger(__name__)
@@ -80,11 +77,13 @@ class Skips:
     def good(self) -> None:
         self.in_a_row = 0
 
-    def broken(self, step: int, norm: float, model: nn.Module) -> list[str]:
-        """Count one more; return where this rank finds it, or raise if there are too many."""
+    def broken(self, step: int, norm: float, where: list[str]) -> None:
+        """Count one more step without weights having moved; raise if there are too many in a row.
+
+        ``where``: the gradients of this rank that are not finite.
+        """
         self.in_a_row += 1
         self.total += 1
-        where = [str(found) for found in find_nonfinite(model)]
         for line in where[:4]:
             logger.warning("step %d: %s", step, line)
         if self.in_a_row > self.limit:
@@ -93,4 +92,3 @@ class Skips:
                 f"{'; '.join(where[:4]) or 'seen by other ranks'}. Lower the learning rates, "
                 f"look at the data, or raise max_skipped"
             )
-        return where

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise import comm
+from shardwise import comm, streams
 from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
@@ -55,6 +55,26 @@ class Outcome:
     held_out: float | None  # bits per byte
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Issued:
+    """A step that the device may still be working on."""
+
+    step: int
+    figures: Callable[[], list[float]]  # waits: loss, auxiliary loss, norm, load of the experts
+    norms: list[tuple[str, Tensor]]
+    lr: list[Any]
+
+    def nonfinite(self, world: World) -> list[str]:
+        """The gradients that are not finite, on any rank; waits (collective)."""
+        found = [(name, float(norm)) for name, norm in self.norms]
+        ours = [(name, norm) for name, norm in found if not math.isfinite(norm)]
+        return [
+            f"gradient '{name}' on rank {rank}: {'NaN' if math.isnan(norm) else 'infinite'}"
+            for rank, named in enumerate(comm.agree(ours[:8], world.axis))
+            for name, norm in named
+        ]
+
+
 class Trainer:
     """A run on one rank."""
 
@@ -84,6 +104,8 @@ class Trainer:
         if resume is not None:
             resume = self._restore(resume, or_older)
         self._first_step = self.step
+        self._issued: list[_Issued] = []  # steps whose figures have not been read
+        self._concluded = time.perf_counter()  # when the last step's figures were read
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
@@ -116,6 +138,7 @@ class Trainer:
         # A run that is too short to reach its profile step records the last one.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
         with Guard() as guard:
+            self._concluded = time.perf_counter()
             while self.step < config.steps and reason is None:
                 if self.step + 1 == profiled:
                     with record_step(self.world.device) as profile:
@@ -124,11 +147,17 @@ class Trainer:
                 else:
                     reason = self._train_step(guard)
                 done = self.step == config.steps
-                if config.eval_every and (self.step % config.eval_every == 0 or done):
+                scores = config.eval_every and (self.step % config.eval_every == 0 or done)
+                saves = self.step % config.save_every == 0 or done or reason
+                if scores or saves:
+                    reason = self._conclude(guard) or reason
+                if scores:
                     bits = self.evaluate()
-                if self.step % config.save_every == 0 or done or reason:
+                if saves:
                     self.save()
                 self._report_save(wait=False)
+                if scores or saves:  # their time is no step's
+                    self._concluded = time.perf_counter()
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
             self._finish_saving()
@@ -147,41 +176,58 @@ class Trainer:
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
-        began = time.perf_counter()
         losses = self._forward_backward()
-        norms = parts.optimizer.clip_grad_norm(config.clip).reshape(1)
-        # The host waits for the device here alone: the optimizer's step and the next forward are
-        # issued while the device is at work.
-        every = (losses, norms, self.experts.tally())
-        found = torch.cat([part.double() for part in every]).tolist()
-        (loss, auxiliary, norm), load = found[:3], found[3:]
-        broken = not math.isfinite(norm)
-        where: list[str] = []
-        if broken:  # the norm is the same on all ranks, so all of them get here
-            where = self.skips.broken(self.step + 1, norm, parts.model)
-        else:
-            self.skips.good()
-            parts.optimizer.step()
-        self.experts.after_step(moved=not broken)
+        # A norm that is not finite makes the step change nothing, on every rank alike.
+        norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
+        every = (losses, norm.reshape(1), self.experts.tally())
+        figures = streams.read_later(torch.cat([part.double() for part in every]))
+        parts.optimizer.step()
+        self.experts.after_step(~torch.isfinite(norm))
         parts.optimizer.zero_grad()
         parts.scheduler.step()
         self.step += 1
+        issued = _Issued(
+            step=self.step,
+            figures=figures,
+            norms=parts.optimizer.last_norms,
+            lr=parts.scheduler.get_last_lr(),
+        )
+        self._issued.append(issued)
+        # A GPU is given the next step before the host waits for this one.
+        return self._conclude(guard, keep=1 if world.device.type == "cuda" else 0)
+
+    def _conclude(self, guard: Guard, keep: int = 0) -> str | None:
+        """Read, agree on and log the steps that were issued, but for the last ``keep``; return the
+        reason to stop, if any (collective)."""
+        reason = None
+        while len(self._issued) > keep:
+            reason = self._conclude_one(self._issued.pop(0), guard) or reason
+        return reason
+
+    def _conclude_one(self, issued: _Issued, guard: Guard) -> str | None:
+        config, world = self.config, self.world
+        (loss, auxiliary, norm), load = (found := issued.figures())[:3], found[3:]
+        if math.isfinite(norm):
+            self.skips.good()
+        else:  # the norm is the same on all ranks, so all of them get here
+            where = issued.nonfinite(world)
+            self.events("skip", step=issued.step, grad_norm=norm, where=where)
+            self.skips.broken(issued.step, norm, where)
         asked = guard.asked
         ours = [loss, auxiliary, float(asked is not None), *load]
         agreed = torch.tensor(ours, dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
         (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
-        seconds = time.perf_counter() - began
-        if broken:
-            self.events("skip", step=self.step, grad_norm=norm, where=where)
+        now = time.perf_counter()
+        seconds, self._concluded = now - self._concluded, now
         self.events(
             "step",
-            step=self.step,
+            step=issued.step,
             loss=mean,
-            bits_per_byte=parts.corpus.bits_per_byte(mean, "train"),
+            bits_per_byte=self.parts.corpus.bits_per_byte(mean, "train"),
             grad_norm=norm,
-            lr=parts.scheduler.get_last_lr(),
-            tokens=self.step * config.batch * config.model.context,
+            lr=issued.lr,
+            tokens=issued.step * config.batch * config.model.context,
             skipped=self.skips.total,
             **({"auxiliary_loss": extra} if self.experts.routers else {}),
             **self.experts.figures(agreed[3:]),

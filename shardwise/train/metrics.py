@@ -88,13 +88,10 @@ class ExpertLoad:
             return torch.empty(0, device=self.device)
         return torch.stack([router.tally() for router in self.routers]).flatten()
 
-    def after_step(self, *, moved: bool) -> None:
-        """Move the routers' biases if weights were moved, and count anew (collective)."""
+    def after_step(self, skipped: Tensor) -> None:
+        """Move the routers' biases unless the step was skipped, and count anew (collective)."""
         for router in self.routers:
-            if moved:
-                router.update_bias()
-            else:
-                router.forget_load()
+            router.update_bias(unless=skipped)
 
     def figures(self, total: Tensor) -> dict[str, Any]:
         """A step's numbers from the sum of all ranks' tallies, each the worst of all layers."""

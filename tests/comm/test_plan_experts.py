@@ -121,7 +121,7 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
         loaded, peak, total = books(), dict(sw.ledger.peak), sw.ledger.peak_total
         with comm.record() as calls:
             optimizer.step()
-            load.after_step(moved=True)
+            load.after_step(torch.tensor(False))
         phases["step"].update(calls)
         optimizer.zero_grad()
     held = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sorted(peak.items())}

@@ -103,6 +103,41 @@ def test_an_overflow_on_one_rank_is_known_to_all(strategy: str, value: float) ->
     assert all(len(one) == 1 and "gradient norm" in one[0] for one in found)
 
 
+def clip_in_step(rank: int, world_size: int, strategy: str) -> None:
+    """As clipped before the step; and a gradient that is not finite moves nothing at all."""
+    (model, optimizer), (other, before) = (build(strategy, world_size) for _ in range(2))
+
+    def values(which: Any, its: Any) -> list[Tensor]:
+        states = [v for p in which.parameters() for v in its.state[p].values()]
+        return [full(one).clone() for one in (*which.parameters(), *states)]
+
+    for each, its, late in ((model, optimizer, True), (other, before, False)):
+        loss_of(each, tokens(rank)).backward()
+        its.clip_grad_norm(LIMIT, in_step=late)
+        its.step()
+        its.zero_grad()
+    expected = values(other, before)
+    assert all(map(torch.equal, values(model, optimizer), expected))
+    loss_of(model, tokens(rank)).backward()
+    last = [p for p in model.parameters() if p.grad.to_local().numel()][-1]
+    if rank == world_size - 1:
+        last.grad.to_local().view(-1)[0] = float("nan")
+    optimizer.clip_grad_norm(LIMIT, in_step=True)
+    bad = [name for name, norm in optimizer.last_norms if not torch.isfinite(norm)]
+    assert len(bad) == (rank == world_size - 1), bad
+    optimizer.step()
+    assert all(map(torch.equal, values(model, optimizer), expected)), "nothing has moved"
+    optimizer.zero_grad()
+    loss_of(model, tokens(rank)).backward()
+    optimizer.step()
+    assert not torch.equal(full(next(model.parameters())), expected[0]), "the clip was used once"
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
+def test_a_step_clips(strategy: str) -> None:
+    run_ranks(clip_in_step, ranks_for(strategy), strategy, timeout=PATIENCE)
+
+
 def test_bad_norms_are_refused() -> None:
     _, optimizer = build(None, 1)
     with pytest.raises(ValueError, match=r"clip_grad_norm\(0\)"):

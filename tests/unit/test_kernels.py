@@ -8,6 +8,7 @@ wrong in the interpreter; tests/device_kernels.py has it.)
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ if INSIDE:
     from shardwise.kernels.forms import Polynomial, Tile
     from shardwise.kernels.newton_schulz import coefficient_table, one_by_one
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
+    from shardwise.kernels.tables import Matrices
     from tests.kernel_cases import PRESETS
 
     TILES = [
@@ -271,3 +273,28 @@ def test_gram_restarts_where_told(restart: int) -> None:
     for form in ("gram", "block"):
         found = run(form, normalise.normalise(batch, torch.float32), polynomial)
         assert relative(found, expected) < 1e-3, form
+
+
+@inside
+def test_a_clip_scales_gradients_and_stops_a_step() -> None:
+    """Both kernels, on matrices inside flat tensors: the factor; then nothing moves."""
+    shape, rule = (7, 16), {"beta": 0.9, "rule": "ema", "nesterov": True}
+    flat = [torch.randn(4 * 7 * 16) for _ in range(3)]
+    begins = [numpy.array([0, 112, 224, 336])]
+    grads, states, weights = (Matrices([one], begins, *shape) for one in flat)
+    plain = [grad * 0.25 for grad in grads]
+    copies = [[one.clone() for one in column] for column in (states, weights)]
+    expected = momentum.pack(plain, copies[0], **rule)
+    update.apply(copies[1], expected.values, step=0.1, decay=0.2)
+    clip = torch.tensor([0.25, 0.0])
+    found = momentum.pack(grads, states, clip=clip, **rule)
+    update.apply(weights, found.values, step=0.1, decay=0.2, clip=clip)
+    assert torch.equal(found.values, expected.values)
+    assert all(map(torch.equal, states, copies[0]))
+    assert all(map(torch.equal, weights, copies[1])), "the same bits as gradients scaled before"
+    broken = torch.tensor([float("nan"), 1.0])
+    outs = poisoned(4, 112)
+    momentum.pack(grads[1:], states[1:], clip=broken, **rule)
+    momentum.accumulate(grads, states, list(outs), clip=broken, **rule)
+    update.apply(weights, outs.view(4, 7, 16).half().new_zeros(4, 8, 16), step=1.0, clip=broken)
+    assert all(map(torch.equal, states, copies[0])) and all(map(torch.equal, weights, copies[1]))

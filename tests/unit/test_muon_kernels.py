@@ -36,14 +36,17 @@ def accumulate(
     beta: float,
     rule: Any,
     nesterov: bool,
+    clip: Tensor | None = None,
 ) -> None:
     from shardwise.kernels.momentum import reference
 
     for grad, state, out in zip(grads, states, outs, strict=True):
-        out.copy_(reference(grad, state, beta=beta, rule=rule, nesterov=nesterov))
+        out.copy_(reference(grad, state, beta=beta, rule=rule, nesterov=nesterov, clip=clip))
 
 
-def apply(weights: Sequence[Tensor], updates: Any, **options: Any) -> None:
+def apply(
+    weights: Sequence[Tensor], updates: Any, *, clip: Tensor | None = None, **options: Any
+) -> None:
     from shardwise.kernels.update import reference
 
     for weight, update in zip(weights, updates, strict=True):
