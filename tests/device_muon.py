@@ -80,6 +80,33 @@ def against_the_cpu() -> None:
         assert 0 < error < 0.03, error
 
 
+def in_the_step() -> None:
+    """Clipped in the step as before it; a gradient that is not finite moves nothing."""
+    found = []
+    for in_step in (False, True):
+        model, optimizer = build("cuda")
+        for step in range(3):
+            model(torch.tensor(1.0 + step, device="cuda")).backward()
+            optimizer.clip_grad_norm(10.0, in_step=in_step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+    error = distance(*found)
+    logger.info("clipped in the step and before it: %.2e", error)
+    assert error < 1e-4, error  # AdamW divides by the inverse of the factor
+    states = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    before = [one.detach().clone() for one in (*model.parameters(), *states)]
+    model(torch.tensor(1.0, device="cuda")).backward()
+    model.fused.grad[3, 5] = float("nan")
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")  # the host must not wait
+        norm = optimizer.clip_grad_norm(10.0, in_step=True)
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(norm.isnan())
+    assert all(map(torch.equal, (*model.parameters(), *states), before)), "nothing moves"
+
+
 def sharded(rank: int, world_size: int, strategy: str) -> float:
     torch.cuda.set_device(0)
     placements = {"zero3": sw.zero(3), "hsdp": sw.hsdp()}[strategy]
@@ -142,12 +169,12 @@ def two_ways(rank: int, world_size: int, way: str) -> float:
 
 
 def planned() -> dict[str, Any]:
-    """Whose turn it is by the plan, made without a GPU."""
+    """The division of matrices between replicas by the plan, made without a GPU."""
     with torch.device("meta"):
         model = Matrices()
     sw.route(model, split={"fused": sw.Split.interleaved(3)})
     shape = {"dp_outer": 2, "dp": 2}
-    return sw.plan(model, shape, "hsdp", optimizer="muon", wrap=[model]).turns
+    return sw.plan(model, shape, "hsdp", optimizer="muon", wrap=[model]).divisions
 
 
 def against_another_way() -> None:
@@ -188,7 +215,7 @@ def speed() -> None:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for check in (against_the_cpu, against_whole, against_another_way, speed):
+    for check in (against_the_cpu, in_the_step, against_whole, against_another_way, speed):
         check()
         logger.info("%s: passed", check.__name__)
     return 0

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise import comm
+from shardwise.kernels import has_triton
 from shardwise.moe.router import Routes
 from shardwise.streams import Lanes
 
@@ -159,8 +160,7 @@ class Dispatcher:
             rows = _Place.apply(rows, plan.by_expert, len(rows))
             exchange = self._exchange(plan.out_sizes, plan.sizes)
             rows = _WaitForExchange.apply(_StartExchange.apply(rows, exchange), exchange, None)
-        slots = _Place.apply(rows, plan.order, plan.num_slots)  # [tokens x choices, hidden]
-        summed: Tensor = slots.unflatten(0, (-1, plan.num_choices)).sum(1)
+        summed: Tensor = _Sum.apply(rows, plan.order, plan.num_choices, plan.num_slots)
         return summed
 
     def _exchange(self, sizes: list[int], out_sizes: list[int]) -> _Exchange:
@@ -261,8 +261,22 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
-        slots = _placed(grad, order, ctx.num_slots)
-        return slots.unflatten(0, (-1, ctx.choices)).sum(1), None, None
+        return _sums(grad, order, ctx.choices, ctx.num_slots), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum the rows of each token, sorted by expert before: the reverse of :class:`_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.choices = choices
+        return _sums(rows, order, choices, num_slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order // ctx.choices), None, None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -292,6 +306,21 @@ class _Place(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
         return grad.index_select(0, order), None, None
+
+
+def _sums(rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
+    """The sum of the rows of each token [tokens, ...], in the order of its choices."""
+    narrow = rows.dim() == 2 and rows.itemsize <= 4
+    if rows.device.type == "cuda" and narrow and has_triton():
+        from shardwise.kernels.row_sums import row_sums
+
+        # The row of each slot; slots of dropped choices point behind the last row.
+        places = order.new_full((num_slots,), len(order))
+        places.index_copy_(0, order, torch.arange(len(order), device=order.device))
+        summed: Tensor = row_sums(rows, places.view(-1, choices))
+        return summed
+    slots = _placed(rows, order, num_slots).unflatten(0, (-1, choices))  # type: ignore[no-untyped-call]
+    return torch.sum(slots, 1)
 
 
 def _placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:

@@ -19,7 +19,16 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 
 if INSIDE:
-    from shardwise.kernels import block, iterate, momentum, normalise, product, symmetric, update
+    from shardwise.kernels import (
+        block,
+        iterate,
+        momentum,
+        normalise,
+        product,
+        row_sums,
+        symmetric,
+        update,
+    )
     from shardwise.kernels.forms import Polynomial, Tile
     from shardwise.kernels.newton_schulz import coefficient_table, one_by_one
     from shardwise.kernels.packed import BLOCK, SAMPLES, Packed, sample_size, sample_stride
@@ -298,3 +307,13 @@ def test_a_clip_scales_gradients_and_stops_a_step() -> None:
     momentum.accumulate(grads, states, list(outs), clip=broken, **rule)
     update.apply(weights, outs.view(4, 7, 16).half().new_zeros(4, 8, 16), step=1.0, clip=broken)
     assert all(map(torch.equal, states, copies[0])) and all(map(torch.equal, weights, copies[1]))
+
+
+@inside
+@pytest.mark.parametrize("columns", [48, 1030])
+def test_row_sums(columns: int) -> None:
+    rows = torch.randn(10, columns)
+    places = torch.tensor([[0, 3, 10], [9, 9, 1], [10, 10, 10], [5, 6, 7]])
+    found = row_sums.row_sums(rows, places)
+    torch.testing.assert_close(found, row_sums.reference(rows, places))
+    assert not found[2].any(), "a token whose choices were dropped"
