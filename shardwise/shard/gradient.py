@@ -44,8 +44,8 @@ from shardwise.placements import (
     Placements,
     steps,
 )
-from shardwise.shard.replicas import reduce_shares
 from shardwise.shard.runtime import Runtime
+from shardwise.shard.shares import reduce_shares
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 
