@@ -307,13 +307,13 @@ def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: 
 
 @on_ranks(4)
 def test_an_axis_splits_into_runs_of_neighbours(rank: int, world_size: int) -> None:
-    pair = dp().split(2)
+    pair = comm.split(dp(), 2)
     assert (
         pair.size == 2
         and pair.rank == rank % 2
         and pair.peers == (rank // 2 * 2, rank // 2 * 2 + 1)
     )
-    assert dp().split(2) is pair
+    assert comm.split(dp(), 2) is pair
     total = torch.tensor(float(rank))
     comm.all_reduce(total, pair).wait()
     assert total.item() == sum(pair.peers)
