@@ -12,53 +12,19 @@ one list of placements to another; a gather runs them here, a reduction in ``sha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
 from shardwise.layout import Layout
 from shardwise.memory import Block
-from shardwise.mesh import flattened
-from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, shard_range, steps
+from shardwise.mesh import Ranks
+from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
 from shardwise.tile import Tile
-
-
-class Ranks:
-    """A data-parallel mesh as one rank sees it: axes outer to inner, and its place on each.
-
-    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
-    """
-
-    def __init__(self, mesh: DeviceMesh, others: comm.Axis | None = None) -> None:
-        self.mesh, self.others = mesh, others
-        self.axes = comm.mesh_axes(mesh)
-        self.sizes = tuple(axis.size for axis in self.axes)
-        self.coordinate = tuple(axis.rank for axis in self.axes)
-
-    def num_shards(self, placements: Sequence[Placement]) -> int:
-        """Into how many shards these placements cut a buffer."""
-        pairs = zip(placements, self.sizes, strict=True)
-        return math.prod(size for placement, size in pairs if placement == SHARD)
-
-    def held(self, placements: Sequence[Placement], num_shards: int) -> tuple[int, int]:
-        """The first of ``num_shards`` shards this rank holds, and how many."""
-        return shard_range(placements, self.sizes, self.coordinate, num_shards)
-
-    def joint(self, placements: Sequence[Placement]) -> comm.Axis:
-        """All sharded axes as one, which counts the inner axis fastest (see ``joint_places``)."""
-        sharded = [axis for axis, placement in enumerate(placements) if placement == SHARD]
-        if len(sharded) == 1:
-            return self.axes[sharded[0]]
-        names = self.mesh.mesh_dim_names
-        assert names is not None, "a mesh of several axes is named, checked at construction"
-        chosen = tuple(names[axis] for axis in sharded)
-        return comm.as_axis(flattened(self.mesh, chosen).get_group(), "+".join(chosen))
 
 
 class GatherPlan:
@@ -137,8 +103,7 @@ class Buffer:
         """The :class:`Cut` of one parameter, which its DTensors share."""
         assert PARTIAL not in self.placements, "a partial sum is no value that a DTensor could show"
         sharded = tuple(placement == SHARD for placement in self.placements)
-        mesh, others = self.ranks.mesh, self.ranks.others
-        return Cut(self.layout, index, mesh, sharded, others=others, tile=tile)
+        return Cut(self.layout, index, self.ranks, sharded, tile=tile)
 
     def dtensor(self, index: int, tile: Tile | None = None) -> ShardedTensor:
         """One parameter as a DTensor over this memory; writes to it are seen in ``state``."""

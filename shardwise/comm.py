@@ -19,19 +19,19 @@ few bytes (``agree``, ``any_rank``), are not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import streams
+from shardwise.axis import Axis as Axis
+from shardwise.axis import GroupLike
+from shardwise.axis import as_axis as as_axis
 from shardwise.lockstep import Call as Call
 from shardwise.lockstep import Journal, Ticket, recorded, uncounted
 from shardwise.lockstep import record as record
@@ -46,111 +46,11 @@ _LOCAL_REDUCE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+Facts: TypeAlias = NDArray[numpy.bool_]
 _SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
 # An all-reduce that sends no more than this is one exchange of everything with everybody; above it
 # a reduce-scatter and a gather, whose bytes do not grow with the ranks.
 _ONE_ROUND_BYTES = 1 << 18
-
-
-@dataclass(eq=False)
-class Axis:
-    """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
-
-    name: str
-    group: Any  # a ProcessGroup; None: nobody is behind this axis, see :meth:`pretended`
-    size: int
-    rank: int
-    backends: dict[str, str]  # by device type
-    peers: tuple[int, ...]  # global ranks, by rank on the axis
-    journal: Journal = field(repr=False)
-
-    @classmethod
-    def pretended(cls, name: str, size: int, rank: int, backend: str) -> Axis:
-        """An axis for a plan: tensors on the meta device are sent as ``backend`` would send them,
-        counted, and go nowhere."""
-        journal = Journal(None, rank, size)
-        return cls(name, None, size, rank, {"meta": backend}, tuple(range(size)), journal)
-
-    @property
-    def pretends(self) -> bool:
-        """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
-        return "meta" in self.backends or "fake" in self.backends.values()
-
-    def backend_for(self, tensor: Tensor) -> str | None:
-        return self.backends.get(tensor.device.type)
-
-    def separate(self) -> Axis:
-        """The same ranks on a communicator of their own (collective over the default group):
-        two collectives on one NCCL communicator never overlap, on two streams or not."""
-        return self._subgroup(self.peers, self.name)
-
-    def split(self, size: int) -> Axis:
-        """This rank's run of ``size`` neighbours on the axis (collective over the default
-        group)."""
-        first, name = self.rank // size * size, f"{self.name}/{size}"
-        if self.group is None:
-            return Axis.pretended(name, size, self.rank - first, self.backends["meta"])
-        key = (self, size)
-        if key not in _SPLITS:
-            _SPLITS[key] = self._subgroup(self.peers[first : first + size], name)
-        return _SPLITS[key]
-
-    def _subgroup(self, mine: tuple[int, ...], name: str) -> Axis:
-        groups = {mine[0]: list(mine)}
-        if not self.pretends:  # a rank names the first of its group: all of them would be ranks^2
-            firsts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(firsts, mine[0])
-            groups = {first: [] for first in sorted(firsts)}
-            for rank, first in enumerate(firsts):
-                groups[first].append(rank)
-        group = None
-        for first, peers in groups.items():  # every rank makes every group, in one order
-            made = dist.new_group(peers)
-            group = made if first == mine[0] else group
-        rank = mine.index(self.peers[self.rank])
-        journal = Journal(group, rank, len(mine))
-        return Axis(name, group, len(mine), rank, self.backends, mine, journal)
-
-
-GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
-Facts: TypeAlias = NDArray[numpy.bool_]
-_SPLITS: dict[tuple[Axis, int], Axis] = {}
-_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()
-
-
-def as_axis(group: GroupLike, name: str | None = None) -> Axis:
-    """The Axis of a process group. One group may be an axis of several meshes, under several names;
-    its messages are counted together all the same."""
-    if isinstance(group, Axis):
-        return group
-    known = _AXES.setdefault(group, {})
-    first = next(iter(known.values()), None)
-    if name is None:
-        name = first.name if first is not None else "group"
-    if name not in known:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        known[name] = Axis(
-            name=name,
-            group=group,
-            size=size,
-            rank=rank,
-            backends=_backends(group),
-            peers=tuple(dist.get_process_group_ranks(group)),
-            journal=first.journal if first is not None else Journal(group, rank, size),
-        )
-    return known[name]
-
-
-def _backends(group: Any) -> dict[str, str]:
-    """``{"cpu": "gloo", "cuda": "nccl"}`` and the like."""
-    pairs = dist.get_backend_config(group).split(",")
-    return dict(pair.split(":", 1) for pair in pairs)  # type: ignore[misc]
-
-
-def mesh_axes(mesh: DeviceMesh) -> tuple[Axis, ...]:
-    """The axes of a mesh, outer to inner."""
-    names = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    return tuple(as_axis(mesh.get_group(index), names[index]) for index in range(mesh.ndim))
 
 
 # ------------------------------------------------------------------------------ counting
@@ -234,6 +134,15 @@ def _elsewhere(axis: Axis, tensor: Tensor) -> torch.device | None:
     return None
 
 
+def _by_way_of(place: torch.device, out: Tensor, issue: Callable[[Tensor], Pending]) -> Pending:
+    """Run a collective into memory on ``place``, and copy what came to ``out``."""
+    moved = torch.empty(out.shape, dtype=out.dtype, device=place)
+    with uncounted():
+        issue(moved).wait()
+    out.copy_(moved)
+    return _DONE
+
+
 def _imagined(axis: Axis, tensor: Tensor) -> bool:
     """Whether nothing is left to do but to count: tensors on the meta device hold nothing to send.
     Messages of gloo are received in memory of the rank's own, which is counted too."""
@@ -253,6 +162,45 @@ def _native(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
 
 
+# ------------------------------------------------------------------------------ smaller groups
+
+
+def separate(axis: Axis) -> Axis:
+    """The same ranks on a communicator of their own (collective over the default group): two
+    collectives on one NCCL communicator never overlap, on two streams or not."""
+    return _subgroup(axis, axis.peers, axis.name)
+
+
+def split(axis: Axis, size: int) -> Axis:
+    """This rank's run of ``size`` neighbours on the axis (collective over the default group)."""
+    first, name = axis.rank // size * size, f"{axis.name}/{size}"
+    if axis.group is None:
+        return Axis.pretended(name, size, axis.rank - first, axis.backends["meta"])
+    key = (axis, size)
+    if key not in _SPLITS:
+        _SPLITS[key] = _subgroup(axis, axis.peers[first : first + size], name)
+    return _SPLITS[key]
+
+
+_SPLITS: dict[tuple[Axis, int], Axis] = {}
+
+
+def _subgroup(axis: Axis, mine: tuple[int, ...], name: str) -> Axis:
+    groups = {mine[0]: list(mine)}
+    if not axis.pretends:  # a rank names the first of its group: all of them would be ranks^2
+        firsts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(firsts, mine[0])
+        groups = {first: [] for first in sorted(firsts)}
+        for rank, first in enumerate(firsts):
+            groups[first].append(rank)
+    group = None
+    for first, peers in groups.items():  # every rank makes every group, in one order
+        made = dist.new_group(peers)
+        group = made if first == mine[0] else group
+    rank = mine.index(axis.peers[axis.rank])
+    return Axis(name, group, len(mine), rank, axis.backends, mine, Journal(group, rank, len(mine)))
+
+
 # ------------------------------------------------------------------------------ the collectives
 
 
@@ -269,11 +217,7 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
-        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with uncounted():
-            all_gather(moved, shard.to(place), axis).wait()
-        out.copy_(moved)
-        return _DONE
+        return _by_way_of(place, out, lambda moved: all_gather(moved, shard.to(place), axis))
     if _by_messages(axis, out):
         parts = list(out.view(-1).chunk(axis.size))
         if parts[axis.rank].data_ptr() != shard.data_ptr():
@@ -303,11 +247,9 @@ def reduce_scatter(
     if _imagined(axis, full):
         return _DONE
     if (place := _elsewhere(axis, full)) is not None:
-        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with uncounted():
-            reduce_scatter(moved, full.to(place), axis, divisor=divisor).wait()
-        out.copy_(moved)
-        return _DONE
+        return _by_way_of(
+            place, out, lambda moved: reduce_scatter(moved, full.to(place), axis, divisor=divisor)
+        )
     if _by_messages(axis, full):
         return _reduce_messages(ticket, axis, out, full, divisor)
     operation, rest = _native_sum(axis, divisor)
@@ -412,11 +354,9 @@ def all_reduce(
     if _imagined(axis, tensor):
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
-        moved = tensor.to(place)
-        with uncounted():
-            all_reduce(moved, axis, op, divisor=divisor).wait()
-        tensor.copy_(moved)
-        return _DONE
+        return _by_way_of(
+            place, tensor, lambda moved: all_reduce(moved.copy_(tensor), axis, op, divisor=divisor)
+        )
     if _by_messages(axis, tensor):
         return _all_reduce_messages(ticket, axis, tensor, op, divisor)
     operation, rest = (_REDUCE_OPS[op], None) if op != "sum" else _native_sum(axis, divisor)
@@ -465,11 +405,9 @@ def all_to_all(
     if _imagined(axis, out):
         return _DONE
     if (place := _elsewhere(axis, out)) is not None:
-        moved = torch.empty(out.shape, dtype=out.dtype, device=place)
-        with uncounted():
-            all_to_all(moved, source.to(place), out_sizes, sizes, axis).wait()
-        out.copy_(moved)
-        return _DONE
+        return _by_way_of(
+            place, out, lambda moved: all_to_all(moved, source.to(place), out_sizes, sizes, axis)
+        )
     if _by_messages(axis, out):
         outgoing, incoming = list(source.split(list(sizes))), list(out.split(list(out_sizes)))
         incoming[axis.rank].copy_(outgoing[axis.rank])
@@ -489,11 +427,7 @@ def broadcast(tensor: Tensor, group: GroupLike, source: int = 0) -> Pending:
     if _imagined(axis, tensor):
         return _DONE
     if (place := _elsewhere(axis, tensor)) is not None:
-        moved = tensor.to(place)
-        with uncounted():
-            broadcast(moved, axis, source).wait()
-        tensor.copy_(moved)
-        return _DONE
+        return _by_way_of(place, tensor, lambda moved: broadcast(moved.copy_(tensor), axis, source))
     wire = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     dist.broadcast(wire, axis.peers[source], group=axis.group)
     return _DONE

@@ -40,8 +40,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from shardwise import comm
 from shardwise.division import Division
 from shardwise.layout import Box, Layout, Shape
-from shardwise.mesh import PretendedMesh
-from shardwise.placements import REPLICATE, SHARD, shard_range
+from shardwise.mesh import PretendedMesh, Ranks
+from shardwise.placements import REPLICATE, SHARD, Placement
 from shardwise.tile import Tile
 
 
@@ -143,7 +143,7 @@ class Rows(Shard):
         """This rank's rows for ``distribute_tensor``, of the first rank's values, as torch does."""
         if self.cut.tile is not None:  # torch would go on to cut these rows over the other axes
             self._refuse()
-        axis = comm.mesh_axes(mesh)[mesh_dim]
+        axis = Ranks(mesh).axes[mesh_dim]
         if src_data_rank is not None and axis.size > 1 and not tensor.is_meta:
             tensor = tensor.detach().contiguous().clone()
             comm.broadcast(tensor, axis).wait()
@@ -161,10 +161,9 @@ class Cut:
 
     layout: Layout
     index: int
-    mesh: DeviceMesh
+    ranks: Ranks
     sharded: tuple[bool, ...]  # per mesh axis, outer to inner; the True ones are a suffix
     division: Division | None = None  # between replicas: see :meth:`divided`
-    others: comm.Axis | None = None  # ranks outside the mesh that hold other experts, each its own
     tile: Tile | None = None  # None: the item is the whole tensor
 
     def __post_init__(self) -> None:
@@ -202,6 +201,11 @@ class Cut:
         return torch.Size(self.item_shape if self.tile is None else self.tile.shape)
 
     @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel mesh."""
+        return self.ranks.mesh
+
+    @property
     def full_mesh(self) -> DeviceMesh:
         """The mesh of the DTensors: ``mesh``, and the axes of the tile inside of it."""
         return self.mesh if self.tile is None else self.tile.mesh
@@ -219,17 +223,13 @@ class Cut:
     def numel(self) -> int:
         return self.shape.numel()
 
-    @cached_property
-    def coordinate(self) -> tuple[int, ...]:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None, "checked in __post_init__"
-        return tuple(coordinate)
+    @property
+    def _placed(self) -> list[Placement]:
+        return [SHARD if sharded else REPLICATE for sharded in self.sharded]
 
     @cached_property
     def num_holders(self) -> int:
-        return math.prod(
-            self.mesh.size(axis) for axis, sharded in enumerate(self.sharded) if sharded
-        )
+        return self.ranks.num_shards(self._placed)
 
     @property
     def _num_runs(self) -> int:
@@ -255,9 +255,7 @@ class Cut:
     @cached_property
     def shard_index(self) -> int:
         """Which of ``num_holders`` parts this rank holds."""
-        placements = [SHARD if sharded else REPLICATE for sharded in self.sharded]
-        sizes = [self.mesh.size(axis) for axis in range(self.mesh.ndim)]
-        return shard_range(placements, sizes, self.coordinate, self.num_holders)[0]
+        return self.ranks.held(self._placed, self.num_holders)[0]
 
     def piece_of(self, holder: int) -> tuple[int, int]:
         """The elements [lo, hi) of the item that a holder has; (0, 0) where it has none."""
@@ -397,14 +395,10 @@ class Cut:
 
     # ------------------------------------------------------------------ collectives
 
-    def _data_axes(self, *, cut: bool) -> tuple[comm.Axis, ...]:
-        """The data-parallel axes of several ranks that hold different pieces, or the same ones."""
-        axes = zip(comm.mesh_axes(self.mesh), self.sharded, strict=True)
-        return tuple(axis for axis, sharded in axes if sharded == cut and axis.size > 1)
-
     @cached_property
     def _piece_axes(self) -> tuple[comm.Axis, ...]:
-        return self._data_axes(cut=True)
+        """The data-parallel axes among them."""
+        return self.ranks.chosen(self.sharded)
 
     @cached_property
     def axes(self) -> tuple[comm.Axis, ...]:
@@ -460,13 +454,14 @@ class Cut:
     def replica_axes(self) -> tuple[comm.Axis, ...]:
         """The axes whose ranks hold the same bytes, outer to inner."""
         tiles = self.tile.axes(cut=False) if self.tile is not None else ()
-        return self._data_axes(cut=False) + tiles
+        return self.ranks.chosen(not sharded for sharded in self.sharded) + tiles
 
     @cached_property
     def norm_axes(self) -> tuple[comm.Axis, ...]:
         """The axes that a norm is taken over. That of experts which are spread over ranks is the
         norm of the experts of all ranks: a total norm is then the same on every rank."""
-        return self.axes if self.others is None else (*self.axes, self.others)
+        others = self.ranks.others
+        return self.axes if others is None else (*self.axes, others)
 
     def reduce(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from shardwise.placements import SHARD, Placement, shard_range
+from shardwise.placements import SHARD, Placement, num_shards, shard_range
 
 Span: TypeAlias = tuple[int, int]  # [begin, end) of a rank's part of a buffer
 Piece: TypeAlias = tuple[int, int, int]  # (rank, low, high): elements [low, high) are stored there
@@ -121,10 +121,7 @@ def replica_shares(
         outer axis, at 0     | A | B |      ->  | A |
     """
     replicated = [a for a, placement in enumerate(main) if placement != SHARD]
-    count = 1
-    for placement, size in zip(main, sizes, strict=True):
-        count *= size if placement == SHARD else 1
-    shard = shard_range(main, sizes, coordinate, count)[0]
+    shard = shard_range(main, sizes, coordinate, num_shards(main, sizes))[0]
     shared: list[Span] = []
     parts: list[list[Span]] = [[] for _ in range(sizes[axis])]
     for index, (low, high, offset) in enumerate(pieces):

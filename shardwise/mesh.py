@@ -7,7 +7,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import comm
+from shardwise.placements import Placement, num_shards, shard_range
 
 AXES = ("dp_outer", "dp", "ep", "tp")
 DATA_AXES = ("dp_outer", "dp")
@@ -108,6 +111,51 @@ class PretendedMesh:
             rank = list(every).index(self._coordinate)
             self._parts[name,] = PretendedMesh([name], [self.size()], [rank], self._backend)
         return self._parts[name,]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A mesh as one rank sees it: axes outer to inner, and its place on each.
+
+    ``others``: the axis over which experts are spread, where the parameters on this mesh are some.
+    """
+
+    mesh: DeviceMesh
+    others: comm.Axis | None = None
+
+    @cached_property
+    def axes(self) -> tuple[comm.Axis, ...]:
+        names = self.mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(self.mesh.ndim))
+        return tuple(comm.as_axis(self.mesh.get_group(i), name) for i, name in enumerate(names))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    @cached_property
+    def coordinate(self) -> tuple[int, ...]:
+        return tuple(axis.rank for axis in self.axes)
+
+    def num_shards(self, placements: Sequence[Placement]) -> int:
+        """Into how many shards these placements cut a buffer."""
+        return num_shards(placements, self.sizes)
+
+    def held(self, placements: Sequence[Placement], num_shards: int) -> tuple[int, int]:
+        """The first of ``num_shards`` shards this rank holds, and how many."""
+        return shard_range(placements, self.sizes, self.coordinate, num_shards)
+
+    def chosen(self, flags: Iterable[bool]) -> tuple[comm.Axis, ...]:
+        """The flagged axes that have several ranks, outer to inner."""
+        return tuple(a for a, flag in zip(self.axes, flags, strict=True) if flag and a.size > 1)
+
+    def joint(self, flags: Sequence[bool]) -> comm.Axis:
+        """The flagged axes as one, which counts the inner axis fastest (see ``joint_places``)."""
+        if sum(flags) == 1:
+            return self.axes[flags.index(True)]
+        names = self.mesh.mesh_dim_names
+        assert names is not None, "a mesh of several axes is named, checked at construction"
+        chosen = tuple(itertools.compress(names, flags))
+        return comm.as_axis(flattened(self.mesh, chosen).get_group(), "+".join(chosen))
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

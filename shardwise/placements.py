@@ -195,6 +195,12 @@ def shard_range(
     return index * count, count
 
 
+def num_shards(placements: Sequence[Placement], sizes: Sequence[int]) -> int:
+    """Into how many shards these placements cut a buffer on a mesh of these sizes."""
+    pairs = zip(placements, sizes, strict=True)
+    return math.prod(size for placement, size in pairs if placement == SHARD)
+
+
 def joint_places(sizes: Sequence[int]) -> list[int]:
     """By rank of several axes joined into one, which counts the inner axis fastest: its place as
     :func:`shard_range` counts, the outer axis fastest."""

@@ -267,7 +267,7 @@ class ShardedTensor(DTensor):
 
     def _refuse_a_part(self) -> None:
         """DCP knows a tensor by its name alone, and other experts have the same name elsewhere."""
-        if self.cut.others is not None:
+        if self.cut.ranks.others is not None:
             raise NotImplementedError(
                 f"'{self.cut.name}' holds some experts, and other ranks hold other experts under "
                 f"the same name: torch.distributed.checkpoint would keep those of one rank for "

@@ -118,7 +118,7 @@ class Operations:
         cut = next(self._cuts((args, kwargs)))
         written = [each for each in func._schema.arguments if _is_written(each)]
         outs = [each.name for each in written if each.kwarg_only]
-        if len(outs) != len(written) or cut.others is not None or recorded_with_plain(args):
+        if len(outs) != len(written) or cut.ranks.others is not None or recorded_with_plain(args):
             _refuse_cut(func, cut, why)
         mesh = next(self._ours((args, kwargs))).device_mesh
         return on_the_whole(func, cut.name, args, kwargs, outs, mesh)
@@ -444,7 +444,7 @@ class Operations:
         for cut in cuts:
             within = cut.mesh.size() < widest.mesh.size()
             over = widest if within else cut
-            axes = comm.mesh_axes(over.mesh) if within else over.axes
+            axes = over.ranks.axes if within else over.axes
             value = over.reduce(found_inf.reshape(1), "max", axes)
             found_inf.copy_(value.view_as(found_inf))
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardwise import comm
 from shardwise.layout import Box
-from shardwise.mesh import joined
+from shardwise.mesh import Ranks, joined
 from shardwise.placements import chunk_range
 
 
@@ -63,23 +63,21 @@ class Tile:
         return tuple(getattr(placement, "dim", None) for placement in self.placements)
 
     @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.mesh)
+
+    @property
     def _sizes(self) -> tuple[int, ...]:
-        return tuple(self.mesh.size(axis) for axis in range(self.mesh.ndim))[self._own]
+        return self._ranks.sizes[self._own]
 
-    @cached_property
+    @property
     def _coordinate(self) -> tuple[int, ...]:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None, "checked before the tile is made"
-        return tuple(coordinate)[self._own]
-
-    @cached_property
-    def _axes(self) -> tuple[comm.Axis, ...]:
-        return comm.mesh_axes(self.mesh)[self._own]
+        return self._ranks.coordinate[self._own]
 
     def axes(self, *, cut: bool) -> tuple[comm.Axis, ...]:
         """The axes of several ranks that hold different tiles, or (``cut=False``) the same one."""
-        pairs = zip(self._axes, self.dims, strict=True)
-        return tuple(axis for axis, dim in pairs if (dim is not None) == cut and axis.size > 1)
+        own = [(dim is not None) == cut for dim in self.dims]
+        return self._ranks.chosen([False] * self.num_data_axes + own)
 
     # ------------------------------------------------------------------ where it lies
 
@@ -116,7 +114,7 @@ class Tile:
     def join(self, tile: Tensor) -> Tensor:
         """The whole tensor of every rank's tile (collective over the axes that cut it)."""
         for at in reversed(range(len(self.dims))):
-            dim, size, axis = self.dims[at], self._sizes[at], self._axes[at]
+            dim, size, axis = self.dims[at], self._sizes[at], self._ranks.axes[self._own][at]
             if dim is None or size == 1:
                 continue
             outer = self._coordinate[:at]

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -91,13 +92,29 @@ def make_trainer(
 ) -> Trainer:
     config = dataclasses.replace(TINY, **changes)
     path = Path(folder)
-    return Trainer(
-        config,
-        make_world(rank, world_size),
-        path,
-        resume=None if resume is None else Path(resume),
-        or_older=or_older,
-    )
+    with mock.patch.object(Trainer, "_plan", _plan_once):
+        return Trainer(
+            config,
+            make_world(rank, world_size),
+            path,
+            resume=None if resume is None else Path(resume),
+            or_older=or_older,
+        )
+
+
+_PLANS: dict[str, dict[str, Any]] = {}
+_REAL_PLAN = Trainer._plan
+
+
+def _plan_once(trainer: Trainer) -> dict[str, Any]:
+    """The plan of a run. It takes longer than eight steps, and many runs of a process have the
+    same."""
+    unread = ("data", "steps", "lr", "matrix_lr", "weight_decay", "warmup", "decay")
+    config = {k: v for k, v in vars(trainer.config).items() if k not in unread}
+    key = repr((sorted(config.items()), trainer.world))
+    if key not in _PLANS:
+        _PLANS[key] = _REAL_PLAN(trainer)
+    return _PLANS[key]
 
 
 def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
+from shardwise.mesh import Ranks
 from shardwise.tensor import Cut, ShardedTensor, Version
 from tests.ranks import run_ranks
 
@@ -66,7 +67,7 @@ class World:
         items = [Item(name, shape, grain) for name, shape in SHAPES.items()]
         self.layout: Layout = plan(tuple(items), holders * finer)
         self.cuts = [
-            Cut(self.layout, index, self.mesh, self.sharded) for index in range(len(items))
+            Cut(self.layout, index, Ranks(self.mesh), self.sharded) for index in range(len(items))
         ]
 
     def tensors(
@@ -82,7 +83,7 @@ class World:
         for index, (name, full) in enumerate(fulls.items()):
             cut = self.cuts[index]
             if fresh_cuts:
-                cut = Cut(self.layout, index, self.mesh, self.sharded)
+                cut = Cut(self.layout, index, Ranks(self.mesh), self.sharded)
             lo, hi = cut.piece
             start = self.layout.starts[index] + lo - begin if hi > lo else 0
             local = flat[start : start + hi - lo].view(cut.local_shape)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.mesh import Ranks
 from shardwise.placements import chunk_range
 
 IGNORED = -100  # a target that is not scored
@@ -28,7 +29,7 @@ def cut_cross_entropy(logits: Tensor, targets: Tensor, z_coefficient: float = 0.
     ``z_coefficient``: weight of the squared logarithm of the softmax's denominator.
     """
     assert isinstance(logits, DTensor)
-    [axis], [placement] = comm.mesh_axes(logits.device_mesh), logits.placements
+    [axis], [placement] = Ranks(logits.device_mesh).axes, logits.placements
     assert placement.is_shard(logits.ndim - 1), f"the vocabulary is {placement}"
     first, _ = chunk_range(logits.shape[-1], [axis.size], [axis.rank])
     rows, answers = logits.to_local().flatten(0, -2).float(), targets.flatten()

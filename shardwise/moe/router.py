@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.mesh import Ranks
 from shardwise.moe.activation import wide
 
 
@@ -246,7 +247,7 @@ class Router(nn.Module):
         weight = self.weight
         if not isinstance(weight, DTensor) or weight.device_mesh.size() <= sum(a.size for a in own):
             return own
-        return comm.mesh_axes(weight.device_mesh)
+        return Ranks(weight.device_mesh).axes
 
     def forget_load(self) -> None:
         """Reset the counts."""

@@ -28,6 +28,7 @@ from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.division import ByMatrix
 from shardwise.layout import ELEMENT, Item, Layout
+from shardwise.mesh import Ranks
 from shardwise.optim.exchange import Key
 from shardwise.optim.gradients import gradient_of, state_cut
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
@@ -92,10 +93,9 @@ class FunctionGroup(MatrixGroup):
         if mesh is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         item = Item(name, shape, ELEMENT)
-        others = parameter.cut.others if isinstance(parameter, ShardedTensor) else None
-        whole = Cut(
-            Layout((item,), 1, item.numel, (0,)), 0, mesh, (False,) * mesh.ndim, others=others
-        )
+        others = parameter.cut.ranks.others if isinstance(parameter, ShardedTensor) else None
+        layout, ranks = Layout((item,), 1, item.numel, (0,)), Ranks(mesh, others)
+        whole = Cut(layout, 0, ranks, (False,) * mesh.ndim)
         place = self._places[self.exchange.ownership.owners[key[0]]]
         ranges = [(0, 0)] * mesh.size()
         ranges[place] = (0, item.numel)

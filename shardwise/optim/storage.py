@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
-from shardwise.buffer import Ranks
 from shardwise.layout import Layout
+from shardwise.mesh import Ranks
 from shardwise.optim.split import Piece
-from shardwise.placements import REPLICATE, SHARD, chunk_range, joint_places
+from shardwise.placements import chunk_range, joint_places
 from shardwise.tensor import ShardedTensor, Version
 
 Flags = tuple[bool, ...]  # one per mesh axis
@@ -48,8 +48,13 @@ class Sharding:
     num_data_axes: int | None = None  # None: all; ranks of the others exchange no copies
 
     @cached_property
+    def ranks(self) -> Ranks:
+        assert self.mesh is not None, "a plain tensor lies on no mesh"
+        return Ranks(self.mesh)
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(self.mesh.size(axis) for axis in range(self.mesh.ndim)) if self.mesh else ()
+        return self.ranks.sizes if self.mesh is not None else ()
 
     @property
     def replicated(self) -> Flags:
@@ -65,7 +70,7 @@ class Sharding:
         """The chosen axes as one (its first use may be collective); None: it has one rank."""
         if self.mesh is None or self.count(flags) == 1:
             return None
-        return Ranks(self.mesh).joint([SHARD if one else REPLICATE for one in flags])
+        return self.ranks.joint(flags)
 
     def places(self, flags: Flags) -> list[int]:
         """By rank of the joint axis: its place as ``shard_range`` counts."""
@@ -74,22 +79,21 @@ class Sharding:
     @cached_property
     def block(self) -> int:
         """The number of this rank's block."""
-        coordinate = self.mesh.get_coordinate() if self.mesh is not None else None
-        return next(itertools.compress(coordinate or (), self.blocked), 0)
+        place = self.ranks.coordinate if self.mesh is not None else ()
+        return next(itertools.compress(place, self.blocked), 0)
 
     @property
     def axes(self) -> tuple[comm.Axis, ...]:
         """All axes of the mesh that have several ranks, outer to inner."""
-        axes = comm.mesh_axes(self.mesh) if self.mesh is not None else ()
-        return tuple(axis for axis in axes if axis.size > 1)
+        return self.ranks.chosen([True] * len(self.sizes)) if self.mesh is not None else ()
 
     @property
     def cutting_axes(self) -> tuple[comm.Axis, ...]:
         """The axes of several ranks that store different elements, outer to inner."""
         if self.mesh is None:
             return ()
-        flags = zip(comm.mesh_axes(self.mesh), self.sharded, self.blocked, strict=True)
-        return tuple(axis for axis, shards, blocks in flags if shards | blocks and axis.size > 1)
+        pairs = zip(self.sharded, self.blocked, strict=True)
+        return self.ranks.chosen(shards or blocks for shards, blocks in pairs)
 
 
 _PLAIN = Sharding()

@@ -29,13 +29,16 @@ def plan_event(
     """
     chosen = plan(model, mesh_shape, placements, **options)
     options.pop("batch", None)
+    own = strategy_name(as_placements(placements))
     tp = mesh_shape.get("tp", 1)
     flat = {"dp": prod(mesh_shape.values()) // tp, "tp": tp}
     bars = {}
     for name, strategy in STRATEGIES.items():
-        if strategy.num_axes == len(mesh_shape.keys() - {"tp"}):
+        if name == own:
+            bars[name] = bars_of(chosen)
+        elif strategy.num_axes == len(mesh_shape.keys() - {"tp"}):
             bars[name] = bars_of(plan(model, mesh_shape, strategy, **options))
         elif strategy.num_axes == 1:
             bars[name] = bars_of(plan(model, flat, strategy, **options))
-    bars[strategy_name(as_placements(placements))] = bars_of(chosen)
+    bars.setdefault(own, bars_of(chosen))
     return {"plan": chosen.as_dict(), "strategies": bars}

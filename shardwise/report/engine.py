@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.buffer import Ranks
 from shardwise.memory import Ledger
-from shardwise.mesh import PretendedMesh
+from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.functions import ANY
 from shardwise.optim.muon import MuonSettings
@@ -37,9 +36,9 @@ from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
 from shardwise.report.units import Buffer, Owner
 from shardwise.shard.bucketed import BucketedUnit
+from shardwise.shard.building import PlannedBuffer, build_unit
 from shardwise.shard.fully_shard import after_forward
 from shardwise.shard.group import Group, carry_attributes
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import Found
@@ -304,43 +303,28 @@ def _build_unit(
     over: dict[int, Ranks],
     in_model: bool,
 ) -> BuiltUnit:
-    groups: list[Group] = []
-    where: dict[int, tuple[int, int]] = {}
-    for buffer in buffers:
-        for index, position in enumerate(buffer.members):
-            where[position] = (len(groups), index)
-        group = GROUPS[buffer.format](
-            buffer.layout.items,
-            [_stand_in(owner.found[position]) for position in buffer.members],
-            over[buffer.ep],
-            options.placements,
-            options.precision,
-            META,
-            layout=buffer.layout,
-        )
-        if buffer.ep > 1:  # gradients of experts are sums over the tokens of all ranks
-            group.gradients.divisor = float(options.mesh.num_ranks)
-        groups.append(group)
-    bucketed = options.bucket_mb is not None
     kept_axis, release = after_forward(options.reshard_after_forward, over[owner.ep])
-    extra: dict[str, Any] = {"stages": None} if bucketed else {}
-    places = [
-        (parameters, name, *where[position])
-        for position, found in enumerate(owner.found if in_model else ())
-        for parameters, name in found.places
-    ]
-    unit = (BucketedUnit if bucketed else Unit)(
+    ranks = float(options.mesh.num_ranks)  # gradients of experts are sums over the tokens of all
+    unit, where = build_unit(
+        Unit if options.bucket_mb is None else BucketedUnit,
         owner.name,
         [owner.module],
-        groups,
-        places,
-        precision=options.precision,
+        owner.found if in_model else (),
+        [
+            PlannedBuffer(
+                one.members, one.layout, one.format, over[one.ep], ranks if one.ep > 1 else None
+            )
+            for one in buffers
+        ],
+        [_stand_in(one) for one in owner.found],
+        options.placements,
+        options.precision,
+        META,
         release_after_forward=release,
         kept_axis=kept_axis,
         unused="error",
         options={},
         early=options.gather_in_step,
-        **extra,
     )
     return BuiltUnit(owner, unit, where)
 

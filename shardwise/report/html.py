@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.loss import Event, loss_canvas, number
+from shardwise.report.loss_curve import Event, loss_canvas, number
 from shardwise.report.page import SCRIPT, STYLE
 from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
 from shardwise.report.sizes import count_text, size_text

@@ -22,6 +22,7 @@ from shardwise.placements import (
     STRATEGIES,
     Placement,
     Placements,
+    num_shards,
     shard_range,
 )
 from shardwise.precision import Precision
@@ -63,8 +64,7 @@ class Mesh:
         return math.prod(self.sizes)
 
     def num_shards(self, placements: Sequence[Placement]) -> int:
-        pairs = zip(placements, self.sizes, strict=True)
-        return math.prod(size for placement, size in pairs if placement == SHARD)
+        return num_shards(placements, self.sizes)
 
     def without(self, ep: int) -> Mesh:
         """The mesh of the ranks that hold the same experts: one of every ``ep`` neighbours on the

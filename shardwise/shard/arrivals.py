@@ -92,6 +92,10 @@ class Arrivals:
             self.delayed.discard(key)
         return True
 
+    def delay(self, number: int, index: int) -> None:
+        """The gradient of one parameter comes later, perhaps after this backward."""
+        self.delayed.add((number, index))
+
     @property
     def only_delayed(self) -> bool:
         """Whether gradients are missing, and all of these are delayed."""

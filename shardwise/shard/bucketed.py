@@ -14,7 +14,7 @@ forward used: collectives match on every rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,17 +77,23 @@ class BucketedUnit(Unit):
 
     def __init__(
         self,
-        *args: Any,
-        stages: Mapping[nn.Module, list[int]] | None,
-        **kw: Any,
+        name: str,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        places: Sequence[Place],
+        *,
+        staged: bool = False,
+        **options: Any,
     ) -> None:
+        """``staged``: modules wait for their own weights, not the whole model for all."""
         self._next = 0  # the bucket whose turn it is to reduce
         self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
+        stages = _stages(modules[0], places) if staged else {}
         self._staged = bool(stages)
-        super().__init__(*args, **kw)
+        super().__init__(name, modules, groups, places, **options)
         self._stages = [
             stage.register_forward_pre_hook(partial(_await, weakref.ref(self), numbers))
-            for stage, numbers in (stages or {}).items()
+            for stage, numbers in stages.items()
         ]
 
     def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> BucketedWeights:
@@ -141,7 +147,21 @@ def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None
         owner.awaited(numbers)
 
 
-def stages_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+def _stages(model: nn.Module, places: Sequence[Place]) -> dict[nn.Module, list[int]]:
+    """The buckets that each waiting module reads."""
+    held: dict[int, set[int]] = {}
+    for parameters, _, number, _ in places:
+        held.setdefault(id(parameters), set()).add(number)
+    found: dict[nn.Module, list[int]] = {}
+    for stage, inside in _modules_in_order(model):
+        numbers = {number for inner in inside for number in held.get(id(inner._parameters), ())}
+        # The root's own wait is its unit's; it comes before this one, and shows nothing.
+        if numbers:
+            found[stage] = sorted(numbers, reverse=True)
+    return found
+
+
+def _modules_in_order(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """Modules that forward comes to one after another, and whose parameters each may read.
 
     A module with lists of modules inside (a decoder, a block with experts) computes by calling

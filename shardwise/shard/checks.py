@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
-from shardwise.buffer import Ranks
 from shardwise.layout import Grain
+from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision

@@ -24,9 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.agreement import raise_together
-from shardwise.buffer import Ranks
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
-from shardwise.mesh import data_mesh, default_mesh
+from shardwise.mesh import Ranks, data_mesh, default_mesh
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.muon_step import kernels_everywhere
 from shardwise.optim.presets import price
@@ -36,8 +35,9 @@ from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
-from shardwise.shard.bucketed import BucketedUnit, stages_of
+from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
+from shardwise.shard.building import PlannedBuffer, build_unit
 from shardwise.shard.checks import (
     bucket_problems,
     check_types,
@@ -51,9 +51,7 @@ from shardwise.shard.checks import (
     share_of,
 )
 from shardwise.shard.formats import stored_as
-from shardwise.shard.group import Group
 from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
 from shardwise.tile import tile_of
 
@@ -149,8 +147,6 @@ def data_parallel(
     raise_together(_VERB, problems, description, ranks.axes, same="wrap the same module")
 
     device = device_of(mesh)
-    places_of: dict[int, tuple[int, int]] = {}
-    groups: list[Group] = []
     values: dict[int, Tensor] = {}
     spread = {}
     for home in dict.fromkeys(homes):
@@ -161,46 +157,37 @@ def data_parallel(
     measured = kernels_everywhere(device, ranks.axes)
     formats = [one.format for one in stored]
     shards = {home: over.num_shards(placements.main) for home, over in spread.items()}
-    for home, members, bucket in planned_buckets(
+    planned = planned_buckets(
         found, routes, homes, formats, shards, settings, bucket_mb, measured, grain
-    ):
-        for index, position in enumerate(members):
-            places_of[position] = (len(groups), index)
-        tensors = [values[position] for position in members]
-        layout = bucket.layout
-        group = GROUPS[stored[members[0]].format](
-            layout.items,
-            tensors,
-            spread[home],
-            placements,
-            precision,
-            device,
-            layout=layout,
-            tiles=[tile_of(found[position].parameter, home) for position in members],
-        )
-        if home != mesh:
-            group.gradients.divisor = float(mesh.size())
-        groups.append(group)
-    del values
-    places = [
-        (parameters, name, *places_of[position])
-        for position, f in enumerate(found)
-        for parameters, name in f.places
-    ]
-    unit = BucketedUnit(
+    )
+    unit, _ = build_unit(
+        BucketedUnit,
         type(model).__name__,
         [model],
-        groups,
-        places,
-        precision=precision,
+        found,
+        [
+            PlannedBuffer(
+                members,
+                bucket.layout,
+                formats[members[0]],
+                spread[home],
+                None if home == mesh else float(mesh.size()),
+            )
+            for home, members, bucket in planned
+        ],
+        [values[position] for position in range(len(found))],
+        placements,
+        precision,
+        device,
+        tiles=[tile_of(f.parameter, home) for f, home in zip(found, homes, strict=True)],
+        stored=stored,
         release_after_forward=None,
         kept_axis=None,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
-        stages=_stages(model, places) if overlap_gather else None,
+        staged=bool(overlap_gather),
         early=overlap_gather == "step",
     )
-    unit.stored = {places_of[position]: one for position, one in enumerate(stored)}
     install([model], unit, device, found)
     return model
 
@@ -274,22 +261,6 @@ def matrix_cost(
     one = partial(price, polynomial=settings.polynomial, form=settings.form, measured=measured)
     matrices = matrices_of(route.shape_of(shape), route.split)
     return sum(one(rows, cols) for matrix in matrices for rows, cols in matrix.shapes)
-
-
-def _stages(
-    model: nn.Module, places: Sequence[tuple[dict[str, Any], str, int, int]]
-) -> dict[nn.Module, list[int]]:
-    """The buckets that each waiting module reads."""
-    held: dict[int, set[int]] = {}
-    for parameters, _, number, _ in places:
-        held.setdefault(id(parameters), set()).add(number)
-    found: dict[nn.Module, list[int]] = {}
-    for stage, inside in stages_of(model):
-        numbers = {number for inner in inside for number in held.get(id(inner._parameters), ())}
-        # The root's own wait is its unit's; it comes before this one, and shows nothing.
-        if numbers:
-            found[stage] = sorted(numbers, reverse=True)
-    return found
 
 
 # ------------------------------------------------------------------------------ meshes, problems

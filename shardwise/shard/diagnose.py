@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
+from shardwise.mesh import Ranks
 from shardwise.placements import SHARD
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
@@ -50,7 +51,7 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
                         counts[index, kind, 0] = torch.isnan(local).sum().item()
                         counts[index, kind, 1] = torch.isinf(local).sum().item()
             mesh = max((p.cut.full_mesh for p in group.sharded), key=DeviceMesh.size)  # type: ignore[attr-defined]
-            everyone = _gather_counts(counts, comm.mesh_axes(mesh), group.device)
+            everyone = _gather_counts(counts, Ranks(mesh).axes, group.device)
             for coordinate, table in everyone:
                 for index in range(len(group.sharded)):
                     for kind, word in enumerate(("parameter", "gradient")):

@@ -17,14 +17,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise import comm
 from shardwise.agreement import raise_together
-from shardwise.buffer import Ranks
 from shardwise.layout import CHEAP_PADDING, Layout, cut_finer, plan_groups
-from shardwise.mesh import data_mesh, default_mesh
+from shardwise.mesh import Ranks, data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format
-from shardwise.precision.policy import Stored
 from shardwise.shard.buckets import PROMISED_PADDING
+from shardwise.shard.building import PlannedBuffer, build_unit
 from shardwise.shard.checks import (
     check_types,
     describe_parameter,
@@ -39,9 +38,7 @@ from shardwise.shard.checks import (
     product_problems,
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
-from shardwise.shard.group import Group
 from shardwise.shard.module import unit_of
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import (
     Found,
@@ -142,52 +139,32 @@ def fully_shard(
     values = same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
     pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
-    groups: list[Group] = []
-    where: dict[int, tuple[int, int]] = {}
-    stored: dict[tuple[int, int], Stored] = {}
-    for members, layout, format in planned_groups(
-        found, ranks.num_shards(placements.main), grain, precision
-    ):
-        tensors = [values[position] for position in members]
-        tiles = [tile_of(found[position].parameter, mesh) for position in members]
-        for index, position in enumerate(members):
-            where[position] = (len(groups), index)
-            stored[len(groups), index] = stored_as(found[position], precision)
-        groups.append(
-            GROUPS[format](
-                layout.items,
-                tensors,
-                ranks,
-                placements,
-                precision,
-                device,
-                layout=layout,
-                tiles=tiles,
-                offload=offload,
-                pin=pin,
-            )
-        )
-        if ranks.others is not None:  # gradients of experts are sums over the tokens of all of them
-            groups[-1].gradients.divisor = float(mesh.size() * ranks.others.size)
-    del values
-    places = [
-        (parameters, name, *where[position])
-        for position, f in enumerate(found)
-        for parameters, name in f.places
-    ]
-    unit = Unit(
+    # Gradients of experts are sums over the tokens of all ranks.
+    divisor = None if ranks.others is None else float(mesh.size() * ranks.others.size)
+    shards = ranks.num_shards(placements.main)
+    unit, _ = build_unit(
+        Unit,
         type(roots[0]).__name__ if roots else "empty",
         roots,
-        groups,
-        places,
-        precision=precision,
+        found,
+        [
+            PlannedBuffer(*planned, ranks, divisor)
+            for planned in planned_groups(found, shards, grain, precision)
+        ],
+        values,
+        placements,
+        precision,
+        device,
+        tiles=[tile_of(f.parameter, mesh) for f in found],
+        stored=[stored_as(f, precision) for f in found],
+        offload=offload,
+        pin=pin,
         release_after_forward=release,
         kept_axis=kept_axis,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
         early=gather_in_step,
     )
-    unit.stored = stored
     install(roots, unit, device, found)
     return module
 
@@ -262,4 +239,4 @@ def after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | 
     if wanted == 1:
         return None, False
     axis = ranks.axes[-1]
-    return (None, True) if wanted == axis.size else (axis.split(wanted), True)
+    return (None, True) if wanted == axis.size else (comm.split(axis, wanted), True)

@@ -15,10 +15,6 @@ the replicas (``Version.divisions``): these go to the replica that works on them
 shows them.
 
 Every contribution is divided exactly once per axis, by the reduction that sums it over that axis.
-
-A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
-values as in plain torch: the main grad's memory is left to the holder, and the next gradients get
-another.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -36,7 +31,6 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.division import Division, Shares, replica_shares
 from shardwise.memory import CACHING, Source
 from shardwise.placements import (
     PARTIAL,
@@ -44,10 +38,11 @@ from shardwise.placements import (
     Placements,
     steps,
 )
-from shardwise.shard.replicas import reduce_shares
+from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad
 from shardwise.shard.runtime import Runtime
+from shardwise.shard.shares import reduce_shares
 from shardwise.shard.whole_parameter import Whole
-from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
+from shardwise.tensor import UNREDUCED
 
 
 class Gradients:
@@ -66,7 +61,8 @@ class Gradients:
     ) -> None:
         self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
         self.main_weight = main_weight
-        self.wire_dtype, self.device, self.pin = wire_dtype, device, pin
+        self.main = MainGrad(main_weight, sharded, pin=pin)
+        self.wire_dtype, self.device = wire_dtype, device
         self.ranks, self.layout = main_weight.ranks, main_weight.layout
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
@@ -92,13 +88,7 @@ class Gradients:
         self._packed: Buffer | None = None
         self._partial: Buffer | None = None
         self._inner: Buffer | None = None
-        self._main: Buffer | None = None
-        self._dtensors: list[ShardedTensor] = []
-        self._locals: list[Tensor] = []  # of these
-        self._divisions: dict[int, Division] | None = None  # for which these were made
-        self._references = 0  # to them and their memory while nobody else has any
-        self._shares: dict[int, Shares] = {}  # by axis
-        self._views: dict[int, list[Tensor]] = {}
+        self._views: dict[int, list[Tensor]] = {}  # by id, of whole buffers
         self._open: Buffer | None = None
         self._open_fresh = True
         self._written: set[int] = set()  # asked for membership only, never iterated
@@ -145,7 +135,7 @@ class Gradients:
                 self.main_weight.dtype, "grad_accumulator"
             )
             return self._partial, not self._partial.block.live
-        main_fresh = self._main_is_fresh()
+        main_fresh = self.main.fresh
         # Nothing is scattered and nothing cast: sum in the main grad itself and reduce it in place.
         unscattered = self.ranks.num_shards(self.placements.main) == 1
         if (
@@ -156,7 +146,7 @@ class Gradients:
             and not self._inner_waits
             and (main_fresh or self._alone)
         ):
-            main = self._main_buffer(unused=True) if main_fresh else self._repair_main()
+            main = self.main.ready(unused=True) if main_fresh else self.main.repaired()
             return main, main_fresh
         self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
         return self._packed, True
@@ -182,66 +172,13 @@ class Gradients:
         buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
 
-    def _main_buffer(self, unused: bool = False) -> Buffer:
-        """The main grad, with memory: views of a buffer that has none cannot be made. ``unused``:
-        it will be overwritten, so not the one that somebody still holds."""
-        if unused:
-            self._leave_main_to_holders()
-        if self._main is None:
-            weight = self.main_weight
-            self._main = Buffer(
-                self.layout,
-                self.ranks,
-                weight.placements,
-                weight.dtype,
-                weight.flat.device,
-                "grad",
-                pin=self.pin and weight.flat.device.type == "cpu",
-            )
-        self._main.block.acquire(CACHING)
-        if self._divisions is not self.main_weight.version.divisions:
-            self._divisions, self._shares = self.main_weight.version.divisions, {}
-            self._dtensors = [self._show(self._main, index) for index in range(len(self.sharded))]
-            self._locals = [grad._local_tensor for grad in self._dtensors]
-            self._references = self._count_references(self._main)
-        return self._main
-
-    def _leave_main_to_holders(self) -> None:
-        main = self._main
-        if main is None or not main.block.live:
-            return
-        held = self._count_references(main) > self._references
-        if held or not main.flat.untyped_storage().resizable():  # numpy showed it once
-            self._forget_main()
-
-    def _forget_main(self) -> None:
-        """Leave the main grad's memory to its holders; the next gradients get another."""
-        self._views.pop(id(self._main), None)
-        self._main, self._divisions, self._dtensors, self._locals = None, None, [], []
-
-    def _count_references(self, main: Buffer) -> int:
-        """The number of references to the main grad's memory and to the tensors that show it, own
-        views excepted."""
-        storage = main.flat.untyped_storage()
-        found: int = torch._C._storage_Use_Count(storage._cdata) - len(
-            self._views.get(id(main), ())
-        )  # type: ignore[attr-defined]
-        return found + sum(map(getrefcount, self._dtensors)) + sum(map(getrefcount, self._locals))
-
-    def _show(self, main: Buffer, index: int) -> ShardedTensor:
-        """The gradient of one parameter; this rank's range, where replicas divide it."""
-        cut, local = self.sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
-        division = self.main_weight.version.divisions.get(index)
-        if division is not None:
-            cut, whole = cut.divided(division), cut
-            local = cut.within(whole, local)
-        return ShardedTensor(local, cut, version=main.version)
-
     def _source_of(self, buffer: Buffer) -> Source:
         """Only the packed gradients come and go within one backward; the others outlive it."""
         return self.source if buffer is self._packed else CACHING
 
     def _views_of(self, buffer: Buffer) -> list[Tensor]:
+        if buffer is self.main.buffer:
+            return self.main.views()
         views = self._views.get(id(buffer))
         if views is None:
             views = [buffer.view(index) for index in range(len(self.unsharded))]
@@ -267,15 +204,15 @@ class Gradients:
             self._packed.flat.copy_(target.flat)
             target.block.release(CACHING)
             target = self._packed
-        fresh = last and self._main_is_fresh()
+        fresh = last and self.main.fresh
         if last and fresh:
-            self._main_buffer(unused=target is not self._main)
-        elif last and target is not self._main:
-            self._repair_main()
+            self.main.ready(unused=target is not self.main.buffer)
+        elif last and target is not self.main.buffer:
+            self.main.repaired()
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that divide matrices split a step into two collectives.
-        number = len(self._steps[last]) * (2 if self._divisions else 1)
+        number = len(self._steps[last]) * (2 if self.main.divisions else 1)
         runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
 
     def _pack(self, target: Buffer) -> None:
@@ -308,7 +245,7 @@ class Gradients:
         lanes = runtime.lanes
         current, lane = target.flat, "reduce"
         planned = self._steps[last]
-        main = self._main if last else None
+        main = self.main.buffer if last else None
         inner_live = self._inner_waits
         divisors = self._divisors(planned)
         for position, (axis, scatter, outer) in enumerate(planned):
@@ -325,7 +262,10 @@ class Gradients:
                 divisor = divisors[position]
                 on_wire = None if self.sum_only else divisor
                 if not scatter:
-                    yield from self._reduce_replicas(current, axis, link, on_wire)
+                    if self.main.divisions:  # some go to one replica alone
+                        yield from reduce_shares(current, self.main.shares(axis), link, on_wire)
+                    else:
+                        yield comm.all_reduce(current, link, divisor=on_wire)
                     if self.sum_only and divisor is not None:
                         current.div_(divisor)
                     continue
@@ -343,21 +283,6 @@ class Gradients:
             if last and not planned and self.divisor is not None:
                 current.div_(self.divisor)
             self._store(current, last, fresh)
-
-    def _reduce_replicas(
-        self, current: Tensor, axis: int, link: comm.Axis, divisor: float | None
-    ) -> Iterator[comm.Pending]:
-        """Reduce in place over an axis of replicas: to all of them, or to the one that owns a
-        matrix."""
-        if not self._divisions:
-            yield comm.all_reduce(current, link, divisor=divisor)
-            return
-        if axis not in self._shares:
-            main, over = self.main_weight, self.ranks
-            self._shares[axis] = replica_shares(
-                main.pieces, self._divisions, main.placements, over.sizes, over.coordinate, axis
-            )
-        yield from reduce_shares(current, self._shares[axis], link, divisor)
 
     def _plan_steps(self, last: bool) -> list[tuple[int, bool, bool]]:
         """(axis, whether it scatters, whether it waited for the last microbatch), in order."""
@@ -383,8 +308,8 @@ class Gradients:
 
     def _store(self, value: Tensor, last: bool, fresh: bool) -> None:
         if last:
-            assert self._main is not None
-            into = self._main.flat
+            assert self.main.buffer is not None
+            into = self.main.buffer.flat
             if into.data_ptr() == value.data_ptr():
                 return
         else:
@@ -413,69 +338,26 @@ class Gradients:
 
         def finish() -> None:
             self._in_flight = False
-            if target is not self._main:
+            if target is not self.main.buffer:
                 target.block.release(self._source_of(target))
             if last:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
                 self._wait_no_more()
-                self._publish(runtime)
+                hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
+                if hooked:
+                    runtime.wait_on_host()  # hooks may read the gradients on the host
+                for parameter in hooked:
+                    for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                        hook(parameter)
 
         return finish
 
-    # ------------------------------------------------------------------ what the optimizer sees
-
-    def _publish(self, runtime: Runtime) -> None:
-        """Show the reduced gradients on the parameters at rest, and tell who asked to be told."""
-        hooked = []
-        with _plain_attributes():
-            for parameter, whole, grad, brought in zip(
-                self.sharded, self.unsharded, self._dtensors, self.brought, strict=True
-            ):
-                came = whole.requires_grad and (brought or self.shows_zeros)
-                # One without a gradient in this step shows that of the steps before, if any.
-                if came or (whole.requires_grad and parameter.grad is not None):
-                    parameter.grad = grad
-                if came and parameter._post_accumulate_grad_hooks:
-                    hooked.append(parameter)
-        if hooked:
-            runtime.wait_on_host()  # hooks may read the gradients on the host
-        for parameter in hooked:
-            for hook in list(parameter._post_accumulate_grad_hooks.values()):
-                hook(parameter)
-
-    def _main_is_fresh(self) -> bool:
-        with _plain_attributes():
-            return all(map(is_, map(_GRAD, self.sharded), repeat(None)))
-
-    def _repair_main(self) -> Buffer:
-        """Some grads may be gone or replaced by the user's: the main grad that says what they say.
-
-        In other memory, where the user's may lie in this one (two gradients exchanged).
-        """
-        with _plain_attributes():
-            grads = list(map(_GRAD, self.sharded))
-        shown: list[Any] = list(self._dtensors) or [None] * len(grads)
-        if any(
-            grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
-        ):
-            self._forget_main()
-        main = self._main_buffer()
-        for grad, ours in zip(grads, self._dtensors, strict=True):
-            if grad is None:
-                ours.to_local().zero_()
-            elif isinstance(grad, ShardedTensor) and grad is not ours:
-                ours.to_local().copy_(ours.cut.within(grad.cut, grad.to_local()))
-            elif grad is not ours:  # the whole of it, of which this rank holds a piece
-                ours.copy_(grad)
-        return main
+    # ------------------------------------------------------------------ between backwards
 
     def tidy(self) -> None:
         """Prepare for a forward: give back the memory of gradients that the user dropped."""
-        if self._main is not None and self._main.block.live and self._main_is_fresh():
-            self._leave_main_to_holders()
-            if self._main is not None:
-                self._main.block.release(CACHING)
+        self.main.give_back()
         self._drop_waiting()
         if self._stamp is not None and self._stamp != self.main_weight.state:
             names = [item.name for item in self.layout.items]
@@ -486,8 +368,8 @@ class Gradients:
 
     def unreduced(self) -> list[int]:
         """Parameters whose gradient of this microbatch has come and was not reduced."""
-        with _plain_attributes():
-            grads = list(map(_GRAD, self.unsharded))
+        with plain_attributes():
+            grads = list(map(read_grad, self.unsharded))
         if not self._written and all(map(is_, grads, repeat(None))):
             return []
         return [i for i, grad in enumerate(grads) if grad is not None or i in self._written]
@@ -495,8 +377,8 @@ class Gradients:
     def kept(self) -> list[int]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
         waiting = self.main_weight.version.waiting
-        with _plain_attributes():
-            grads = map(_GRAD, self.sharded)
+        with plain_attributes():
+            grads = map(read_grad, self.sharded)
             return [i for i, grad in enumerate(grads) if i in waiting or grad is not None]
 
     def discard(self) -> None:
@@ -536,12 +418,6 @@ class Gradients:
     def _wait_no_more(self) -> None:
         self._stamp, self._waited = None, set()
         self.main_weight.version.waiting = set()
-
-
-_GRAD = GRAD.__get__
-# Attributes of parameters at rest (.grad and the like) are read many times a step; not through
-# __torch_function__, which some torch versions give our DTensors.
-_plain_attributes = torch._C.DisableTorchFunctionSubclass
 
 
 def _forget(views: dict[int, list[Tensor]], key: int) -> None:

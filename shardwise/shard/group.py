@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.buffer import Buffer, GatherPlan, Ranks
-from shardwise.layout import Item, Layout, plan
+from shardwise.buffer import Buffer, GatherPlan
+from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
+from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Format, Reads
@@ -53,27 +54,25 @@ class Group:
 
     def __init__(
         self,
-        items: Sequence[Item],
+        layout: Layout,
         values: Sequence[Tensor],
         ranks: Ranks,
         placements: Placements,
         precision: Precision,
         device: torch.device,
         *,
-        layout: Layout | None = None,
         tiles: Sequence[Tile | None] | None = None,
         offload: bool = False,
         pin: bool = False,
     ) -> None:
         """``tiles``: of each parameter, where ``values`` are those of tensor parallelism."""
-        self.items, self.ranks, self.placements = tuple(items), ranks, placements
+        self.layout, self.items = layout, layout.items
+        self.ranks, self.placements = ranks, placements
         self.precision, self.offload, self.pin = precision, offload, pin
         self.device = device
         self.tiles = list(tiles or [None] * len(self.items))
         self.parameter_dtype = values[0].dtype
         assert all(value.dtype == self.parameter_dtype for value in values)
-        self.layout = layout or plan(self.items, ranks.num_shards(placements.main))
-        assert self.layout.items == self.items
         assert self.layout.num_shards == ranks.num_shards(placements.main)
         meta = any(value.is_meta for value in values)
         self._build_main(

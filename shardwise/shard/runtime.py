@@ -231,7 +231,7 @@ class Runtime:
         self.separate_reduce = True
         for axis in axes:
             if axis not in self._reduce_axes:
-                self._reduce_axes[axis] = axis.separate()
+                self._reduce_axes[axis] = comm.separate(axis)
 
     def launch(
         self,

@@ -49,11 +49,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import comm
 from shardwise.memory import weakly
-from shardwise.precision import Precision
 from shardwise.precision.mxfp8_tensor import Reads
-from shardwise.precision.policy import Stored
 from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
@@ -66,14 +63,13 @@ from shardwise.shard.call import (
 )
 from shardwise.shard.group import Group, lost_writes
 from shardwise.shard.members import (
-    Members,
     refuse_create_graph,
     refuse_transforms,
     refuse_written,
 )
-from shardwise.shard.runtime import Runtime, SharedLanes
-from shardwise.shard.torch_state import TorchState
-from shardwise.shard.weights import Place, Weights
+from shardwise.shard.runtime import Runtime
+from shardwise.shard.weights import Place
+from shardwise.shard.wrapped import Wrapped
 from shardwise.streams import annotate
 
 
@@ -92,8 +88,8 @@ class Progress(enum.Enum):
     DONE = "done"  # released and, in turn, reduced
 
 
-class Unit(TorchState):
-    """The state behind one ``fully_shard`` call. Holds modules weakly: they hold it."""
+class Unit(Wrapped):
+    """The state behind one ``fully_shard`` call: what was wrapped, and where its step stands."""
 
     by_group = False  # whether groups are reduced one by one, as their gradients come
 
@@ -103,53 +99,20 @@ class Unit(TorchState):
         modules: Sequence[nn.Module],
         groups: Sequence[Group],
         places: Sequence[Place],
-        *,
-        precision: Precision,
-        release_after_forward: bool | None,
-        kept_axis: comm.Axis | None,
-        unused: str,
-        options: dict[str, Any],
-        early: bool = False,
+        **settings: Any,
     ) -> None:
-        self.name = name
-        self.modules = [weakref.ref(module) for module in modules]
-        self.weights = self._make_weights(groups, places)
-        self.groups, self.places = self.weights.groups, self.weights.places
-        self.precision = precision
-        self.release_after_forward = release_after_forward
-        self.release_after_backward = True
-        self.gather_in_backward = True
-        self.kept_axis = kept_axis
-        self.unused = unused
-        self.options = options
-        self._runtime, self.shared = None, SharedLanes()
-        # By (group, index): how each parameter is stored, for reports.
-        self.stored: dict[tuple[int, int], Stored] = {}
-        # The parameters as they were before wrapping, by name: nobody should train those any more.
-        self.originals: list[tuple[str, weakref.ref[Tensor]]] = []
-        self.members: Members | None = None  # of the modules, once they are wrapped
+        super().__init__(name, modules, groups, places, **settings)
         self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
-        self.is_root = False
-        self.sync = True
-        self.last = True
-        self.reduce_outer = True
-        self.forward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.backward_prefetch: list[weakref.ref[Unit]] | None = None
-        self.assigns = False  # whether the load that runs now puts tensors in place of parameters
-        self._early = early  # whether weights are gathered as soon as the optimizer is done
         self.calls = Calls(self.modules)
         self.arrivals = Arrivals(self.groups)
         self.rebind()
-
-    def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> Weights:
-        return Weights(groups, places)
 
     def rebind(self) -> None:
         """Connect to the groups' buffers, which may be new after ``module.to(...)``."""
         for number, group in enumerate(self.groups):
             group.gradients.on_written = weakly(self.written, number)
-            group.gradients.on_delayed = weakly(self.delay, number)
-            if self._early:
+            group.gradients.on_delayed = weakly(self.arrivals.delay, number)
+            if self.early:
                 group.main.version.on_stepped = weakly(self.gather_early, number)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
@@ -186,10 +149,6 @@ class Unit(TorchState):
         if (number, index) in self.arrivals.delayed:
             self.arrived((number, index))
 
-    def delay(self, number: int, index: int) -> None:
-        """The gradient of one parameter comes later, perhaps after this backward."""
-        self.arrivals.delayed.add((number, index))
-
     @property
     def waits_for_delayed(self) -> bool:
         """Whether nothing but delayed gradients keeps this unit in backward."""
@@ -210,23 +169,6 @@ class Unit(TorchState):
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward(output)
-
-    def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
-        """The root's first forward: this unit gets its name in the model, lanes and memory."""
-        self.name, self.is_root = name, is_root
-        self.adopt_runtime(runtime)
-        for number, group in enumerate(self.groups):
-            group.label = f"'{name}'" + (f" buffer {number}" if number else "")
-            group.gradients.label = group.label
-            group.sync_initial_values()
-
-    def adopt_runtime(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        for group in self.groups:
-            group.awaited = None  # by other lanes, perhaps
-            group.gradients.source = runtime.source
-            if group.offload:
-                runtime.offloads = True
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
@@ -289,14 +231,6 @@ class Unit(TorchState):
                 leaf.delayed = leaf.delayed and self.expects_backward
         self.arrivals.listen(weakref.ref(self))
 
-    def refuse_changes(self) -> None:
-        """Raise where the modules hold other parameters than they were wrapped with, or moved only
-        some of them."""
-        for group in self.groups:
-            group.refuse_moved_apart()
-        if self.members is not None:
-            self.members.refuse_replaced(self)
-
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
         call = self.calls.end()
@@ -326,7 +260,7 @@ class Unit(TorchState):
         self.refuse_changes()
         lost = lost_writes(self.groups)
         with annotate(self.name, "release after forward"):
-            if self._releases_after_forward:
+            if self.releases_after_forward:
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -341,12 +275,6 @@ class Unit(TorchState):
         if self.phase is Phase.FORWARD:
             self.calls.stop()
             self._end_forward(kept=torch.is_grad_enabled())
-
-    @property
-    def _releases_after_forward(self) -> bool:
-        if self.release_after_forward is None:
-            return not self.is_root
-        return self.release_after_forward
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
@@ -425,7 +353,7 @@ class Unit(TorchState):
         if leaves and not comes:
             self.calls.forget(self.runtime.walked)
             self.phase = Phase.BACKWARD
-            self._expect_gradients(_never)
+            self._expect_gradients(lambda leaf: False)
             self._complete()
 
     @property
@@ -451,26 +379,6 @@ class Unit(TorchState):
         if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
         self.runtime.finish_late()
-
-    def reduce(self) -> None:
-        """Reduce the gradients: every unit before this one has."""
-        with annotate(self.name, "reduce gradients"):
-            for group in self.groups:
-                if group.trainable:
-                    group.gradients.reduce(self.runtime)
-
-    def expect_waiting(self) -> None:
-        """Prepare to reduce, without a backward, the gradients that earlier backwards left."""
-        for group in self.groups:
-            if group.trainable:
-                group.gradients.begin(sync=True, last=True, zeros=self.unused == "zeros")
-                group.gradients.count_waiting()
-
-    def reduce_waiting(self) -> None:
-        """Reduce the gradients that earlier backwards left."""
-        for group in self.groups:
-            if group.trainable and group.gradients.waits:
-                group.gradients.reduce(self.runtime)
 
     @property
     def holds_turn(self) -> bool:
@@ -505,11 +413,7 @@ class Unit(TorchState):
 
     def assign(self) -> None:
         """Take over values that ``load_state_dict(assign=True)`` put in place of the parameters."""
-        for parameters, name, number, index in self.places:
-            held, ours = parameters.get(name), self.groups[number].sharded[index]
-            if held is not None and held is not ours:
-                parameters[name] = ours
-                self.groups[number].assign(index, held)
+        self.weights.assign()
         self.adopt()
 
     # ------------------------------------------------------------------ weights
@@ -593,7 +497,3 @@ class Unit(TorchState):
         self.phase = Phase.RESTING
         self.calls.stop()
         self.arrivals.forget()
-
-
-def _never(leaf: Tensor) -> bool:
-    return False

@@ -63,6 +63,14 @@ class Weights:
                 parameters[name] = self.groups[number].sharded[index]
             self.shown = False
 
+    def assign(self) -> None:
+        """Write tensors that stand in the places of the parameters at rest into these."""
+        for parameters, name, number, index in self.places:
+            held, ours = parameters.get(name), self.groups[number].sharded[index]
+            if held is not None and held is not ours:
+                parameters[name] = ours
+                self.groups[number].assign(index, held)
+
     def release(self, runtime: Runtime, kept_axis: comm.Axis | None = None) -> None:
         """Give the memory back; 1/k of it stays on each of the k ranks of ``kept_axis``."""
         for group in self.groups:

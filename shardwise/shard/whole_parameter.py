@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.tile import Tile
 
 
-class Home(Protocol):
+class GroupGradients(Protocol):
     """The gradients of a group, as far as one of its parameters is concerned."""
 
     layout: Layout
@@ -50,7 +50,7 @@ class Whole(Tensor):
     # Set by a forward that gives autograd something else to bring it to its backward, where it will
     # say ``delay()``: no graph tells that a gradient comes.
     delayed: bool = False
-    _gradients: ref[Home] | None = None
+    _gradients: ref[GroupGradients] | None = None
     _index = 0
     _added = False
     # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
@@ -86,7 +86,7 @@ class Whole(Tensor):
     def full_tensor(self) -> Tensor:
         """The whole main weight, of which this is a copy (collective): for scripts that ask without
         looking whether the weights are gathered just now."""
-        return self._home.sharded[self._index].full_tensor()  # type: ignore[no-any-return]
+        return self._group.sharded[self._index].full_tensor()  # type: ignore[no-any-return]
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""
@@ -99,7 +99,7 @@ class Whole(Tensor):
     @property
     def name_here(self) -> str:
         """The parameter's name in its group, for errors."""
-        return f"'{self._home.layout.items[self._index].name}'"
+        return f"'{self._group.layout.items[self._index].name}'"
 
     @property
     def main_grad(self) -> Tensor:
@@ -107,19 +107,19 @@ class Whole(Tensor):
         view, fresh = self.fresh_main_grad()
         if fresh:
             view.zero_()
-            self._home.mark_written(self._index)
+            self._group.mark_written(self._index)
         return view
 
     def fresh_main_grad(self) -> tuple[Tensor, bool]:
         """The same memory, and whether its contents are undefined and to be overwritten."""
-        return self._home.destination(self._index)
+        return self._group.destination(self._index)
 
     def delay(self) -> None:
         """Say inside a backward that the gradient comes later than this backward ends."""
-        self._home.on_delayed(self._index)
+        self._group.on_delayed(self._index)
 
     @property
-    def _home(self) -> Home:
+    def _group(self) -> GroupGradients:
         gradients = self._gradients() if self._gradients is not None else None
         if gradients is None:
             raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
@@ -133,8 +133,8 @@ class Whole(Tensor):
     def grad_added_to_main_grad(self, value: bool) -> None:
         self._added = bool(value)
         if value:
-            self._home.mark_written(self._index)
-            self._home.on_written(self._index)
+            self._group.mark_written(self._index)
+            self._group.on_written(self._index)
 
 
 class WholeParameter(Whole, nn.Parameter):  # type: ignore[misc]

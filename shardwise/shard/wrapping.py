@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
-from shardwise.buffer import Ranks
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
+from shardwise.mesh import Ranks
 from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of

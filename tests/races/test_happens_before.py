@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise as sw
-from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
+from shardwise.shard.main_grad import MainGrad
 from tests.models import STRATEGIES, Model, make_model
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
@@ -355,19 +355,19 @@ def write_after_forward(model: Model, optimizer: torch.optim.Optimizer) -> None:
 def test_the_host_writes_offloaded_weights_when_they_have_been_copied(
     meshes: Meshes, strategy: str
 ) -> None:
-    make_main = Gradients._main_buffer
+    make_main = MainGrad.ready
     for run in (train, accumulate, write_after_forward, step_in_hooks):
         torch.manual_seed(0)
         with Checker() as checker:
             model = make(meshes, strategy, offload_policy=CPUOffloadPolicy())
             name_memory(checker, model)
 
-            def on_host(gradients: Gradients, checker: Checker = checker, **how: bool) -> Any:
+            def on_host(gradients: MainGrad, checker: Checker = checker, **how: bool) -> Any:
                 main = make_main(gradients, **how)
                 checker.name(main.flat, "main gradient", on_host=True)
                 return main
 
-            with patch.object(Gradients, "_main_buffer", on_host):
+            with patch.object(MainGrad, "ready", on_host):
                 run(model, sgd(model))
         assert checker.num_operations["host"] > 10, "the host wrote nothing"
         assert checker.races == [], run.__name__

@@ -139,6 +139,14 @@ def test_another_number_of_ranks_neither_repeats_nor_skips(tmp_path: Path) -> No
         assert sorted(near) == [5, 6, 7, 8]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a run of eight steps on it; nobody writes to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    run_ranks(straight, 2, str(folder / "run"), {"data": write_text(folder)})
+    return folder
+
+
 def refuse(
     rank: int, world_size: int, folder: str, path: str | None, changes: dict[str, Any]
 ) -> str:
@@ -150,19 +158,17 @@ def refuse(
 
 
 def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
-    tmp_path: Path,
+    finished: Path, tmp_path: Path
 ) -> None:
-    data = write_text(tmp_path)
-    run_ranks(straight, 2, str(tmp_path / "a"), {"data": data, "steps": 4})
-    path = str(tmp_path / "a" / "checkpoints" / "step-000004")
+    data, path = finished / "text.txt", str(finished / "run" / "checkpoints" / "step-000004")
     wider = dataclasses.replace(TINY.model, dim=32)
-    said = run_ranks(refuse, 2, str(tmp_path / "b"), path, {"data": data, "model": wider})
+    said = run_ranks(refuse, 2, str(tmp_path / "b"), path, {"data": str(data), "model": wider})
     assert said[0] == said[1] and "wq.weight" in said[0] and "[16, 16]" in said[0]
     other = tmp_path / "other.txt"
     other.write_text("something else entirely. " * 400)
     said = run_ranks(refuse, 2, str(tmp_path / "c"), path, {"data": str(other)})
     assert "other data" in said[0]
-    said = run_ranks(refuse, 2, str(other / "below"), None, {"data": data})
+    said = run_ranks(refuse, 2, str(other / "below"), None, {"data": str(data)})
     assert said[0] == said[1] and "below cannot be written to" in said[0], "not rank 0 alone"
 
 
@@ -180,7 +186,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "matrix_lr": (0.04, "lr"),
     "lr": (6e-3, "lr"),
     "weight_decay": (0.5, "values"),
-    "warmup": (20, "lr"),
+    "warmup": (7, "lr"),
     "decay": (0.0, "lr"),
     "clip": (1e-3, "values"),
     "precision": ("bf16", "values"),
@@ -194,6 +200,31 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "sample": (4, "sampled"),
     "profile_step": (1, "profiled"),
     "deterministic": (True, "deterministic"),
+}
+LATER = range(5, 11)  # the steps of a run that goes on after step 4 to step 10
+
+
+def rates(config: TrainConfig) -> list[list[float]]:
+    """By step: the learning rates in its event, which are those of the step after it."""
+    both = (config.matrix_lr, config.lr)
+    return [[rate * config.factor(step) for rate in both] for step in LATER]
+
+
+# Fields that one run takes together: each shows in its figure alone, which must be this.
+TOGETHER: dict[str, Any] = {
+    "steps": 10,
+    "batch": [step * 24 * TINY.model.context for step in LATER],
+    "microbatches": 2,
+    **dict.fromkeys(("matrix_lr", "lr", "warmup", "decay")),  # see ``rates``
+    "compile": True,
+    "eval_every": [*LATER],
+    "save_every": [*LATER],
+    "keep": 1,
+    "max_skipped": 3,
+    "timeout": 50.0,
+    "sample": 1,
+    "profile_step": [5],
+    "deterministic": True,
 }
 NEEDS = {"replicas": {"strategy": "hsdp"}}  # what a field means nothing without
 ROUTED = dataclasses.replace(TINY.model, num_experts=4, experts_per_token=2)
@@ -287,28 +318,32 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, A
     return go_on
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("name", [name for name in EFFECTS if name not in TOGETHER])
 def test_what_is_given_on_resume_takes_effect(name: str, begun: Any) -> None:
     value, figure = EFFECTS[name]
     without = begun(**NEEDS.get(name, {}))
     assert begun(**NEEDS.get(name, {}), **{name: value})[figure] != without[figure]
 
 
-def test_learning_rates_are_those_that_were_asked_for_from_the_first_step_on(begun: Any) -> None:
-    asked = dataclasses.replace(TINY, lr=6e-3, matrix_lr=0.04, steps=10)
-    found = begun(lr=6e-3, matrix_lr=0.04, steps=10)
+def test_what_is_given_together_takes_effect(begun: Any) -> None:
+    changes = {name: EFFECTS[name][0] for name in TOGETHER}
+    without, found = begun(), begun(**changes)
+    expected = {EFFECTS[name][1]: figure for name, figure in TOGETHER.items()}
+    asked = dataclasses.replace(TINY, **changes)
+    expected["lr"] = rates(asked)
+    for name in ("matrix_lr", "lr", "warmup", "decay"):  # each of them shows
+        assert rates(dataclasses.replace(asked, **{name: getattr(TINY, name)})) != expected["lr"]
+    assert {figure: found[figure] for figure in expected} == expected
+    assert all(without[figure] != expected[figure] for figure in expected)
     assert found["groups"] == found["lr"][-1]
-    # An event holds the rates of the step after it: that of step 5 was used by step 6.
-    expected = [[rate * asked.factor(step) for rate in (0.04, 6e-3)] for step in range(5, 11)]
-    assert found["lr"] == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_change_on_resume_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    data = write_text(tmp_path)
+def test_what_cannot_change_on_resume_is_refused_by_name(
+    name: str, finished: Path, tmp_path: Path
+) -> None:
+    data, run = str(finished / "text.txt"), finished / "run"
     config = dataclasses.replace(TINY, data=data)
-    run = tmp_path / "run"
-    run_ranks(straight, 2, str(run), {"data": data, "steps": 4})
     value, said = REFUSED[name]
     if name in FIXED:
         request = Request(out=str(run), resume="latest", changes={name: value})
@@ -335,12 +370,11 @@ def older_one(rank: int, world_size: int, folder: str, path: str, data: str, old
 
 @pytest.mark.parametrize("damage", ["a bit", "zeros", "a pipe"])
 def test_a_damaged_newest_checkpoint_gives_way_to_an_older_one_if_any_will_do(
-    damage: str, tmp_path: Path
+    damage: str, finished: Path, tmp_path: Path
 ) -> None:
     """Whatever each of the ranks has seen of it."""
-    data = write_text(tmp_path)
-    run = tmp_path / "run"
-    run_ranks(straight, 2, str(run), {"data": data})
+    data, run = str(finished / "text.txt"), tmp_path / "run"
+    shutil.copytree(finished / "run", run)
     newest = run / "checkpoints" / "step-000008"
     shard = newest / "__1_0.distcp"
     content = bytearray(shard.read_bytes())

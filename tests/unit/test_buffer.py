@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.buffer import Buffer, Ranks
+from shardwise.buffer import Buffer
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, Layout, plan
 from shardwise.memory import Caching
+from shardwise.mesh import Ranks
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placement
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import comm, lockstep
 from shardwise.comm import Axis, Call
+from shardwise.mesh import Ranks
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 
@@ -34,7 +35,7 @@ LONG = (comm._ONE_ROUND_BYTES // 4) + 13  # float32 elements: an all-reduce of t
 
 @cache
 def dp() -> Axis:
-    return comm.mesh_axes(mesh_of(dist.get_world_size()))[0]
+    return Ranks(mesh_of(dist.get_world_size())).axes[0]
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -289,7 +290,7 @@ def test_operations_in_flight_do_not_mix_up_their_messages(rank: int, world_size
 
 @on_ranks(4)
 def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: int) -> None:
-    outer, inner = comm.mesh_axes(mesh_of(2, 2))
+    outer, inner = Ranks(mesh_of(2, 2)).axes
     assert (outer.name, inner.name) == ("dp_outer", "dp")
     assert (outer.rank, inner.rank) == divmod(rank, 2)
     assert outer.peers == (rank % 2, rank % 2 + 2) and inner.peers == (
@@ -297,7 +298,7 @@ def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: 
         rank // 2 * 2 + 1,
     )
     for axis in (outer, inner):
-        for link in (axis, axis.separate()):
+        for link in (axis, comm.separate(axis)):
             assert link.peers == axis.peers and link.rank == axis.rank and link.name == axis.name
             out = torch.empty(2, dtype=torch.int64)
             comm.all_gather(out, torch.tensor([rank]), link).wait()
@@ -306,13 +307,13 @@ def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: 
 
 @on_ranks(4)
 def test_an_axis_splits_into_runs_of_neighbours(rank: int, world_size: int) -> None:
-    pair = dp().split(2)
+    pair = comm.split(dp(), 2)
     assert (
         pair.size == 2
         and pair.rank == rank % 2
         and pair.peers == (rank // 2 * 2, rank // 2 * 2 + 1)
     )
-    assert dp().split(2) is pair
+    assert comm.split(dp(), 2) is pair
     total = torch.tensor(float(rank))
     comm.all_reduce(total, pair).wait()
     assert total.item() == sum(pair.peers)
@@ -323,7 +324,7 @@ def test_an_axis_has_the_name_its_mesh_gives_it(rank: int, world_size: int) -> N
     """torch gives every one-axis mesh over all ranks the same process group."""
     other = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replica",))
     meshes = [mesh_of(world_size), other, mesh_of(world_size)]
-    assert [axis.name for mesh in meshes for axis in comm.mesh_axes(mesh)] == [
+    assert [axis.name for mesh in meshes for axis in Ranks(mesh).axes] == [
         "dp",
         "replica",
         "dp",

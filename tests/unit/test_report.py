@@ -18,7 +18,7 @@ import torch
 
 from shardwise.report.compare import plan_event
 from shardwise.report.html import loss_svg, read_events, report_html, write_report
-from shardwise.report.loss import loss_canvas
+from shardwise.report.loss_curve import loss_canvas
 from shardwise.report.plan import plan
 from shardwise.report.plan_pictures import bars_canvas, bars_of, map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardwise import comm
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, plan
+from shardwise.mesh import Ranks
 from shardwise.tensor import Cut, ShardedTensor
 from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
@@ -75,7 +76,7 @@ def test_full_tensor_is_right_for_every_parameter(case: tuple[Any, ...]) -> None
 
 def check_order_of_axes(rank: int, world_size: int) -> tuple[int, ...]:
     world = World((2, 2), (True, True), 1, ROW)
-    assert world.cuts[0].coordinate == (rank // 2, rank % 2)
+    assert world.cuts[0].ranks.coordinate == (rank // 2, rank % 2)
     return (world.cuts[0].shard_index, *world.cuts[3].piece)
 
 
@@ -103,11 +104,11 @@ def test_construction_is_checked(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"'wide'.*pass shape"):
         ShardedTensor(torch.zeros(99), cut)
     with pytest.raises(ValueError, match="one entry per axis"):
-        Cut(world.layout, 0, world.mesh, (True, True))
+        Cut(world.layout, 0, Ranks(world.mesh), (True, True))
     with pytest.raises(ValueError, match="inner ones"):
-        Cut(world.layout, 0, mesh_of((2, 1)), (True, False))
+        Cut(world.layout, 0, Ranks(mesh_of((2, 1))), (True, False))
     with pytest.raises(ValueError, match="multiple of 2"):
-        Cut(plan((Item("a", (4, 4)),), 3), 0, world.mesh, (True,))
+        Cut(plan((Item("a", (4, 4)),), 3), 0, Ranks(world.mesh), (True,))
 
 
 # ---------------------------------------------------------------------- modules

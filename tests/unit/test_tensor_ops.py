@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from shardwise import tensor as tensor_module
 from shardwise.layout import ROW, TENSOR, Item, plan
+from shardwise.mesh import Ranks
 from shardwise.tensor import Cut, ShardedTensor
 from tests.ranks import on_ranks, run_ranks
 from tests.worlds import (
@@ -91,7 +92,7 @@ def test_optimizers_are_bitwise_equal(rank: int, world_size: int) -> None:
     for name, make in OPTIMIZERS.items():
         generator = torch.Generator().manual_seed(3)
         fulls = [torch.randn(item.shape, generator=generator) for item in layout.items]
-        cuts = [Cut(layout, index, mesh, (True,)) for index in range(3)]
+        cuts = [Cut(layout, index, Ranks(mesh), (True,)) for index in range(3)]
         plain = [nn.Parameter(full.clone()) for full in fulls]
         ours = [
             nn.Parameter(ShardedTensor(cut.take(full).clone(), cut))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MainGrad: the reduced gradients of one group, as the optimizer sees them.
+
+Like the main weight, fp32 and this rank's shard; ``.grad`` of each parameter at rest is a view.
+
+A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
+values as in plain torch: the memory is left to the holder, and the next gradients get another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.buffer import Buffer
+from shardwise.division import Division, Shares, replica_shares
+from shardwise.memory import CACHING
+from shardwise.shard.whole_parameter import Whole
+from shardwise.tensor import GRAD, ShardedTensor
+
+read_grad = GRAD.__get__
+# Attributes of parameters at rest (.grad and the like) are read many times a step; not through
+# __torch_function__, which some torch versions give our DTensors.
+plain_attributes = torch._C.DisableTorchFunctionSubclass
+
+
+class MainGrad:
+    """The gradients beside one main weight."""
+
+    def __init__(self, weight: Buffer, sharded: Sequence[nn.Parameter], *, pin: bool) -> None:
+        self._weight, self._sharded, self._pin = weight, sharded, pin
+        self.buffer: Buffer | None = None  # made when first used: frozen groups have none
+        self._shown: list[ShardedTensor] = []
+        self._locals: list[Tensor] = []  # of these
+        self._views: list[Tensor] = []
+        self.divisions: dict[int, Division] | None = None  # for which these were made
+        self._references = 0  # to them and their memory while nobody else has any
+        self._shares: dict[int, Shares] = {}  # by axis
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no parameter shows a gradient: what is here may be overwritten."""
+        with plain_attributes():
+            return all(map(is_, map(read_grad, self._sharded), repeat(None)))
+
+    def ready(self, unused: bool = False) -> Buffer:
+        """The buffer, with memory: views of a buffer that has none cannot be made. ``unused``: it
+        will be overwritten, so not the one that somebody still holds."""
+        if unused:
+            self._leave_to_holders()
+        weight = self._weight
+        if self.buffer is None:
+            self.buffer = Buffer(
+                weight.layout,
+                weight.ranks,
+                weight.placements,
+                weight.dtype,
+                weight.flat.device,
+                "grad",
+                pin=self._pin and weight.flat.device.type == "cpu",
+            )
+        self.buffer.block.acquire(CACHING)
+        if self.divisions is not weight.version.divisions:
+            self.divisions, self._shares = weight.version.divisions, {}
+            self._shown = [self._show(self.buffer, index) for index in range(len(self._sharded))]
+            self._locals = [grad._local_tensor for grad in self._shown]
+            self._references = self._count_references(self.buffer)
+        return self.buffer
+
+    def _show(self, main: Buffer, index: int) -> ShardedTensor:
+        """The gradient of one parameter; this rank's range, where replicas divide it."""
+        cut, local = self._sharded[index].cut, main.view(index)  # type: ignore[attr-defined]
+        division = self._weight.version.divisions.get(index)
+        if division is not None:
+            cut, whole = cut.divided(division), cut
+            local = cut.within(whole, local)
+        return ShardedTensor(local, cut, version=main.version)
+
+    def views(self) -> list[Tensor]:
+        """The piece of each parameter, as a plain tensor."""
+        assert self.buffer is not None
+        self._views = self._views or [self.buffer.view(i) for i in range(len(self._sharded))]
+        return self._views
+
+    def shares(self, axis: int) -> Shares:
+        """What a reduction over an axis of replicas brings to each rank, where they divide it."""
+        assert self.divisions is not None
+        if axis not in self._shares:
+            main, over = self._weight, self._weight.ranks
+            self._shares[axis] = replica_shares(
+                main.pieces, self.divisions, main.placements, over.sizes, over.coordinate, axis
+            )
+        return self._shares[axis]
+
+    # ------------------------------------------------------------------ other holders
+
+    def _leave_to_holders(self) -> None:
+        main = self.buffer
+        if main is None or not main.block.live:
+            return
+        held = self._count_references(main) > self._references
+        if held or not main.flat.untyped_storage().resizable():  # numpy showed it once
+            self._forget()
+
+    def _forget(self) -> None:
+        """Leave the memory to its holders; the next gradients get another."""
+        self.buffer, self.divisions = None, None
+        self._shown, self._locals, self._views = [], [], []
+
+    def _count_references(self, main: Buffer) -> int:
+        """The number of references to the memory and to the tensors that show it, own views
+        excepted."""
+        storage = main.flat.untyped_storage()
+        found: int = torch._C._storage_Use_Count(storage._cdata) - len(self._views)  # type: ignore[attr-defined]
+        return found + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
+
+    def repaired(self) -> Buffer:
+        """The buffer, which says what ``.grad`` says: some may be gone or replaced by the user's.
+
+        In other memory, where the user's may lie in this one (two gradients exchanged).
+        """
+        with plain_attributes():
+            grads = list(map(read_grad, self._sharded))
+        shown: list[Any] = list(self._shown) or [None] * len(grads)
+        if any(
+            grad is not None and grad is not ours for grad, ours in zip(grads, shown, strict=True)
+        ):
+            self._forget()
+        main = self.ready()
+        for grad, ours in zip(grads, self._shown, strict=True):
+            if grad is None:
+                ours.to_local().zero_()
+            elif isinstance(grad, ShardedTensor) and grad is not ours:
+                ours.to_local().copy_(ours.cut.within(grad.cut, grad.to_local()))
+            elif grad is not ours:  # the whole of it, of which this rank holds a piece
+                ours.copy_(grad)
+        return main
+
+    def give_back(self) -> None:
+        """Give back the memory of gradients that the user dropped."""
+        if self.buffer is not None and self.buffer.block.live and self.fresh:
+            self._leave_to_holders()
+            if self.buffer is not None:
+                self.buffer.block.release(CACHING)
+
+    def publish(
+        self, whole: Sequence[Whole], brought: Sequence[bool], zeros: bool
+    ) -> list[nn.Parameter]:
+        """Show the gradients on the parameters at rest; those with hooks that want to be told.
+        ``zeros``: parameters without a gradient show zeros."""
+        hooked = []
+        with plain_attributes():
+            for parameter, leaf, grad, here in zip(
+                self._sharded, whole, self._shown, brought, strict=True
+            ):
+                came = leaf.requires_grad and (here or zeros)
+                # One without a gradient in this step shows that of the steps before, if any.
+                if came or (leaf.requires_grad and parameter.grad is not None):
+                    parameter.grad = grad
+                if came and parameter._post_accumulate_grad_hooks:
+                    hooked.append(parameter)
+        return hooked
