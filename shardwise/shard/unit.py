@@ -225,6 +225,7 @@ class Unit(TorchState):
         for group in self.groups:
             group.awaited = None  # by other lanes, perhaps
             group.gradients.source = runtime.source
+            group.main.version.unanswered = weakly(runtime.is_unanswered, self.calls)
             if group.offload:
                 runtime.offloads = True
 
