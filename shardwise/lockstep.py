@@ -33,6 +33,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+STEP = "step"  # of an optimizer: no collective, but ranks must do it alike too
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
 _PRIME = 1_000_003
@@ -63,7 +64,7 @@ class Journal:
         self._issued: dict[str, _Issued] = {}  # by operation
 
     def add(self, operation: str, purpose: str) -> Ticket:
-        """Note one more collective."""
+        """Note one more collective, or one more step of an optimizer."""
         issued = self._issued.get(operation)
         if issued is None:
             issued = self._issued[operation] = _Issued()
@@ -87,11 +88,14 @@ class Journal:
         store.set(f"{where}/{self.rank}", json.dumps(mine))
         for peer in range(self.size):
             theirs = json.loads(store.get(f"{where}/{peer}"))
-            for operation, (count, recent) in sorted(mine["issued"].items()):
-                for back, purpose in enumerate(reversed(recent)):
-                    if not _has(theirs, [operation, count - back, purpose]):
-                        what = _purpose(theirs, operation, count - back)
-                        pair = sorted([(self.rank, purpose), (peer, what)])
+            for operation in sorted(mine["issued"].keys() | theirs["issued"].keys()):
+                last = max(each["issued"].get(operation, [0])[0] for each in (mine, theirs))
+                for number in range(max(last - _REMEMBERED, 0) + 1, last + 1):
+                    first, second = (_purpose(each, operation, number) for each in (mine, theirs))
+                    if first != second:
+                        pair = sorted([(self.rank, first), (peer, second)])
+                        if operation == STEP:
+                            return _stepped_apart(*pair)
                         return _out_of_step(
                             " and ".join(f"rank {who} issued {operation} of {p}" for who, p in pair)
                         )
@@ -295,4 +299,14 @@ def _out_of_step(where: str) -> str:
         f"same order, forward and backward; a rank whose loss does not depend on a module still "
         f"has to call it (unused_parameters='zeros' reduces zeros for it). The process group "
         f"cannot be used any more: end this run"
+    )
+
+
+def _stepped_apart(*ranks: tuple[int, str]) -> str:
+    did = " and ".join(f"rank {who} ran {what}" for who, what in ranks)
+    return (
+        f"the optimizers of the ranks are out of step: {did}. Every rank must step alike, with the "
+        f"gradients of the same parameters: decide by a value that all ranks share (a loss or a "
+        f"norm that is all-reduced), and drop gradients on every rank or on none. The weights of "
+        f"the ranks no longer belong together: load a checkpoint"
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -36,7 +37,10 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise import comm
 from shardwise.cut import Cut, Rows, Version
+from shardwise.lockstep import STEP
+from shardwise.mesh import Ranks
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
@@ -378,6 +382,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     _take_over_states(optimizer)
     versions = _versions_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _check_gradients(optimizer)
     if closure is None and any(version.waiting for version in versions):
         names = [
             parameter.cut.name
@@ -394,6 +400,38 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         )
     for version in versions:
         version.await_readers()
+
+
+def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise where forward ran and nothing has a gradient. Note the step, and the parameters that it
+    leaves out: ranks compare both, with their collectives, in the next backward."""
+    with torch._C.DisableTorchFunctionSubclass():
+        ours = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if type(parameter) is ShardedTensor and parameter.requires_grad
+        ]
+        lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
+    kind = f"{type(optimizer).__name__}.step()"
+    if ours and len(lacking) == len(ours):
+        for parameter in ours:
+            version = parameter.version
+            if version is not None and version.unanswered is not None and version.unanswered():
+                raise RuntimeError(
+                    f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward "
+                    f"has come to the forward that ran since. backward(inputs=...) with parameters "
+                    f"at rest reaches none of them, for forward computes with gathered weights: "
+                    f"call backward() without inputs=, and requires_grad_(False) on what shall "
+                    f"have no gradient. Without a backward, leave out the step"
+                )
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if lacking[3:] else ""
+        known = zlib.crc32(repr(lacking).encode())
+        kind += f" without the gradients of {lacking[:3]}{more} (checksum {known:08x})"
+    for mesh in {id(p.cut.full_mesh): p.cut.full_mesh for p in ours}.values():
+        for axis in Ranks(mesh).axes:
+            axis.journal.add(STEP, kind)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from shardwise.checkpoint.torch_files import Entry
 from shardwise.checkpoint.values import encode
 from shardwise.layout import Shape
 from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
+from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optim.storage import local_of, version_of
 from shardwise.tensor import ShardedTensor
 
@@ -84,6 +85,8 @@ def _lent_gradients(parameters: list[Tensor]) -> Iterator[None]:
 
 def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
     """Put the optimizer's tensors into ``state``; return its other values, as they are saved."""
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.half_step is not None:
+        state.problems.append(optimizer.half_step)
     create_state(optimizer)
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, list[str]] = {}
@@ -211,6 +214,8 @@ class OptimizerLoad:
         """Change the optimizer, after the tensors of its states were loaded."""
         for write in self._writes:
             write()
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer.half_step = None
 
     def undo(self) -> None:
         """Remove the states that ``compare`` has made."""

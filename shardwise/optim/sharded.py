@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         measured on GPUs, None: if the ranks have kernels. Collective where parameters are
         sharded."""
         self._names, self._measured = names, measured
+        self.half_step: str | None = None  # the problem, once a step has raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # of the next step
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
@@ -184,6 +185,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.half_step is not None:
+            raise RuntimeError(self.half_step)
         self._check_divisions()
         with _plain_attributes():
             self._gradients.check()
@@ -211,10 +214,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (version := version_of(parameter)) is not None
         }
         stepped: list[Tensor] = []
-        for number, (_, steps) in enumerate(parts):
-            with _plain_attributes():
-                stepped += next(steps)
-            mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
+        try:
+            for number, (_, steps) in enumerate(parts):
+                with _plain_attributes():
+                    stepped += next(steps)
+                mark_written([p for p in stepped if last.get(id(version_of(p))) == number])
+        except BaseException as error:
+            self.half_step = (
+                f"a step of the optimizer raised half way ({type(error).__name__}: {error}), so "
+                f"some weights and states are updated and others are not. Load both: sw.load, or "
+                f"load_state_dict of the model and of the optimizer"
+            )
+            for members, _ in parts:  # whatever was written, no gathered weight is trusted
+                for version in map(version_of, members):
+                    if version is not None:
+                        version.count += 1
+            raise
         return loss
 
     @torch.no_grad()
@@ -295,6 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for matrices in self._matrix_groups or ():
             for one in matrices.members:
                 one.group = by_parameter[id(one.parameter)]
+        self.half_step = None
 
 
 def _once(step: Callable[..., list[Tensor]], *args: Any) -> Iterator[list[Tensor]]:

@@ -70,6 +70,8 @@ def read_events(path: Path) -> list[Event]:
 def _read(path: Path) -> tuple[list[Event], list[str]]:
     """The sound events, and a note about lines that hold none."""
     found, damaged = [], []
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is no regular file: move it away")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for at, line in enumerate(lines, start=1):
         try:

@@ -320,18 +320,42 @@ def recomputes_inside(unit: Owner) -> bool:
     """Whether the backward that runs now will come to a reentrant checkpoint inside the unit whose
     output it has just reached. Such a one starts a backward of its own: of the parameters that it
     reads the graph knows nothing."""
+    return any(type(node).__name__ == _REENTRANT for node in _behind(unit))
+
+
+def refuse_chosen(units: Sequence[Any]) -> None:
+    """Raise in a backward for chosen inputs that reaches all weights which modules still hold
+    whole, and none at rest: these may have been chosen too, and no graph knows them. ``units``:
+    those that expect a backward."""
+    whole = [unit for unit in units if unit.shows_at_rest]
+    at_rest = [unit for unit in units if not unit.shows_at_rest and unit.arrivals.trainable]
+    if (
+        at_rest
+        and all(will_come(leaf) for unit in whole for leaf in unit.arrivals.leaves())
+        and not any(will_come(leaf) for unit in at_rest for leaf in unit.arrivals.leaves())
+        # A gate is behind this node: without chosen inputs this backward would reach all leaves.
+        and any(isinstance(getattr(node, "call", None), Call) for node in _behind())
+    ):
+        raise RuntimeError(
+            f"backward(inputs=...) reaches the gathered weights of {[u.name for u in whole]} and "
+            f"none of {[u.name for u in at_rest]}, whose parameters are at rest, where no graph "
+            f"knows them: call backward() without inputs=, and requires_grad_(False) on what shall "
+            f"have no gradient"
+        )
+
+
+def _behind(until: Owner | None = None) -> Iterator[Any]:
+    """The nodes behind the one that runs now, as far as the gates of the inputs of ``until``."""
     seen: set[Any] = {None}
     waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
         call = getattr(node, "call", None)
-        if node in seen or (isinstance(call, Call) and call.unit() is unit):
-            continue  # the gate of its inputs: what is behind is not inside
-        if type(node).__name__ == _REENTRANT:
-            return True
+        if node in seen or (isinstance(call, Call) and call.unit() is until is not None):
+            continue  # what is behind the gate of its inputs is not inside
+        yield node
         seen.add(node)
         waiting += [behind for behind, _ in node.next_functions]
-    return False
 
 
 _REENTRANT = f"{torch.utils.checkpoint.CheckpointFunction.__name__}Backward"

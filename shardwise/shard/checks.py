@@ -118,6 +118,12 @@ def module_problems(
                 f"8-bit weights on the wire wrap plain parameters with "
                 f"precision=sw.Precision(format='mxfp8')"
             )
+        elif has_own_operations(parameter):
+            problems.append(
+                f"'{f.name}' is a {type(parameter).__name__}, a tensor with operations of its own, "
+                f"and flat buffers keep plain numbers: wrap plain parameters, or pass it as "
+                f"ignored_params"
+            )
         elif parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             problems.append(
                 f"'{f.name}' has hooks for its gradient, which would never be called: call "
@@ -126,6 +132,15 @@ def module_problems(
         elif parameter.numel() == 0:
             problems.append(f"'{f.name}' has shape {list(parameter.shape)} and no elements")
     return problems
+
+
+def has_own_operations(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a tensor subclass that overrides torch's operations; a DTensor of
+    tensor parallelism is understood."""
+    kinds = {*type(parameter).__mro__} - {nn.Parameter, torch.Tensor}
+    overriding = ("__torch_function__", "__torch_dispatch__")
+    own = any(name in vars(kind) for kind in kinds for name in overriding)
+    return own and not isinstance(parameter, DTensor)
 
 
 def spread_linear(found: Found) -> GroupedLinear | None:

@@ -37,6 +37,7 @@ class Members:
         self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
         self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
         self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
+        self._kinds = {*map(type, self._sharded), *map(type, self._whole)}
         self._kept: list[tuple[ref[nn.Module], str]] | None = None
         self._record(unit)
 
@@ -61,8 +62,9 @@ class Members:
 
     def refuse_replaced(self, unit: Wrapped) -> None:
         """Raise where the modules do not hold the parameters that were wrapped."""
+        held = list(map(dict.get, *self._places))
         for expected in (self._sharded, self._whole):
-            if all(map(is_, map(dict.get, *self._places), expected)):
+            if all(map(is_, held, expected)) and self._kinds.issuperset(map(type, held)):
                 return
         self._refuse_all(unit)  # unless each is one of both, where weights come by and by
 
@@ -103,6 +105,12 @@ class Members:
                             f"parameter.copy_(values) takes the whole tensor), or replace and tie "
                             f"parameters before wrapping; torch.func.functional_call replaces them "
                             f"too: call it on a module that is not wrapped"
+                        )
+                    elif type(held) not in self._kinds:
+                        problems.append(
+                            f"'{path}{name}' was swapped for a {type(held).__name__} "
+                            f"(torch.utils.swap_tensors), which is neither sharded nor reduced: "
+                            f"write values into the parameter instead"
                         )
                 elif held is not None and key not in self._ignored and key not in lost:
                     problems.append(

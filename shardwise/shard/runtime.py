@@ -28,7 +28,7 @@ from shardwise.precision import Precision
 from shardwise.precision.mxfp8_products import Emulated, Workspace
 from shardwise.precision.mxfp8_tensor import Reads
 from shardwise.precision.policy import Stored
-from shardwise.shard.call import reaches_all_leaves, will_come
+from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
 from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import InTurn, Order
 from shardwise.streams import Lanes
@@ -89,6 +89,12 @@ class Member(InTurn, Protocol):
     def begin(self, runtime: Runtime, name: str, is_root: bool) -> None: ...
 
     @property
+    def expects_backward(self) -> bool: ...
+
+    @property
+    def shows_at_rest(self) -> bool: ...
+
+    @property
     def gathers_in_backward(self) -> bool:
         """Whether a forward of it waits for its backward, and that will read its weights."""
 
@@ -147,6 +153,7 @@ class Runtime:
         self.axes = tuple(axes)  # of all units, each once
         self.order = Order(units)
         self.forward = 0  # the number of the root's last forward
+        self.answered = 0  # the last of these that a backward came to
         self.in_forward = False  # whether that forward runs now (or has raised)
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
@@ -213,6 +220,10 @@ class Runtime:
         for unit in self.units if self.lanes.asynchronous else ():
             for group in unit.groups:
                 group.awaited = group.main.state
+
+    def is_unanswered(self, calls: Calls) -> bool:
+        """Whether one of these calls was recorded after all forwards that a backward came to."""
+        return any(call.forward > self.answered for call in calls.awaited)
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -301,6 +312,8 @@ class Runtime:
             self.recover()  # the backward before this one raised
         self.order.begin_backward()
         self.for_inputs = self._is_for_inputs()
+        if not self.for_inputs and not reaches_all_leaves():
+            refuse_chosen([unit for unit in self.units if unit.expects_backward])
         ending = _Ending(self)
         self._ending = weakref.ref(ending, partial(_dropped, weakref.ref(self)))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -375,6 +388,7 @@ class Runtime:
         """Nothing runs any more: release weights, let the host see gradients."""
         for unit in units:
             unit.release_unused(graph_kept)
+        self.answered = max(self.answered, *self.walked)
         self.walked = {0}
         self.wait_on_host()
         if isinstance(self.source, TracePool):

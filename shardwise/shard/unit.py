@@ -170,6 +170,11 @@ class Unit(Wrapped):
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward(output)
 
+    def adopt_runtime(self, runtime: Runtime) -> None:
+        super().adopt_runtime(runtime)
+        for group in self.groups:
+            group.main.version.unanswered = weakly(runtime.is_unanswered, self.calls)
+
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
         runtime = self.runtime

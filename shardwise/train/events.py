@@ -122,6 +122,8 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _ends_a_line(path: Path) -> bool:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise OSError(f"{path} is no regular file")
     if not path.exists() or path.stat().st_size == 0:
         return True
     with path.open("rb") as file:

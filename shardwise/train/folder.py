@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -312,6 +313,9 @@ class RunLock:
         self.path = folder / LOCK
         while True:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                os.close(self._file)
+                raise ValueError(f"{self.path} is no regular file: move it away")
             if self._take() and not self._is_current():
                 os.close(self._file)  # removed between open and flock: lock its successor
                 continue
@@ -359,7 +363,7 @@ class RunLock:
 def last_holder(folder: Path) -> dict[str, Any]:
     """The process that locked a run's folder last; empty if none did or the file is unreadable."""
     try:
-        found = json.loads((folder / LOCK).read_bytes()[:4096])
+        found = parse_json(read_small(folder / LOCK, 4096), LOCK)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,6 +18,7 @@ import shardwise as sw
 from tests.contract.helpers import (
     STRATEGIES,
     WIDTH,
+    WORDS,
     Net,
     assert_at_rest,
     assert_gradients_equal,
@@ -170,6 +171,23 @@ def test_parameters_replaced_at_other_times_are_named(rank: int, world_size: int
     ones = {name: torch.ones(value.shape) for name, value in net.named_parameters()}
     assert "replaced" in raised(lambda: functional_call(net, ones, (x,)), RuntimeError)
     net(x)
+
+
+class Swapping(Net):
+    """A forward that swaps a weight for another tensor, as conversions do."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        torch.utils.swap_tensors(self.head.weight, nn.Parameter(torch.zeros(WORDS, WIDTH)))
+        return super().forward(words)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_a_parameter_swapped_in_forward_is_named(rank: int, world_size: int, strategy: str) -> None:
+    net = wrap(Swapping(), world_size, strategy)
+    assert "'head.weight' was swapped for a Parameter" in raised(
+        lambda: net(words(rank)), RuntimeError
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

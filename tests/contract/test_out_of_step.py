@@ -345,3 +345,63 @@ def test_a_loss_that_a_module_keeps_on_itself(rank: int, world_size: int, strate
                 assert torch.allclose(grad.to_local().reshape(-1), wanted, atol=1e-6), name
         net.zero_grad()
         plain.zero_grad()
+
+
+# ------------------------------------------------------------------------- steps of optimizers
+
+
+@pytest.mark.parametrize(
+    ("strategy", "drops"), [("zero0", True), ("zero0", False), ("zero3", False)]
+)
+@on_ranks(2, fresh=True)
+def test_optimizers_that_step_apart_are_named(
+    rank: int, world_size: int, strategy: str, drops: bool
+) -> None:
+    """A rank that drops a gradient, or leaves out a step, as a look at its own loss may tell it."""
+    net = wrap(Skipping(), world_size, strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        vector_loss(net, rank, step).backward()
+        if rank == 1 and step == 2 and drops:
+            net.entry.weight.grad = None
+        if rank == 0 or step < 2 or drops:
+            optimizer.step()
+        optimizer.zero_grad()
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    without = "SGD.step() without the gradients of ['entry.weight']"
+    assert f"rank 0 ran SGD.step() and rank 1 ran {without if drops else 'nothing'}" in message
+
+
+@pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
+@on_ranks(ranks_for)
+def test_a_backward_for_parameters_at_rest_is_named(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """``backward(inputs=...)`` with parameters that no graph knows, some of them or all."""
+    net, plain = pair(Skipping)
+    wrap(net, world_size, strategy)
+    at_rest = list(net.parameters())
+    optimizer = torch.optim.SGD(at_rest, lr=0.1)
+    sleeper = torch.optim.SGD([net.blocks[3].weight], lr=0.1)
+    net.order = plain.order = (0, 1, 2)
+    vector_loss(net, rank).backward(inputs=at_rest)
+    assert "backward(inputs=...)" in raised(optimizer.step, RuntimeError)
+    if strategy in ("zero3", "hfsdp"):  # the root's weights stay after forward
+        loss = vector_loss(net, rank)
+        message = raised(lambda: loss.backward(inputs=list(net.parameters())), RuntimeError)
+        assert "backward(inputs=...)" in message and "blocks.2" in message, message
+        net.reset_iter_state()
+        loss = vector_loss(net, rank)
+        loss.backward(inputs=[net.entry.weight])  # chosen among those that can be reached
+        assert [name for name, p in net.named_parameters() if p.grad is not None] == [
+            "entry.weight"
+        ]
+        net.zero_grad()
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    torch.autograd.grad(net(x).sum(), x)
+    optimizer.step()  # no gradient, and none was asked for
+    vector_loss(net, rank).backward(retain_graph=True)
+    sleeper.step()  # its parameter took no part
+    for each in range(world_size):
+        (vector_loss(plain, each) / world_size).backward()
+    assert_gradients_equal(net, plain)

@@ -137,3 +137,24 @@ def test_embeddings_with_sparse_gradients_are_refused_at_wrapping(
     sw.fully_shard(model, mesh=mesh)  # no gradient, no problem
     for message in messages:
         assert "'0.weight'" in message and "sparse=True" in message and "sparse=False" in message
+
+
+# ------------------------------------------------------------------------------ tensor subclasses
+
+
+class Scaled(Tensor):
+    """A tensor whose operations are its own, as those of quantised weights are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@on_ranks(2)
+def test_parameters_with_operations_of_their_own_are_refused(rank: int, world_size: int) -> None:
+    for wrap in (sw.fully_shard, sw.data_parallel):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(model.weight.detach().as_subclass(Scaled))
+        message = raised(lambda w=wrap, m=model: w(m, mesh=mesh_of(world_size)), ValueError)
+        assert "'weight' is a Scaled" in message and "ignored_params" in message
+        wrap(model, mesh=mesh_of(world_size), ignored_params={model.weight})

@@ -19,9 +19,19 @@ import pytest
 from torch import nn
 
 import shardwise as sw
+from shardwise.report.html import write_report
 from shardwise.train import session
 from shardwise.train.config import TrainConfig
-from shardwise.train.folder import Claim, RunLock, find_resume, new_folder, newest_folder
+from shardwise.train.events import EventFile, Events
+from shardwise.train.folder import (
+    Claim,
+    RunLock,
+    ended_unsaved,
+    find_resume,
+    last_holder,
+    new_folder,
+    newest_folder,
+)
 from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, claim, resolve
 
@@ -241,6 +251,29 @@ def test_a_config_json_that_no_run_can_have_is_refused(here: Path, content: str)
     os.mkfifo("run/config.json")
     with pytest.raises(ValueError, match="no regular file"):
         resolve(Request(out="run", resume="latest"))
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_only_regular_files_are_read_and_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, device: bool
+) -> None:
+    """A pipe would be waited for, a device read for ever."""
+
+    def put(path: Path) -> Path:
+        path.symlink_to("/dev/zero") if device else os.mkfifo(path)
+        return path
+
+    log = put(tmp_path / "events.jsonl")
+    events = Events([EventFile(log)])
+    events("step", step=1)
+    assert f"{log} is no regular file" in caplog.text
+    for read in (lambda: write_report(tmp_path), lambda: ended_unsaved(tmp_path)):
+        with pytest.raises(ValueError, match=r"no regular file|holds no events\.jsonl"):
+            read()
+    lock = put(tmp_path / ".lock")
+    assert last_holder(tmp_path) == {}
+    with pytest.raises(ValueError, match=rf"{lock} is no regular file"):
+        RunLock(tmp_path)
 
 
 @pytest.mark.parametrize("newer", [True, False])
