@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/mxfp8.py`` defines.
+"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/fp8.py`` defines.
 
 ::
 

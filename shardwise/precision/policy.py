@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
-from shardwise.precision.mxfp8_tensor import Format, Matrices
+from shardwise.precision.fp8 import FP8Error, shape_problems
+from shardwise.precision.fp8_tensor import Format, Matrices
 
 _NAMES = {
     "fp32": torch.float32,
@@ -97,7 +97,7 @@ class Precision:
         for field in ("reduce", "main", "outputs"):
             object.__setattr__(self, field, as_dtype(getattr(self, field), field))
         if self.format is not None and not self.include:
-            raise MXFP8Error(
+            raise FP8Error(
                 f"include=(): nothing would be stored in {self.format}; leave it out (every "
                 f"linear), name weights, or choose weights='bf16'"
             )
@@ -189,7 +189,7 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     many = isinstance(value, Iterable) and not isinstance(value, str)
     patterns = tuple(value) if many else ()
     if not many or not all(isinstance(each, str) and each for each in patterns):
-        raise MXFP8Error(
+        raise FP8Error(
             f"{field}={value!r}: give a sequence of patterns, such as ('*.mlp.*', '*.wo.weight')"
         )
     return patterns

@@ -37,9 +37,9 @@ from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
 from shardwise.report.units import Buffer, Owner
 from shardwise.shard.bucketed import BucketedUnit
+from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.fully_shard import after_forward
 from shardwise.shard.group import Group, carry_attributes
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import Found

@@ -34,7 +34,7 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.bucketed import BucketedUnit, stages_of
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
@@ -51,9 +51,9 @@ from shardwise.shard.checks import (
     share_of,
 )
 from shardwise.shard.formats import stored_as
+from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
 from shardwise.tile import tile_of
 

@@ -26,9 +26,9 @@ from torch import nn
 
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8 import SIDE, Block
-from shardwise.precision.mxfp8_functions import lookup_problem
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
+from shardwise.precision.fp8 import SIDE, Block
+from shardwise.precision.fp8_functions import lookup_problem
+from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import Stored, format_of, ineligible, short_name
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 

@@ -22,7 +22,7 @@ from shardwise.layout import CHEAP_PADDING, Layout, cut_finer, plan_groups
 from shardwise.mesh import data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
 from shardwise.shard.buckets import PROMISED_PADDING
 from shardwise.shard.checks import (
@@ -39,9 +39,9 @@ from shardwise.shard.checks import (
     product_problems,
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
+from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.module import unit_of
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import (
     Found,

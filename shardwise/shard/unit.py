@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import weakly
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (

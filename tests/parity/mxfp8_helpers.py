@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.precision.mxfp8 import Plane, encode
-from shardwise.precision.mxfp8_functions import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Reads
+from shardwise.precision.fp8 import Plane, encode
+from shardwise.precision.fp8_functions import fp8_linear
+from shardwise.precision.fp8_tensor import READS, Format, FP8Tensor, Matrices, Reads
+from shardwise.shard.fp8_group import GROUPS
+from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
-from shardwise.shard.mxfp8_group import GROUPS
-from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from tests.models import STRATEGIES, mesh_for
 
 WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 8
@@ -31,9 +31,9 @@ class QuantisedAtUse(nn.Linear):
     format: Format = "mxfp8"
 
     def forward(self, input: Tensor) -> Tensor:
-        planes = MXFP8Tensor.encode(self.weight.detach(), self.format)
+        planes = FP8Tensor.encode(self.weight.detach(), self.format)
         parameter = self.weight if self.weight.requires_grad else None
-        return mxfp8_linear(input, planes, self.bias, parameter=parameter)
+        return fp8_linear(input, planes, self.bias, parameter=parameter)
 
 
 class AtUse(Group):
@@ -46,8 +46,8 @@ class AtUse(Group):
     format: Format = "mxfp8"
     matmul = None
 
-    def _whole_parameter(self, index: int, requires_grad: bool) -> MXFP8Parameter:
-        return MXFP8Parameter.of(MXFP8Weight(weakref.ref(self), index), requires_grad)
+    def _whole_parameter(self, index: int, requires_grad: bool) -> FP8Parameter:
+        return FP8Parameter.of(FP8Weight(weakref.ref(self), index), requires_grad)
 
     def plane(self, index: int, phase: Reads) -> Plane:
         return encode(self.whole.view(index), (READS[self.format][phase],))[0]
@@ -213,7 +213,7 @@ def expected_planes(model: nn.Module, format: Format) -> dict[str, Tensor]:
                 whole = parameter.detach().full_tensor().to(torch.bfloat16)
                 # Embeddings are stored as rows, whatever matrices are stored as.
                 stored = format if group.format in get_args(Matrices) else group.format
-                for name, tensor in MXFP8Tensor.encode(whole, stored).state_dict().items():
+                for name, tensor in FP8Tensor.encode(whole, stored).state_dict().items():
                     found[f"{unit.name} {item.name} {name}"] = tensor
     return found
 

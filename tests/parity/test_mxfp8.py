@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardwise as sw
 from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
-from shardwise.shard import mxfp8_group
+from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.shard import fp8_group
 from shardwise.shard.formats import planes_of
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for, ranks_for
@@ -158,7 +158,7 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
     sent = []
     runs = []
     for direct in (True, False):
-        with mock.patch.object(mxfp8_group, "sends_codes", lambda *_, d=direct: d):
+        with mock.patch.object(fp8_group, "sends_codes", lambda *_, d=direct: d):
             with sw.comm.record() as calls:
                 model, seen = run(rank, world_size, strategy, "adamw", True, format, steps=range(4))
             groups = [g for unit in units_of(model) for g in unit.groups if g.format]
@@ -330,7 +330,7 @@ def through_codes(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in STORED:
-                parameter.copy_(MXFP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
+                parameter.copy_(FP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
 
 
 def never_made_anew(self: Any, phase: Any) -> list[Any]:
@@ -352,7 +352,7 @@ def staged_before(self: Any, planes: Any, runtime: Any) -> None:
     source.flat.data.copy_(now)
 
 
-RIGHT = mxfp8_group.MXFP8Group._gather_staged
+RIGHT = fp8_group.FP8Group._gather_staged
 
 
 @pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
@@ -362,12 +362,10 @@ def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> Non
     _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
-            stack.enter_context(
-                mock.patch.object(mxfp8_group.MXFP8Group, "_missing", never_made_anew)
-            )
+            stack.enter_context(mock.patch.object(fp8_group.FP8Group, "_missing", never_made_anew))
         if mistake == "outside":
             stack.enter_context(
-                mock.patch.object(mxfp8_group.MXFP8Group, "_gather_staged", staged_before)
+                mock.patch.object(fp8_group.FP8Group, "_gather_staged", staged_before)
             )
         model = make(True)
         if mistake == "init":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8Group: a group whose whole weights are MXFP8 planes.
+"""FP8Group: a group whose whole weights are MXFP8 planes.
 
     main      fp32, placements.main     the only truth, as in every group
     planes    uint8, all replicated     | codes of every weight, laid out as main |.pad.| scales |
@@ -33,13 +33,13 @@ from shardwise.buffer import Buffer
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, weakly
 from shardwise.memory import Block as Memory
-from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
-from shardwise.precision.mxfp8_products import Matmul, Native
-from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Reads
+from shardwise.precision.fp8 import Block, FP8Error, Plane, encode, scale_shape
+from shardwise.precision.fp8_products import Matmul, Native
+from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
+from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
-from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 
@@ -99,7 +99,7 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
             encode(value, [plane.block for plane in planes], out=into)
 
 
-class MXFP8Group(Group):
+class FP8Group(Group):
     """A group in MXFP8. A gather brings the planes that the phase reads; see the picture above."""
 
     format: Format
@@ -119,12 +119,12 @@ class MXFP8Group(Group):
         self._runtime: Runtime | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
-        weight = MXFP8Weight(weakref.ref(self), index)
-        return MXFP8Parameter.of(weight, requires_grad)
+        weight = FP8Weight(weakref.ref(self), index)
+        return FP8Parameter.of(weight, requires_grad)
 
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see
-        :class:`MXFP8Parameter`."""
+        :class:`FP8Parameter`."""
         device = self._whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
@@ -268,7 +268,7 @@ class MXFP8Group(Group):
         """
         plane = self._plane_of(phase)
         if plane is None:
-            raise MXFP8Error(
+            raise FP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: no plane serves {phase}"
             )
         runtime = self._runtime
@@ -297,7 +297,7 @@ class MXFP8Group(Group):
         return (
             f"{problem}, but its {' and '.join(here)} plane: forward and unshard() gather what "
             f"forward reads, and only backward gathers the other; to have both, encode the main "
-            f"weight: MXFP8Tensor.encode(value, {self.format!r})"
+            f"weight: FP8Tensor.encode(value, {self.format!r})"
         )
 
     def gathered(self, index: int) -> dict[Block, Plane]:
@@ -315,19 +315,19 @@ class MXFP8Group(Group):
         return None if self._runtime is None else self._runtime.matmul
 
 
-class MXFP8RowColumnGroup(MXFP8Group):
+class MXFP8RowColumnGroup(FP8Group):
     """Row and column planes of 1x32 blocks."""
 
     format = "mxfp8"
 
 
-class MXFP8SquareGroup(MXFP8Group):
+class MXFP8SquareGroup(FP8Group):
     """One plane of 32x32 blocks for both directions."""
 
     format = "mxfp8_2d"
 
 
-class MXFP8RowGroup(MXFP8Group):
+class MXFP8RowGroup(FP8Group):
     """Only row planes, for embeddings."""
 
     format = "mxfp8_rows"

@@ -56,7 +56,7 @@ NAN_SCALE, NAN_CODE = 255, 0x7F
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
-class MXFP8Error(ValueError):
+class FP8Error(ValueError):
     """A tensor that can't be stored in MXFP8, or planes that don't fit together."""
 
 
@@ -92,7 +92,7 @@ class Plane:
             if not tensor.is_contiguous()
         ]
         if problems:
-            raise MXFP8Error("; ".join(problems))
+            raise FP8Error("; ".join(problems))
 
     @property
     def nbytes(self) -> int:
@@ -174,7 +174,7 @@ def empty_planes(
     """Planes of a matrix with undefined contents, one for each of ``blocks``."""
     problems = shape_problems(shape)
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     return tuple(
         Plane(
             codes=torch.empty(tuple(shape), dtype=torch.uint8, device=device),
@@ -215,7 +215,7 @@ def encode(
         if len(out) != len(blocks):
             problems.append(f"{len(out)} planes in out for {len(blocks)} blocks")
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
     if x.numel() == 0:
         return planes
@@ -244,12 +244,12 @@ def decode(
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=plane.codes.device)
     elif (out.shape, out.device) != (shape, plane.codes.device) or not out.is_contiguous():
-        raise MXFP8Error(
+        raise FP8Error(
             f"out of shape {tuple(out.shape)} on {out.device}: decoding {tuple(shape)} on "
             f"{plane.codes.device} needs contiguous memory of that shape there"
         )
     if not out.dtype.is_floating_point or out.dtype.itemsize < 2:
-        raise MXFP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
+        raise FP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
     if out.numel() == 0:
         return out
     if uses_kernels(out.device) and out.dtype in (torch.bfloat16, torch.float32):

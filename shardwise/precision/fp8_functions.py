@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.precision.mxfp8 import ROW, SIDE, MXFP8Error, Plane, decode
-from shardwise.precision.mxfp8_products import Emulated, Matmul
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.precision.fp8 import ROW, SIDE, FP8Error, Plane, decode
+from shardwise.precision.fp8_products import Emulated, Matmul
+from shardwise.precision.fp8_tensor import FP8Tensor
 
 COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
 
@@ -33,9 +33,9 @@ COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; 
 # ----------------------------------------------------------------------------------------- linear
 
 
-def mxfp8_linear(
+def fp8_linear(
     x: Tensor,  # [..., columns], bf16 or fp32
-    weight: MXFP8Tensor,  # [rows, columns]
+    weight: FP8Tensor,  # [rows, columns]
     bias: Tensor | None = None,  # [rows]
     *,
     parameter: Tensor | None = None,
@@ -65,7 +65,7 @@ def mxfp8_linear(
         )
     problems += _parameter_problems(parameter, weight)
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     return _Linear.apply(x, parameter, bias, weight, matmul or Emulated())  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -79,7 +79,7 @@ def _autocast(value: Tensor) -> Tensor:
     return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
 
 
-def _parameter_problems(parameter: Tensor | None, weight: MXFP8Tensor) -> list[str]:
+def _parameter_problems(parameter: Tensor | None, weight: FP8Tensor) -> list[str]:
     if parameter is None or parameter.shape == weight.shape:
         return []
     return [f"a parameter of shape {tuple(parameter.shape)} for a weight of {tuple(weight.shape)}"]
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         parameter: Tensor | None,
         bias: Tensor | None,
-        weight: MXFP8Tensor,
+        weight: FP8Tensor,
         matmul: Matmul,
     ) -> Tensor:
         # Not saved as tensors: planes may be released and gathered again before backward.
@@ -139,9 +139,9 @@ def weight_gradient(
 # -------------------------------------------------------------------------------------- embedding
 
 
-def mxfp8_embedding(
+def fp8_embedding(
     ids: Tensor,  # [...], integers
-    weight: MXFP8Tensor,  # [vocab, columns]
+    weight: FP8Tensor,  # [vocab, columns]
     *,
     parameter: Tensor | None = None,
     padding_idx: int | None = None,
@@ -166,7 +166,7 @@ def mxfp8_embedding(
         problems.append(f"padding_idx={padding_idx}: the weight has {vocab} rows")
     problems += _parameter_problems(parameter, weight)
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     if parameter is None:
         return lookup(weight.plane("forward"), ids, dtype=dtype)
     padding = -1 if padding_idx is None else padding_idx % vocab
@@ -187,7 +187,7 @@ def rows_of(plane: Plane, ids: Tensor) -> Plane:
     """The rows ``ids`` [n] (n a multiple of 32) of a plane of rows or squares: a plane of rows."""
     high, wide = plane.block
     if wide != SIDE:
-        raise MXFP8Error(f"blocks {plane.block}: rows are looked up in planes of rows or squares")
+        raise FP8Error(f"blocks {plane.block}: rows are looked up in planes of rows or squares")
     return Plane(
         codes=plane.codes.index_select(0, ids),
         scales=plane.scales.index_select(0, ids if high == 1 else ids // high),
@@ -206,7 +206,7 @@ def lookup(plane: Plane, ids: Tensor, *, dtype: torch.dtype = torch.bfloat16) ->
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, ids: Tensor, weight: MXFP8Tensor, padding_idx: int, scale: bool
+        ctx: Any, parameter: Tensor, ids: Tensor, weight: FP8Tensor, padding_idx: int, scale: bool
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.options = weight.shape[0], padding_idx, scale
