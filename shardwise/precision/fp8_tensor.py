@@ -17,6 +17,7 @@ from shardwise.precision.fp8 import (
     COLUMN,
     ROW,
     SQUARE,
+    SQUARE_128,
     Block,
     FP8Error,
     Plane,
@@ -25,14 +26,22 @@ from shardwise.precision.fp8 import (
     encode,
 )
 
-Matrices = Literal["mxfp8", "mxfp8_2d"]  # formats of weights that are multiplied, both directions
-Format = Literal[Matrices, "mxfp8_rows"]  # "mxfp8_rows": the format of weights of lookups
+Matrices = Literal["mxfp8", "mxfp8_2d", "fp8_block"]  # of weights that are multiplied, both ways
+Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # of weights whose rows are looked up
+Format = Literal[Matrices, Lookups]
 Reads = Literal["forward", "backward"]
 
 FORMATS: dict[Format, tuple[Block, ...]] = {
     "mxfp8": (ROW, COLUMN),
     "mxfp8_2d": (SQUARE,),
     "mxfp8_rows": (ROW,),
+    "fp8_block": (SQUARE_128,),
+    "fp8_block_rows": (SQUARE_128,),
+}
+LOOKUPS: dict[Matrices, Format] = {
+    "mxfp8": "mxfp8_rows",
+    "mxfp8_2d": "mxfp8_rows",
+    "fp8_block": "fp8_block_rows",
 }
 # The plane that each phase reads: forward sums over columns, backward over rows. The gradient of a
 # lookup needs no weight.
@@ -40,18 +49,20 @@ READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
     "mxfp8_rows": {"forward": ROW},
+    "fp8_block": {"forward": SQUARE_128, "backward": SQUARE_128},
+    "fp8_block_rows": {"forward": SQUARE_128},
 }
-NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square"}
+NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square", SQUARE_128: "block"}
 
 
 class FP8Tensor:
-    """[rows, columns] of bf16 values as MXFP8 planes: row and column, or one of squares.
+    """[rows, columns] of bf16 values as fp8 planes: row and column, or one of squares or blocks.
 
     ``planes`` may hold only the plane that a phase reads (a row plane in forward). Planes are never
     copied: a plane that is a view of gathered memory changes with that memory.
     """
 
-    __slots__ = ("planes",)
+    __slots__ = ("__weakref__", "planes")
 
     planes: dict[Block, Plane]
 
@@ -66,7 +77,8 @@ class FP8Tensor:
         if len(found) != len(planes):
             problems.append(f"two planes in the same blocks: {[p.block for p in planes]}")
         if len(formats) > 1:
-            problems.append("planes of mxfp8 and of mxfp8_2d: a matrix is stored in one of them")
+            both = " and of ".join(sorted(formats))
+            problems.append(f"planes of {both}: a matrix is stored in one of them")
         for what, values in (("shapes", shapes), ("devices", devices)):
             if len(values) > 1:
                 problems.append(f"planes of {what} {sorted(values)}: they hold one matrix")
@@ -76,7 +88,7 @@ class FP8Tensor:
 
     @classmethod
     def encode(
-        cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding = "rceil"
+        cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding | None = None
     ) -> FP8Tensor:
         """Encode all planes of ``x`` [rows, columns], rounded to bf16 first."""
         if not isinstance(x, Tensor):
@@ -173,7 +185,7 @@ class FP8Tensor:
     # ------------------------------------------------------------------ state dicts
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """uint8 tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
+        """Tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
         return {
             f"{prefix}{NAMES[block]}.{part}": tensor
             for block, plane in self.planes.items()
@@ -221,7 +233,8 @@ class FP8Tensor:
 
 
 def _format_of(block: Block) -> Format:
-    return "mxfp8_2d" if block == SQUARE else "mxfp8"
+    """The format of matrices that are multiplied in which this block occurs."""
+    return next((each for each in get_args(Matrices) if block in FORMATS[each]), "fp8_block")
 
 
 def _few(names: Sequence[str]) -> str:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose values are MXFP8 planes, as forward sees them.
+"""Parameters whose values are fp8 planes, as forward sees them.
 
     nn.Linear: F.linear(x, weight, bias)    -->  fp8_linear(x, planes, bias)   multiplies by codes
     nn.Embedding: F.embedding(ids, weight)  -->  fp8_embedding(ids, planes)    decodes some rows
-    any other function of the weight        -->  the same of decode(planes)      in bf16
+    any other function of the weight        -->  the same of decode(planes)    in bf16
 
 Autograd sees an ordinary leaf of the weight's shape in bf16: the gradient arrives whole, once per
-backward, however often the weight was used. The leaf itself has no memory for values.
+backward, however often the weight was used. The leaf itself has no memory for values. torch.compile
+traces the same functions with operators that find the planes by the leaf (fp8_operators.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
 from shardwise.moe.weights import QuantisedParameter
+from shardwise.precision import fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
-from shardwise.precision.fp8_functions import fp8_embedding, fp8_linear, lookup_problem
+from shardwise.precision.fp8_functions import (
+    DECODED,
+    Recipe,
+    fp8_embedding,
+    fp8_linear,
+    lookup_problem,
+    traced_linear,
+)
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Format, FP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
@@ -85,6 +93,10 @@ class FP8Weight(FP8Tensor):
     def format(self) -> Format:
         return self.group.format
 
+    @property
+    def matmul(self) -> Matmul | None:
+        return self.group.matmul
+
     def plane(self, phase: Reads) -> Plane:
         return self.group.plane(self._index, phase)
 
@@ -136,24 +148,30 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
     """
 
     quantised: FP8Weight
+    recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
 
     @staticmethod
-    def of(weight: FP8Weight, requires_grad: bool) -> FP8Parameter:
+    def of(weight: FP8Weight, requires_grad: bool, recipe: Recipe | None = DECODED) -> FP8Parameter:
         parameter = FP8Parameter(torch.empty(0), requires_grad=requires_grad)
-        parameter.quantised = weight
+        parameter.quantised, parameter.recipe = weight, recipe
         return parameter
 
+    def show(self, memory: Tensor) -> None:
+        super().show(memory)
+        fp8_operators.name(memory, self.quantised)
+
     @classmethod
-    @_disable_dynamo  # no trace enters this function: planes come and go, and are no tensors to it
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(func, args, kwargs)
+        if torch.compiler.is_compiling() or _reads_no_values(func):  # a compiler asks what it is
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        if _reads_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
             raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
@@ -173,15 +191,34 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, FP8Parameter) or weight.quantised.format == "mxfp8_rows":
+    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
         return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
     return fp8_linear(
         _decoded(input),
         weight.quantised,
         _decoded(bias),
         parameter=weight if weight.requires_grad else None,
-        matmul=weight.quantised.group.matmul,
+        matmul=weight.quantised.matmul,
+        recipe=weight.recipe,
     )
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function as torch.compile sees it; no trace comes to the planes themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is F.linear:
+            return _traced_linear(*args, **kwargs)
+        if not _reads_no_values(func):
+            if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
+                raise _refused(func, args, kwargs)
+            args, kwargs = tree_map(_decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _traced_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
+        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
+    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe)
 
 
 def _embedding(
@@ -193,10 +230,10 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    assert isinstance(weight, FP8Parameter), "ids are integers, which are never stored in MXFP8"
+    assert isinstance(weight, FP8Parameter), "ids are integers, which are never stored in fp8"
     problem = lookup_problem(max_norm=max_norm, sparse=sparse)
     if problem is not None:
-        raise FP8Error(f"'{weight.quantised.name}' is stored in MXFP8, which excludes {problem}")
+        raise FP8Error(f"'{weight.quantised.name}' is stored in fp8, which excludes {problem}")
     return fp8_embedding(
         input,
         weight.quantised,
@@ -214,7 +251,11 @@ _FACTS = (
     "element_size",
     "get_device",
     "is_complex",
+    "is_conj",
+    "is_contiguous",
     "is_floating_point",
+    "is_inference",
+    "is_neg",
     "ndimension",
     "nelement",
     "numel",
@@ -224,6 +265,7 @@ _FACTS = (
     "size",
     "storage_offset",
     "stride",
+    "untyped_storage",
     "__hash__",
     "__len__",
     "_is_view",
@@ -257,6 +299,8 @@ def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Run
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:
+    if getattr(func, "namespace", "") == "shardwise":  # a graph's operator, which finds the planes
+        return True
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
@@ -266,17 +310,24 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
 def _decoded(value: Any) -> Any:
     if not isinstance(value, FP8Parameter):
         return value
+    weight = None if torch.compiler.is_dynamo_compiling() else value.quantised
     if torch.is_grad_enabled() and value.requires_grad:
-        return _Decode.apply(value, value.quantised)  # type: ignore[no-untyped-call]
-    return value.quantised.dequantise("forward")
+        return _Decode.apply(value, weight)  # type: ignore[no-untyped-call]
+    return _values(value, weight)
+
+
+def _values(parameter: Tensor, weight: FP8Weight | None) -> Tensor:
+    if weight is None:
+        return torch.ops.shardwise.fp8_decode(parameter)  # type: ignore[no-any-return]
+    return weight.dequantise("forward")
 
 
 class _Decode(torch.autograd.Function):
     """The values that forward computes with; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Weight) -> Tensor:
-        return weight.dequantise("forward")
+    def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Weight | None) -> Tensor:
+        return _values(parameter, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -55,17 +55,17 @@ def test_precision_knows_its_format() -> None:
 
 
 def test_precision_refuses() -> None:
-    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8' or 'mxfp8_2d'"):
+    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8', 'mxfp8_2d', 'fp8_block'"):
         sw.Precision(weights="mxfp4")
     with pytest.raises(ValueError, match="reduce='mxfp8'"):
         sw.Precision(reduce="mxfp8")
-    with pytest.raises(ValueError, match="they say which weights are stored in MXFP8"):
+    with pytest.raises(ValueError, match="they say which weights are stored in fp8"):
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(FP8Error, match="give a sequence of patterns"):
         sw.Precision(weights="mxfp8", include="*.mlp.*")
     with pytest.raises(FP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
         sw.Precision(weights="mxfp8", include=())
-    with pytest.raises(ValueError, match=r"products='native'.*for weights in 'mxfp8'"):
+    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8'"):
         sw.Precision(weights="bf16", products="native")
 
 

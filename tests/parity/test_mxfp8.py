@@ -23,10 +23,9 @@ from shardwise.shard.formats import planes_of
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for, ranks_for
 from tests.parity.mxfp8_helpers import (
+    AT_USE,
     STEPS,
     STORED,
-    AtUse,
-    SquareAtUse,
     assert_same_bits,
     expected_planes,
     loss_of,
@@ -64,7 +63,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
         coded, on = run(rank, world_size, strategy, kind, True, format)
     with sw.comm.record() as sent_off, off_in_the_same_groups():
         plain, off = run(rank, world_size, strategy, kind, True, format)
-    assert {type(g) for u in units_of(plain) for g in u.groups if g.format} <= {AtUse, SquareAtUse}
+    off_groups = {type(g) for u in units_of(plain) for g in u.groups if g.format}
+    assert off_groups <= set(AT_USE.values())
     assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
     assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
     assert len(reductions(sent_on)) >= STEPS
@@ -82,7 +82,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     ("strategy", "kind", "format"),
     [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
     + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3")]
-    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")],
+    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")]
+    + [(strategy, "muon", "fp8_block") for strategy in STRATEGIES],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_for(strategy)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ from shardwise.precision.fp8_products import (
     swizzle,
     through_mxfp8,
 )
-from shardwise.precision.fp8_tensor import Format, FP8Tensor, Matrices
+from shardwise.precision.fp8_tensor import Format, FP8Tensor
 from tests.ranks import on_ranks
 
 ROWS, COLUMNS, TOKENS = 64, 96, 10
-formats = pytest.mark.parametrize("format", get_args(Matrices))
+formats = pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -130,7 +130,7 @@ def test_a_frozen_weight_passes_gradients_on_and_keeps_no_input() -> None:
     for parameter in (None, frozen):
         x = made(TOKENS, COLUMNS).requires_grad_()
         y = fp8_linear(x, stored, parameter=parameter)
-        assert y.grad_fn.saved_tensors == (None,)  # type: ignore[union-attr]
+        assert not any(saved is not None for saved in y.grad_fn.saved_tensors)  # type: ignore[union-attr]
         y.sum().backward()
         assert x.grad is not None and frozen.grad is None
     assert not fp8_linear(made(TOKENS, COLUMNS), stored).requires_grad

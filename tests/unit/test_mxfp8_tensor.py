@@ -20,6 +20,10 @@ from shardwise.precision.policy import Precision, format_of, ineligible
 formats = pytest.mark.parametrize("format", get_args(Matrices))
 
 
+def stored_in(format: Format) -> Tensor:
+    return matrix(128, 256) if format == "fp8_block" else matrix()
+
+
 def matrix(rows: int = 64, columns: int = 96) -> Tensor:
     """Rows and columns over many powers of two: else both planes decode to the same values."""
     generator = torch.Generator().manual_seed(0)
@@ -29,22 +33,27 @@ def matrix(rows: int = 64, columns: int = 96) -> Tensor:
 
 @formats
 def test_it_decodes_what_each_phase_reads(format: Format) -> None:
-    x = matrix()
+    x = stored_in(format)
     stored = FP8Tensor.encode(x, format)
     assert stored.format == format and stored.shape == x.shape
     for phase in ("forward", "backward"):
         (plane,) = encode(x, (READS[format][phase],))  # type: ignore[index]
         assert torch.equal(stored.dequantise(phase), decode(plane))  # type: ignore[arg-type]
     same = torch.equal(stored.dequantise("forward"), stored.dequantise("backward"))
-    assert same == (format == "mxfp8_2d")
+    assert same == (format != "mxfp8")
 
 
 @formats
 def test_it_prints_its_shape_format_and_values(format: Format) -> None:
-    stored = FP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     text = str(stored)
-    assert "64x96" in text and format in text and "device='cpu'" in text
-    planes, each = {"mxfp8": ("row+column", "2.062"), "mxfp8_2d": ("square", "1.001")}[format]
+    shape = "128x256" if format == "fp8_block" else "64x96"
+    assert shape in text and format in text and "device='cpu'" in text
+    planes, each = {
+        "mxfp8": ("row+column", "2.062"),
+        "mxfp8_2d": ("square", "1.001"),
+        "fp8_block": ("block", "1.000"),
+    }[format]
     assert planes in text and f"{each} bytes an element" in text
     assert str(stored.dequantise()) in text
 
@@ -58,11 +67,11 @@ def test_it_prints_while_its_memory_is_released() -> None:
 
 @formats
 def test_torch_saves_and_loads_it_without_running_code(format: Format, tmp_path: Path) -> None:
-    stored = FP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     torch.save({"weight": stored, "step": 3}, tmp_path / "file")
     loaded = torch.load(tmp_path / "file", weights_only=True)["weight"]
     assert isinstance(loaded, FP8Tensor) and loaded.equal(stored)
-    assert not loaded.equal(FP8Tensor.encode(matrix() * 1.1, format))
+    assert not loaded.equal(FP8Tensor.encode(stored_in(format) * 1.1, format))
 
 
 def test_what_is_loaded_is_checked() -> None:
@@ -75,9 +84,11 @@ def test_what_is_loaded_is_checked() -> None:
 
 @formats
 def test_safetensors_keep_its_planes(format: Format, tmp_path: Path) -> None:
-    stored = FP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     tensors = stored.state_dict("layer.weight.")
-    assert all(tensor.dtype == torch.uint8 for tensor in tensors.values())
+    scale = torch.float32 if format == "fp8_block" else torch.uint8
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (scale if name.endswith("scales") else torch.uint8)
     assert len(tensors) == 2 * len(FORMATS[format])
     save_file({**tensors, "layer.bias": torch.zeros(3)}, tmp_path / "file.safetensors")
     loaded = load_file(tmp_path / "file.safetensors")
@@ -195,7 +206,8 @@ def test_embeddings_are_chosen_where_they_are_named() -> None:
     assert "17 rows" in str(ineligible("e", (17, 64), include=("e",), owners=(nn.Embedding,)))
     alone, tied = (nn.Embedding,), (nn.Embedding, nn.Linear)
     for wanted in get_args(Matrices):
-        assert format_of(alone, wanted) == "mxfp8_rows"
+        rows = "fp8_block_rows" if wanted == "fp8_block" else "mxfp8_rows"
+        assert format_of(alone, wanted) == rows
         assert format_of(tied, wanted) == format_of((nn.Linear,), wanted) == wanted
     strangers = (nn.Embedding, nn.EmbeddingBag)
     assert "read by EmbeddingBag" in str(
@@ -249,7 +261,7 @@ def test_what_is_no_dtype_is_refused_by_name(field: str, value: Any) -> None:
 
 
 def test_nothing_here_imports_triton() -> None:
-    modules = "mxfp8, fp8_tensor, fp8_products, fp8_functions, policy"
+    modules = "fp8, fp8_tensor, fp8_products, fp8_functions, policy"
     program = (
         f"import sys; import torch; before = set(sys.modules); "
         f"from shardwise.precision import {modules}; "
