@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import mxfp8_steps, report
-from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
-from shardwise.precision.mxfp8_functions import mxfp8_linear
-from shardwise.precision.mxfp8_products import Emulated, Workspace
-from shardwise.precision.mxfp8_tensor import Matrices, MXFP8Tensor
+from shardwise.precision.fp8 import COLUMN, ROW, SQUARE, Block, decode, empty_planes, encode
+from shardwise.precision.fp8_functions import fp8_linear
+from shardwise.precision.fp8_products import Emulated, Workspace
+from shardwise.precision.fp8_tensor import FP8Tensor, Matrices
 
 SHAPES = ((8192, 28672), (14336, 4096), (4096, 4096), (2048, 2048))
 TOKENS = 16384
@@ -120,12 +120,12 @@ def linear_step(shape: tuple[int, int], format: str, tokens: int) -> Callable[[]
 
         return step
     parameter = torch.nn.Parameter(weight)
-    stored = MXFP8Tensor.encode(weight, format)  # type: ignore[arg-type]
+    stored = FP8Tensor.encode(weight, format)  # type: ignore[arg-type]
     products = Emulated(workspace=Workspace())
 
     def mxfp8_step() -> None:
         x.grad = parameter.grad = None
-        mxfp8_linear(x, stored, parameter=parameter, matmul=products).backward(grad)
+        fp8_linear(x, stored, parameter=parameter, matmul=products).backward(grad)
 
     return mxfp8_step
 

@@ -37,7 +37,6 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise import comm
 from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import STEP
 from shardwise.mesh import Ranks

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise as sw
 from benchmarks.mxfp8 import SWEPT
 from shardwise.kernels import mxfp8 as kernels
-from shardwise.precision.mxfp8 import (
+from shardwise.precision.fp8 import (
     COLUMN,
     ROW,
     SQUARE,
@@ -40,10 +40,10 @@ from shardwise.precision.mxfp8 import (
     encode,
     encode_reference,
 )
-from shardwise.precision.mxfp8_functions import mxfp8_embedding, mxfp8_linear, weight_gradient
-from shardwise.precision.mxfp8_products import Emulated, Workspace, native_problem, through_mxfp8
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
-from shardwise.shard import mxfp8_group
+from shardwise.precision.fp8_functions import fp8_embedding, fp8_linear, weight_gradient
+from shardwise.precision.fp8_products import Emulated, Workspace, native_problem, through_mxfp8
+from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.shard import fp8_group
 from tests.parity import mxfp8_embedding_helpers as words
 from tests.parity import mxfp8_helpers as helpers
 from tests.reference import mxfp8 as reference
@@ -200,15 +200,13 @@ def linear() -> None:
     grad = torch.randn(4, 100, 1024, device=DEVICE, generator=generator).bfloat16()
     parameter = torch.nn.Parameter(weight)
     for format in ("mxfp8", "mxfp8_2d"):
-        stored = MXFP8Tensor.encode(weight, format)  # type: ignore[arg-type]
-        on_cpu = MXFP8Tensor.encode(weight.cpu(), format)  # type: ignore[arg-type]
+        stored = FP8Tensor.encode(weight, format)  # type: ignore[arg-type]
+        on_cpu = FP8Tensor.encode(weight.cpu(), format)  # type: ignore[arg-type]
         assert stored.to("cpu").equal(on_cpu)
         for workspace in (None, Workspace()):
             leaf = x.clone().requires_grad_()
             parameter.grad = None
-            y = mxfp8_linear(
-                leaf, stored, parameter=parameter, matmul=Emulated(workspace=workspace)
-            )
+            y = fp8_linear(leaf, stored, parameter=parameter, matmul=Emulated(workspace=workspace))
             y.backward(grad)
             assert torch.equal(y, F.linear(x, stored.dequantise("forward")))
             assert leaf.grad is not None and parameter.grad is not None
@@ -236,13 +234,13 @@ def looked_up(device: torch.device = DEVICE) -> None:
     ids[0, :20] = 3
     grad = torch.randn(7, 33, 512, generator=generator).bfloat16().to(device)
     for format in ("mxfp8", "mxfp8_2d", "mxfp8_rows"):
-        on_cpu = MXFP8Tensor.encode(weight, format).dequantise()  # type: ignore[arg-type]
-        stored = MXFP8Tensor.encode(weight.to(device), format)  # type: ignore[arg-type]
+        on_cpu = FP8Tensor.encode(weight, format).dequantise()  # type: ignore[arg-type]
+        stored = FP8Tensor.encode(weight.to(device), format)  # type: ignore[arg-type]
         for kind in (torch.int64, torch.int32):
             parameter = torch.zeros(4096, 512, dtype=torch.bfloat16, device=device).requires_grad_()
             values = stored.dequantise().requires_grad_()
             here = ids.to(device, kind)
-            found = mxfp8_embedding(here, stored, parameter=parameter, padding_idx=3)
+            found = fp8_embedding(here, stored, parameter=parameter, padding_idx=3)
             same_values(found.detach(), on_cpu[ids], f"{format} {kind}")
             found.backward(grad)
             F.embedding(here, values, padding_idx=3).backward(grad)
@@ -361,8 +359,8 @@ def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
                 model = helpers.make(True, format)  # type: ignore[arg-type]
                 precision = helpers.precision_of(True, format)  # type: ignore[arg-type]
                 # Whatever the layout allows, or bf16 whatever it allows.
-                how = mxfp8_group.sends_codes if travels == "codes" else lambda *_: False
-                with mock.patch.object(mxfp8_group, "sends_codes", how):
+                how = fp8_group.sends_codes if travels == "codes" else lambda *_: False
+                with mock.patch.object(fp8_group, "sends_codes", how):
                     for module in (*model.layers, model):
                         sw.fully_shard(module, mesh=mesh, precision=precision, **options)
                 found: dict[str, Tensor] = {}

@@ -29,7 +29,7 @@ from shardwise.checkpoint.reading import Checkpoint, Copies, compare_bytes
 from shardwise.checkpoint.state import State, model_state, unwrapped
 from shardwise.checkpoint.values import RandomStates
 from shardwise.layout import Shape
-from shardwise.precision.mxfp8_tensor import NAMES
+from shardwise.precision.fp8_tensor import NAMES
 from shardwise.shard.state_dict import clean
 
 
@@ -137,7 +137,7 @@ class _Job:
                     f"'{name}' is there as MXFP8 codes ({', '.join(sorted(planes))}): main weights "
                     f"are never made from codes unasked. Save the model that trains (its "
                     f"checkpoints hold main weights, whatever the format), or decode them yourself "
-                    f"(shardwise.precision.MXFP8Tensor)"
+                    f"(shardwise.precision.FP8Tensor)"
                 )
             elif entry is None:
                 problems.append(f"missing from it: '{name}' {list(shape)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/mxfp8.py`` defines.
+"""Encode to MXFP8 and decode: one pass over memory, bit for bit as ``precision/fp8.py`` defines.
 
 ::
 
@@ -16,7 +16,7 @@ Values are scaled in fp32 by powers of two, exactly. The hardware casts to e4m3 
 (``native``); elsewhere, and in Triton's interpreter, integer arithmetic does.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN202
+# ruff: noqa: ANN201, ANN202
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DECODE_TILE = Tile(strips=8, warps=8)
 
 
 @triton.jit
-def _bf16_bits(raw, wide: tl.constexpr):
+def bf16_bits(raw, wide: tl.constexpr):
     """The bits of values rounded to bf16, as the upper half of int32; ``wide``: from fp32's."""
     if wide:
         magnitude = raw & 0x7FFFFFFF
@@ -66,7 +66,7 @@ def _bf16_bits(raw, wide: tl.constexpr):
 
 
 @triton.jit
-def _scale_and_inverse(largest, rceil: tl.constexpr):
+def scale_and_inverse(largest, rceil: tl.constexpr):
     """Scale bytes, and 2^(127 - scale) in fp32, of blocks whose largest magnitude has these bits.
 
     Rounding up is one addition: 0x1FFFFF carries into the exponent where 1.m is above 1.75.
@@ -82,7 +82,7 @@ def _scale_and_inverse(largest, rceil: tl.constexpr):
 
 
 @triton.jit
-def _codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
+def to_codes(values, inverse, rceil: tl.constexpr, native: tl.constexpr):
     """e4m3 of ``values · inverse``, to nearest even; 0x7F for NaN."""
     scaled = values * inverse
     if not rceil:  # rceil leaves nothing above 448
@@ -126,7 +126,7 @@ def _encode_kernel(
         raw = tl.load(x_ptr + start + place)
     else:
         raw = tl.load(x_ptr + start + place, mask=strip < width, other=0)
-    bits = _bf16_bits(raw, wide)
+    bits = bf16_bits(raw, wide)
     values = bits.to(tl.float32, bitcast=True)
     magnitudes = bits & 0x7FFFFFFF
     inside = strip < width
@@ -135,8 +135,8 @@ def _encode_kernel(
         largest = tl.max(magnitudes, axis=2, keep_dims=True)  # [strips, 32, 1]
         if square:
             largest = tl.max(largest, axis=1, keep_dims=True)  # [strips, 1, 1]
-        scale, inverse = _scale_and_inverse(largest, rceil)
-        codes = _codes(values, inverse, rceil, native)
+        scale, inverse = scale_and_inverse(largest, rceil)
+        codes = to_codes(values, inverse, rceil, native)
         if square:
             scale_target = row_scales_ptr + band * width + strip
         else:
@@ -150,8 +150,8 @@ def _encode_kernel(
             tl.store(scale_target, scale, mask=inside)
     if column:
         largest = tl.max(magnitudes, axis=1, keep_dims=True)  # [strips, 1, 32]
-        scale, inverse = _scale_and_inverse(largest, rceil)
-        codes = _codes(values, inverse, rceil, native)
+        scale, inverse = scale_and_inverse(largest, rceil)
+        codes = to_codes(values, inverse, rceil, native)
         scale_target = column_scales_ptr + band * columns + (strip * 32 + lane)
         target = tl.multiple_of(column_codes_ptr + start + place, [1, 1, vector])
         if even:

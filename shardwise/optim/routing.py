@@ -240,16 +240,21 @@ def _default(
         return "elementwise", "norm"
     if len(shape) > 3:
         return "elementwise", f"{len(shape)} dimensions"
-    path = name.split(".")[:-1]
-    last = path[-1] if path else name
-    outside = all(part in _WRAPPERS for part in path[:-1])
-    if last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and outside):
+    if names_head(name):
         return "elementwise", "output head, by name"
     if shape in known.vocabularies and id(parameter) == known.last:
         return "elementwise", "output head, shaped like an embedding"
     if min(shape[-2:]) == 1:
         return "elementwise", "a single row or column"
     return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
+
+
+def names_head(name: str) -> bool:
+    """Whether a parameter is called as those that make logits are."""
+    path = name.split(".")[:-1]
+    last = path[-1] if path else name
+    outside = all(part in _WRAPPERS for part in path[:-1])
+    return last in _HEADS_ANYWHERE or (last in _HEADS_OUTSIDE and outside)
 
 
 def _declared(parameter: Tensor, kind: str) -> Split | None:

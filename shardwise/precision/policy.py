@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Precision: one frozen value that says in which format each of the three buffers is kept, and the
-rules by which a weight is stored in MXFP8. Names and shapes decide; no tensor is read."""
+rules by which a weight is stored in fp8. Names and shapes decide; no tensor is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from shardwise.precision.mxfp8 import MXFP8Error, shape_problems
-from shardwise.precision.mxfp8_tensor import Format, Matrices
+from shardwise.precision.fp8 import FP8Error, Rounding, rounding_of, shape_problems, side_of
+from shardwise.precision.fp8_functions import DECODED, Recipe
+from shardwise.precision.fp8_tensor import FORMATS, LOOKUPS, Format, Matrices
 
 _NAMES = {
     "fp32": torch.float32,
@@ -22,7 +23,16 @@ _NAMES = {
     "fp64": torch.float64,
 }
 DtypeLike = str | torch.dtype | None
-Products = Literal["emulated", "native"]
+Products = Literal["emulated", "native", "fp8"]
+Scales = Literal["fp32", "power_of_two"]
+WeightGradient = Literal["fp8", "bf16"]
+_FORMATS = ", ".join(map(repr, get_args(Matrices)))
+# The products of each format; the first is the default.
+_PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
+    "mxfp8": ("emulated", "native"),
+    "mxfp8_2d": ("emulated", "native"),
+    "fp8_block": ("fp8", "emulated"),
+}
 
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
@@ -35,7 +45,7 @@ def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
         raise ValueError(
             f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
             f"16, 32 or 64 bits, or None to keep the parameter's own"
-            + ("; or 'mxfp8' or 'mxfp8_2d'" if field == "weights" else "")
+            + (f"; or one of {_FORMATS}" if field == "weights" else "")
         )
     return dtype
 
@@ -55,8 +65,10 @@ class Precision:
         weights: dtype of the compute weights that forward and backward read. ``"mxfp8"`` (a plane
             of 1x32 blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store
             the weights of linear layers in MXFP8 where both sides are multiples of 32, and compute
-            in bf16. Embeddings are stored in MXFP8 where ``include`` names them; all other weights
-            stay bf16. ``sw.precision_report(model)`` lists the choice and its reasons.
+            in bf16. ``"fp8_block"`` (one plane of 128x128 blocks with fp32 scales, sides that are
+            multiples of 128) multiplies in fp8 too. Embeddings are stored so where ``include``
+            names them, and with ``"fp8_block"`` output heads; all other weights stay bf16.
+            ``sw.precision_report(model)`` lists the choice and its reasons.
         reduce: dtype of gradients on the wire. ``None``: the dtype of ``weights``.
         main: dtype of the main weights, their gradients and (through them) the optimizer state.
             ``None``: fp32 for a trained parameter that came in bf16 or fp16 (as in Hugging Face
@@ -65,14 +77,20 @@ class Precision:
             changes main weights too.
         outputs: dtype to which the floating-point outputs of a wrapped module are cast.
         cast_inputs: whether floating-point inputs of a wrapped module are cast to ``weights``.
-        include, exclude: shell patterns of the parameters to store in MXFP8, by their names in the
+        include, exclude: shell patterns of the parameters to store in fp8, by their names in the
             module that is wrapped; ``exclude`` wins. ``"*"`` means every linear; an embedding is
             included by any other pattern that matches its name: ``("*", "embedding.weight")``. An
             embedding is kept as one plane of rows, which backward does not gather; an embedding
             that is tied to a linear is stored as the linear is.
-        products: how MXFP8 weights are multiplied. ``"emulated"``: exact, decoded to bf16, on any
-            device. ``"native"``: by hardware with MXFP8 products (compute capability 10.0), which
-            rounds the activations to MXFP8 too: the numbers differ, so it is never a default.
+        products: how weights in fp8 are multiplied. ``"emulated"`` (MXFP8's default): decoded to
+            bf16, on any device. ``"native"``: by hardware with MXFP8 products (compute capability
+            10.0), which rounds the activations to MXFP8 too: the numbers differ, so it is never a
+            default. ``"fp8"`` (the default of ``"fp8_block"``): activations and gradients are
+            rounded to fp8 in 1x128 blocks, and Hopper multiplies them; other devices give the same
+            numbers by decoding.
+        scales: of ``"fp8_block"``: ``"fp32"``, or ``"power_of_two"``, rounded up.
+        weight_gradient: with products in fp8, whether the weight's gradient is one of them
+            (``"fp8"``; activations are then saved for backward as codes) or ``"bf16"``.
     """
 
     weights: DtypeLike = None
@@ -82,22 +100,34 @@ class Precision:
     cast_inputs: bool = True
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    products: Products = "emulated"
+    products: Products | None = None
+    scales: Scales = "fp32"
+    weight_gradient: WeightGradient = "fp8"
 
     def __post_init__(self) -> None:
-        if self.products not in get_args(Products) or (
-            self.products == "native" and self.format is None
-        ):
+        known = _PRODUCTS[self.format] if self.format else ("emulated",)
+        if self.products not in (None, *known):
             raise ValueError(
-                f"Precision(weights={self.weights!r}, products={self.products!r}): 'emulated', or "
-                f"'native' for weights in 'mxfp8' or 'mxfp8_2d'"
+                f"Precision(weights={self.weights!r}, products={self.products!r}): choose from "
+                + "; ".join(f"{', '.join(map(repr, p))} for {f!r}" for f, p in _PRODUCTS.items())
             )
+        for field, kinds in (("scales", Scales), ("weight_gradient", WeightGradient)):
+            value, default = getattr(self, field), get_args(kinds)[0]
+            if value not in get_args(kinds):
+                raise ValueError(
+                    f"Precision({field}={value!r}): one of {', '.join(get_args(kinds))}"
+                )
+            if value != default and self.format != "fp8_block":
+                raise ValueError(
+                    f"Precision(weights={self.weights!r}, {field}={value!r}): a choice that only "
+                    f"weights='fp8_block' leaves"
+                )
         for field in ("include", "exclude"):
             object.__setattr__(self, field, patterns_of(getattr(self, field), field))
         for field in ("reduce", "main", "outputs"):
             object.__setattr__(self, field, as_dtype(getattr(self, field), field))
         if self.format is not None and not self.include:
-            raise MXFP8Error(
+            raise FP8Error(
                 f"include=(): nothing would be stored in {self.format}; leave it out (every "
                 f"linear), name weights, or choose weights='bf16'"
             )
@@ -106,8 +136,8 @@ class Precision:
             if (self.include, self.exclude) != (("*",), ()):
                 raise ValueError(
                     f"Precision(weights={self.weights}) with include={self.include}, "
-                    f"exclude={self.exclude}: they say which weights are stored in MXFP8; "
-                    f"choose weights='mxfp8' or 'mxfp8_2d', or leave them out"
+                    f"exclude={self.exclude}: they say which weights are stored in fp8; "
+                    f"choose weights from {_FORMATS}, or leave them out"
                 )
 
     @classmethod
@@ -122,8 +152,21 @@ class Precision:
 
     @property
     def format(self) -> Matrices | None:
-        """The MXFP8 format of the weights of linear layers; None where they have a dtype."""
+        """The fp8 format of the weights of linear layers; None where they have a dtype."""
         return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
+
+    @property
+    def rounding(self) -> Rounding:
+        """The rounding of the scales of weights in fp8."""
+        exact = self.format is not None and self.scales == "fp32"
+        return rounding_of(FORMATS[self.format]) if exact and self.format else "rceil"
+
+    @property
+    def recipe(self) -> Recipe:
+        """How weights in fp8 are multiplied."""
+        if self.format is None or (self.products or _PRODUCTS[self.format][0]) != "fp8":
+            return DECODED
+        return Recipe(self.rounding, self.weight_gradient)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Problems: the patterns that match no parameter, given all names in a model."""
@@ -136,7 +179,7 @@ class Precision:
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """The dtype in which weights are computed with: bf16 for weights in MXFP8."""
+        """The dtype in which weights are computed with: bf16 for weights in fp8."""
         return torch.bfloat16 if self.format else as_dtype(self.weights, "weights")
 
     @property
@@ -170,7 +213,7 @@ def _choose(wanted: DtypeLike, default: torch.dtype, parameter: torch.dtype) -> 
     return default if wanted is None else wanted
 
 
-# ------------------------------------------------------------------ which weights are in MXFP8
+# -------------------------------------------------------------------- which weights are in fp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +224,7 @@ class Stored:
     shape: tuple[int, ...]
     format: Format | None  # None: stored in ``dtype``
     dtype: torch.dtype  # the dtype that is computed in
-    why: str  # under an MXFP8 precision: the reason why this weight stays in a dtype
+    why: str  # under an fp8 precision: the reason why this weight stays in a dtype
 
 
 def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
@@ -189,21 +232,22 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     many = isinstance(value, Iterable) and not isinstance(value, str)
     patterns = tuple(value) if many else ()
     if not many or not all(isinstance(each, str) and each for each in patterns):
-        raise MXFP8Error(
+        raise FP8Error(
             f"{field}={value!r}: give a sequence of patterns, such as ('*.mlp.*', '*.wo.weight')"
         )
     return patterns
 
 
 def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
-    """A problem: ``rows`` are all parameters of a model, and none of them is stored in MXFP8."""
+    """A problem: ``rows`` are all parameters of a model, and none of them is stored in fp8."""
     if format is None or not rows or any(row.format for row in rows):
         return []
     reasons = [f"'{row.name}' {list(row.shape)}: {row.why}" for row in rows]
     more = f", and {len(reasons) - 4} more" if len(reasons) > 4 else ""
     return [
         f"nothing would be stored in {format} ({'; '.join(reasons[:4])}{more}): both sides of a "
-        f"weight are multiples of 32. Change them or the patterns, or train with weights='bf16'"
+        f"weight are multiples of {side_of(FORMATS[format])}. Change them or the patterns, or "
+        f"train with weights='bf16'"
     ]
 
 
@@ -214,9 +258,13 @@ def ineligible(
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     owners: Sequence[type[nn.Module]] = (nn.Linear,),
+    format: Matrices = "mxfp8",
+    head: bool = False,
 ) -> str | None:
-    """The reason why a weight is not stored in MXFP8; None if it is. ``exclude`` beats
-    ``include``."""
+    """The reason why a weight is not stored in fp8; None if it is. ``exclude`` beats ``include``.
+
+    ``head``: whether it makes the model's logits, which fp8 products round too much by default.
+    """
     for pattern in patterns_of(exclude, "exclude"):
         if fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
@@ -232,16 +280,18 @@ def ineligible(
     named = any(fnmatchcase(name, pattern) for pattern in wanted if pattern != _EVERYTHING)
     if any(map(_looks_up, owners)) and not named:
         return f"read by an embedding; include={(*wanted, name)} stores it too"
+    if head and not named and "fp8" in _PRODUCTS[format]:
+        return f"an output head; include={(*wanted, name)} stores it too, and multiplies in fp8"
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
     stack = len(shape) == 3 and all(map(_multiplies_stacks, owners))
-    return "; ".join(shape_problems(shape[-2:] if stack else shape)) or None
+    return "; ".join(shape_problems(shape[-2:] if stack else shape, FORMATS[format])) or None
 
 
 def format_of(owners: Sequence[type[nn.Module]], matrices: Matrices) -> Format:
-    """The format of a weight in MXFP8; one that only embeddings read needs no column plane."""
-    return "mxfp8_rows" if all(map(_looks_up, owners)) else matrices
+    """The format of a weight in fp8; one that only embeddings read serves no backward."""
+    return LOOKUPS[matrices] if all(map(_looks_up, owners)) else matrices
 
 
 _EVERYTHING = "*"  # names no weight in particular: embeddings must be named

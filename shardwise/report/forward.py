@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.precision.mxfp8_tensor import READS
+from shardwise.precision.fp8_tensor import READS
 from shardwise.report.engine import META, BuiltUnit, Engine
 from shardwise.report.units import Owner
 from shardwise.shard.call import sentinel
-from shardwise.shard.mxfp8_group import MXFP8Group
+from shardwise.shard.fp8_group import FP8Group
 
 
 @contextmanager
@@ -118,7 +118,7 @@ class _Work:
         """Read planes as products do, which decode them in memory that is kept."""
         for group, index in self._coded():
             shape, dtype = group.items[index].shape, group.whole.dtype
-            if group.format != "mxfp8_rows" and len(shape) == 2:
+            if "backward" in READS[group.format] and len(shape) == 2:
                 row = torch.empty(1, shape[1], dtype=dtype, device=META)
                 with torch.no_grad():
                     F.linear(row, group.unsharded[index])
@@ -156,10 +156,10 @@ class _Work:
         found = self.built.owner.found[position]
         return any(getattr(module, "writes_main_grad", False) for module in found.modules)
 
-    def _coded(self) -> list[tuple[MXFP8Group, int]]:
+    def _coded(self) -> list[tuple[FP8Group, int]]:
         places = [self.built.where[position] for position in self.positions]
         groups = self.built.unit.groups
-        return [(groups[n], i) for n, i in places if isinstance(groups[n], MXFP8Group)]  # type: ignore[misc]
+        return [(groups[n], i) for n, i in places if isinstance(groups[n], FP8Group)]  # type: ignore[misc]
 
 
 def _apply(work: _Work, hidden: Tensor) -> Tensor:

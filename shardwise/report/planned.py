@@ -26,7 +26,7 @@ from shardwise.placements import (
     shard_range,
 )
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
 from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import bucket_problems

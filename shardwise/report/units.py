@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.moe import mixtures_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.report.planned import Options
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.data_parallel import planned_buckets

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Phase, Unit

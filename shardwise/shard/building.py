@@ -17,10 +17,10 @@ from shardwise.layout import Layout
 from shardwise.mesh import Ranks
 from shardwise.placements import Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
+from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
-from shardwise.shard.mxfp8_group import GROUPS
 from shardwise.shard.unit import Unit
 from shardwise.shard.wrapping import Found
 from shardwise.tile import Tile

@@ -25,7 +25,7 @@ from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_products import native_problem
+from shardwise.precision.fp8_products import native_problem
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of

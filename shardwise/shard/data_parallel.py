@@ -33,7 +33,7 @@ from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of
 from shardwise.placements import Placements, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of each parameter, what the format asks of the layout, and how weights are sent.
 
-    blocks of 32 rows stay together, so each shard can be encoded where it is:
+    blocks of rows (32 in MXFP8, or 128) stay together, so each shard can be encoded where it is:
 
     shard 0  main |w rows 0-63  |   --encode-->  codes |w 0-63  |  scales |w|   --all-gather-->
     shard 1  main |w rows 64-127|   --encode-->  codes |w 64-127|  scales |w|       1.03 bytes
@@ -25,14 +25,14 @@ from typing import Any
 from torch import nn
 
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
+from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8 import SIDE, Block
-from shardwise.precision.mxfp8_functions import lookup_problem
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Reads
+from shardwise.precision.fp8 import SCALES, Block, side_of
+from shardwise.precision.fp8_functions import lookup_problem
+from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import Stored, format_of, ineligible, short_name
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
-SQUARE_ELEMENTS = SIDE * SIDE  # weights start at multiples of it, so that scales have addresses
 _BF16_BYTES = 2  # per element that is sent as bf16
 
 
@@ -48,6 +48,8 @@ def stored_as(found: Found, precision: Precision) -> Stored:
         include=precision.include,
         exclude=precision.exclude,
         owners=found.owners,
+        format=precision.format,
+        head=names_head(found.name),
     )
     if reason is None and found.local is not found.parameter:
         reason = "it is a DTensor of tensor parallelism"
@@ -61,19 +63,21 @@ def stored_as(found: Found, precision: Precision) -> Stored:
 
 
 def item_of(found: Found, choice: GrainChoice | None, format: Format | None) -> Item:
-    """The parameter as the layout planner takes it; in MXFP8, blocks of 32 rows stay together."""
+    """The parameter as the layout planner takes it; in fp8, the rows of a block stay together."""
     grain, shape = grain_of(found, choice), found.shape
     # A row of a stack [experts, rows, columns] is a whole matrix: its blocks are together anyway.
-    return Item(found.name, shape, in_blocks(grain) if format and len(shape) == 2 else grain)
+    blocks = format is not None and len(shape) == 2
+    return Item(found.name, shape, in_blocks(grain, format) if blocks else grain)
 
 
-def in_blocks(grain: Grain) -> Grain:
-    return rows(math.lcm(grain.count, SIDE)) if grain.kind == "rows" else grain
+def in_blocks(grain: Grain, format: Format | None = "mxfp8") -> Grain:
+    count = side_of(FORMATS[format]) if format else 1
+    return rows(math.lcm(grain.count, count)) if grain.kind == "rows" else grain
 
 
 def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> Layout:
-    """The layout of a group; in MXFP8, at addresses that scales have too where grains allow."""
-    unit = SQUARE_ELEMENTS // ALIGNMENT if format else 1
+    """The layout of a group; in fp8, at addresses that scales have too where grains allow."""
+    unit = side_of(FORMATS[format]) ** 2 // ALIGNMENT if format else 1
     fits = all(item.numel % unit == 0 == item.grain_size % unit for item in items)
     return plan(items, num_shards, unit=unit if fits else 1)
 
@@ -88,14 +92,15 @@ def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ..
     return (READS[format][phase],) if phase in READS[format] else ()
 
 
-def encodes_locally(layout: Layout) -> bool:
-    """Whether every shard holds whole 32x32 blocks, at addresses that scales have too."""
-    if layout.num_shards > 1 and layout.shard_size % SQUARE_ELEMENTS:
+def encodes_locally(layout: Layout, format: Format = "mxfp8") -> bool:
+    """Whether every shard holds whole blocks, at addresses that scales have too."""
+    side = side_of(FORMATS[format])
+    if layout.num_shards > 1 and layout.shard_size % side**2:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
-        block_rows = SIDE * item.shape[-1]
+        block_rows = side * item.shape[-1]
         cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
-        if start % SQUARE_ELEMENTS or any(cut % block_rows for cut in cuts):
+        if start % side**2 or any(cut % block_rows for cut in cuts):
             return False
     return True
 
@@ -103,10 +108,10 @@ def encodes_locally(layout: Layout) -> bool:
 def sends_codes(layout: Layout, format: Format, persistent: bool) -> bool:
     """Whether codes are gathered, rather than bf16 that is encoded afterwards: where shards can be
     encoded and codes take fewer bytes."""
-    if not encodes_locally(layout):
+    if not encodes_locally(layout, format):
         return False
     planes = planes_of(format, "forward", persistent)
-    nbytes = sum(1 + 1 / math.prod(block) for block in planes)
+    nbytes = sum(1 + SCALES[block].itemsize / math.prod(block) for block in planes)
     return layout.num_shards == 1 or nbytes < _BF16_BYTES
 
 
@@ -123,7 +128,7 @@ def plane_layout(layout: Layout, direct: bool) -> Layout:
 
 def plane_bytes(layout: Layout, block: Block, parts: int) -> int:
     """The bytes of a plane of all weights: codes and scales, padded to ``parts`` equal parts."""
-    nbytes = layout.numel + layout.numel // math.prod(block)
+    nbytes = layout.numel + layout.numel // math.prod(block) * SCALES[block].itemsize
     return -(-nbytes // parts) * parts
 
 
@@ -138,24 +143,24 @@ class PrecisionReport:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of the parameters in MXFP8."""
+        """The names of the parameters in fp8."""
         return tuple(row.name for row in self.rows if row.format)
 
     @property
     def kept(self) -> dict[str, str]:
-        """Under an MXFP8 precision: the parameters that are not in MXFP8, and the reasons."""
+        """Under an fp8 precision: the parameters that are not in fp8, and the reasons."""
         return {row.name: row.why for row in self.rows if row.why}
 
     @property
     def elements(self) -> tuple[int, int]:
-        """(number of elements in MXFP8, number of all elements)."""
+        """(number of elements in fp8, number of all elements)."""
         sizes = [(math.prod(row.shape), row.format) for row in self.rows]
         return sum(size for size, format in sizes if format), sum(size for size, _ in sizes)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for logs; layers that are alike share a name, ``blocks.*.norm.weight``.
 
-        Empty under a precision without MXFP8.
+        Empty under a precision without fp8.
         """
         if not self.stored and not self.kept:
             return {}
@@ -191,7 +196,7 @@ class PrecisionReport:
         held, total = self.elements
         lines.append(
             f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
-            f"elements, are stored in MXFP8"
+            f"elements, are stored in fp8"
         )
         return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from shardwise.layout import CHEAP_PADDING, Layout, cut_finer, plan_groups
 from shardwise.mesh import Ranks, data_mesh, default_mesh
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format
+from shardwise.precision.fp8_tensor import Format
 from shardwise.shard.buckets import PROMISED_PADDING
 from shardwise.shard.building import PlannedBuffer, build_unit
 from shardwise.shard.checks import (

@@ -32,7 +32,7 @@ from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_tensor import Format, Reads
+from shardwise.precision.fp8_tensor import Format, Reads
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, Whole, WholeDTensor, WholeParameter

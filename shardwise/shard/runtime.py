@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision import Precision
-from shardwise.precision.mxfp8_products import Emulated, Workspace
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_products import Emulated, Workspace
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
 from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients

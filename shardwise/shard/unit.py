@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.memory import weakly
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,

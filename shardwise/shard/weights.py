@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise import comm
-from shardwise.precision.mxfp8_tensor import Reads
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 

@@ -334,5 +334,5 @@ def _refuse_codes(module: nn.Module, state_dict: Any, prefix: str) -> None:
             raise ValueError(
                 f"'{prefix}{name}' is {value.dtype}: codes, not values, and main weights are never "
                 f"decoded from codes without being asked. Load the values that were encoded, or "
-                f"decode them yourself (shardwise.precision.MXFP8Tensor)"
+                f"decode them yourself (shardwise.precision.FP8Tensor)"
             )

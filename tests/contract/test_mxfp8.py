@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout import ELEMENT, Item, Layout, plan, rows
-from shardwise.precision import mxfp8_products
-from shardwise.precision.mxfp8 import ROW, MXFP8Error
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.precision import fp8_products
+from shardwise.precision.fp8 import ROW, FP8Error
+from shardwise.precision.fp8_tensor import FP8Tensor
 from shardwise.shard import checks
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
+from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.module import units_of
-from shardwise.shard.mxfp8_parameter import MXFP8Parameter
 from tests.contract.helpers import raised
 from tests.models import mesh_of
 from tests.parity.mxfp8_helpers import (
@@ -55,17 +55,17 @@ def test_precision_knows_its_format() -> None:
 
 
 def test_precision_refuses() -> None:
-    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8' or 'mxfp8_2d'"):
+    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8', 'mxfp8_2d', 'fp8_block'"):
         sw.Precision(weights="mxfp4")
     with pytest.raises(ValueError, match="reduce='mxfp8'"):
         sw.Precision(reduce="mxfp8")
-    with pytest.raises(ValueError, match="they say which weights are stored in MXFP8"):
+    with pytest.raises(ValueError, match="they say which weights are stored in fp8"):
         sw.Precision(weights="bf16", exclude=("head.*",))
-    with pytest.raises(MXFP8Error, match="give a sequence of patterns"):
+    with pytest.raises(FP8Error, match="give a sequence of patterns"):
         sw.Precision(weights="mxfp8", include="*.mlp.*")
-    with pytest.raises(MXFP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
+    with pytest.raises(FP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
         sw.Precision(weights="mxfp8", include=())
-    with pytest.raises(ValueError, match=r"products='native'.*for weights in 'mxfp8'"):
+    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8'"):
         sw.Precision(weights="bf16", products="native")
 
 
@@ -141,13 +141,13 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     typo = replace(MXFP8, exclude=("haed.*",))
     model = wrap(make(True), "zero3", world_size, precision=MXFP8)
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    codes = MXFP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
+    codes = FP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
     native = replace(MXFP8, products="native")
     with mock.patch.object(checks, "native_problem", return_value=None):
         lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
     (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
-    with mock.patch.object(mxfp8_products, "native_problem", return_value=None):
-        assert isinstance(group.matmul, mxfp8_products.Native), "where there is hardware for it"
+    with mock.patch.object(fp8_products, "native_problem", return_value=None):
+        assert isinstance(group.matmul, fp8_products.Native), "where there is hardware for it"
     return [
         raised(lambda: sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native), ValueError),
         raised(lambda: sw.data_parallel(make(True), mesh=mesh, precision=typo), ValueError),
@@ -159,7 +159,7 @@ def test_what_cannot_hold_is_refused_by_name() -> None:
     for native, typo, codes in run_ranks(check_refusals, 2):
         assert "products='native'" in native and "cpu multiplies no MXFP8" in native
         assert "'haed.*' matches none of the 17 parameters" in typo
-        assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.MXFP8Tensor" in codes
+        assert "'layers.0.up.weight' is torch.uint8" in codes and "precision.FP8Tensor" in codes
 
 
 @on_ranks(2)
@@ -239,7 +239,7 @@ class Reader(nn.Module):
         self.seen: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.one.weight, MXFP8Parameter)
+        assert isinstance(self.one.weight, FP8Parameter)
         self.seen = self.one.weight.quantised, repr(self.one.weight)
         return F.linear(x @ self.one.weight.T, weight=self.two.weight) + self.one.weight.sum()
 
@@ -252,16 +252,16 @@ def test_whoever_reads_the_weight_reads_its_codes(rank: int, world_size: int) ->
     sw.fully_shard(model, mesh=mesh_of(world_size), precision=MXFP8)
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     y = model(x)
-    one = MXFP8Tensor.encode(first).dequantise().requires_grad_()
-    expected = F.linear(x @ one.T, MXFP8Tensor.encode(second).dequantise()) + one.sum()
+    one = FP8Tensor.encode(first).dequantise().requires_grad_()
+    expected = F.linear(x @ one.T, FP8Tensor.encode(second).dequantise()) + one.sum()
     assert torch.equal(y, expected.to(y.dtype))
     y.float().square().mean().backward()
     assert model.one.weight.grad.full_tensor().abs().sum() > 0
     assert model.two.weight.grad.full_tensor().abs().sum() > 0
     coded, text = model.seen
-    assert text == "MXFP8Parameter(64x64, mxfp8)" and isinstance(coded, MXFP8Tensor)
+    assert text == "FP8Parameter(64x64, mxfp8)" and isinstance(coded, FP8Tensor)
     model.unshard()
-    assert coded.dequantise().equal(MXFP8Tensor.encode(first).dequantise())
+    assert coded.dequantise().equal(FP8Tensor.encode(first).dequantise())
     model.reshard()
     error = raised(lambda: coded.dequantise(), RuntimeError)
     assert "the row plane of 'one.weight' is not here" in str(error)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
+from shardwise.precision.fp8_tensor import Format, FP8Tensor
 from tests.parity.mxfp8_helpers import Layer, QuantisedAtUse
 
 WIDTH, WORDS, DEPTH = 64, 96, 2
@@ -26,7 +26,7 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, format: Format) -> Tensor:
-        return MXFP8Tensor.encode(weight, format).dequantise()
+        return FP8Tensor.encode(weight, format).dequantise()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

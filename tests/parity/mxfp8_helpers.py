@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with MXFP8 weights, and the same training with bf16 weights quantised at use."""
+"""Training with fp8 weights, and the same training with bf16 weights quantised at use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.precision.mxfp8 import Plane, encode
-from shardwise.precision.mxfp8_functions import mxfp8_linear
-from shardwise.precision.mxfp8_tensor import READS, Format, Matrices, MXFP8Tensor, Reads
+from shardwise.precision.fp8 import Plane, encode
+from shardwise.precision.fp8_functions import Recipe, fp8_linear
+from shardwise.precision.fp8_tensor import READS, Format, FP8Tensor, Matrices, Reads
+from shardwise.shard.fp8_group import GROUPS
+from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
-from shardwise.shard.mxfp8_group import GROUPS
-from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from tests.models import STRATEGIES, mesh_for
 
 WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 8
+WIDTHS: dict[Format, int] = {"fp8_block": 128}  # where blocks are wider than those of MXFP8
+
+
+def recipe_of(format: Format) -> Recipe:
+    return precision_of(True, format).recipe
 
 
 class QuantisedAtUse(nn.Linear):
@@ -31,9 +36,10 @@ class QuantisedAtUse(nn.Linear):
     format: Format = "mxfp8"
 
     def forward(self, input: Tensor) -> Tensor:
-        planes = MXFP8Tensor.encode(self.weight.detach(), self.format)
+        planes = FP8Tensor.encode(self.weight.detach(), self.format)
         parameter = self.weight if self.weight.requires_grad else None
-        return mxfp8_linear(input, planes, self.bias, parameter=parameter)
+        recipe = recipe_of(self.format)
+        return fp8_linear(input, planes, self.bias, parameter=parameter, recipe=recipe)
 
 
 class AtUse(Group):
@@ -46,29 +52,38 @@ class AtUse(Group):
     format: Format = "mxfp8"
     matmul = None
 
-    def _whole_parameter(self, index: int, requires_grad: bool) -> MXFP8Parameter:
-        return MXFP8Parameter.of(MXFP8Weight(weakref.ref(self), index), requires_grad)
+    def _whole_parameter(self, index: int, requires_grad: bool) -> FP8Parameter:
+        weight = FP8Weight(weakref.ref(self), index)
+        return FP8Parameter.of(weight, requires_grad, self.precision.recipe)
 
     def plane(self, index: int, phase: Reads) -> Plane:
-        return encode(self.whole.view(index), (READS[self.format][phase],))[0]
+        block, rounding = READS[self.format][phase], self.precision.rounding
+        return encode(self.whole.view(index), (block,), rounding=rounding)[0]
 
 
 class SquareAtUse(AtUse):
     format: Format = "mxfp8_2d"
 
 
+class BlockAtUse(AtUse):
+    format: Format = "fp8_block"
+
+
+AT_USE = {group.format: group for group in (AtUse, SquareAtUse, BlockAtUse)}
+
+
 def off_in_the_same_groups() -> Any:
-    return mock.patch.dict(GROUPS, {"mxfp8": AtUse, "mxfp8_2d": SquareAtUse})
+    return mock.patch.dict(GROUPS, AT_USE)
 
 
 class Layer(nn.Module):
-    """Matrices that MXFP8 takes, and vectors that it does not."""
+    """Matrices that fp8 takes, and vectors that it does not."""
 
-    def __init__(self, linear: type[nn.Linear], checkpointed: bool) -> None:
+    def __init__(self, linear: type[nn.Linear], checkpointed: bool, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = linear(WIDTH, 3 * WIDTH)
-        self.down = linear(3 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up = linear(width, 3 * width)
+        self.down = linear(3 * width, width, bias=False)
         self.checkpointed = checkpointed
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -84,15 +99,20 @@ class Model(nn.Module):
     """A tied pair of linears, a frozen one, an embedding that stays bf16, an odd head."""
 
     def __init__(
-        self, linear: type[nn.Linear], *, outside: bool = False, inside: bool = False
+        self,
+        linear: type[nn.Linear],
+        *,
+        outside: bool = False,
+        inside: bool = False,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer(linear, inside) for _ in range(DEPTH))
-        self.first, self.second = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(WORDS, width)
+        self.layers = nn.ModuleList(Layer(linear, inside, width) for _ in range(DEPTH))
+        self.first, self.second = linear(width, width), linear(width, width)
         self.second.weight = self.first.weight
-        self.frozen = linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.head = nn.Linear(WIDTH, 17)
+        self.frozen = linear(width, width, bias=False).requires_grad_(False)
+        self.head = nn.Linear(width, 17)
         self.outside = outside
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -115,10 +135,10 @@ STORED = {
 
 
 def make(on: bool, format: Format = "mxfp8", **options: Any) -> Model:
-    """The same values on every rank and in every call; ``on``: for MXFP8 storage."""
+    """The same values on every rank and in every call; ``on``: for fp8 storage."""
     torch.manual_seed(0)
     off = type("Off", (QuantisedAtUse,), {"format": format})
-    return Model(nn.Linear if on else off, **options)
+    return Model(nn.Linear if on else off, width=WIDTHS.get(format, WIDTH), **options)
 
 
 def precision_of(on: bool, format: Format = "mxfp8") -> sw.Precision:
@@ -213,7 +233,7 @@ def expected_planes(model: nn.Module, format: Format) -> dict[str, Tensor]:
                 whole = parameter.detach().full_tensor().to(torch.bfloat16)
                 # Embeddings are stored as rows, whatever matrices are stored as.
                 stored = format if group.format in get_args(Matrices) else group.format
-                for name, tensor in MXFP8Tensor.encode(whole, stored).state_dict().items():
+                for name, tensor in FP8Tensor.encode(whole, stored).state_dict().items():
                     found[f"{unit.name} {item.name} {name}"] = tensor
     return found
 

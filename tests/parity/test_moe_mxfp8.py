@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.moe.weights import ExpertTensor
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, STEPS = 4, 64, 32, 24, 3
@@ -28,7 +28,7 @@ class AtUse(ExpertTensor):
         value = super().value(dtype)
         if value.dim() == 2:  # biases
             return value
-        coded = [MXFP8Tensor.encode(member, "mxfp8") for member in value]
+        coded = [FP8Tensor.encode(member, "mxfp8") for member in value]
         return torch.stack([one.dequantise(phase) for one in coded])
 
 
@@ -111,7 +111,7 @@ def members_are_coded_one_by_one(net: Net) -> None:
     members = net.moe.experts.fc1.weight.quantised.members()  # type: ignore[union-attr]
     assert len(members) == len(whole) == net.moe.experts.num_experts
     for member, value in zip(members, whole, strict=True):
-        alone = MXFP8Tensor.encode(value, "mxfp8")
+        alone = FP8Tensor.encode(value, "mxfp8")
         for block, plane in member.planes.items():
             assert torch.equal(plane.codes, alone.planes[block].codes)
             assert torch.equal(plane.scales, alone.planes[block].scales)

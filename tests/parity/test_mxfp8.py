@@ -17,16 +17,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardwise as sw
 from shardwise.layout import ELEMENT, ROW, TENSOR, tensor_fraction
 from shardwise.optim.routing import Route, routes_of
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
-from shardwise.shard import mxfp8_group
+from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.shard import fp8_group
 from shardwise.shard.formats import planes_of
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for, ranks_for
 from tests.parity.mxfp8_helpers import (
+    AT_USE,
     STEPS,
     STORED,
-    AtUse,
-    SquareAtUse,
     assert_same_bits,
     expected_planes,
     loss_of,
@@ -64,7 +63,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
         coded, on = run(rank, world_size, strategy, kind, True, format)
     with sw.comm.record() as sent_off, off_in_the_same_groups():
         plain, off = run(rank, world_size, strategy, kind, True, format)
-    assert {type(g) for u in units_of(plain) for g in u.groups if g.format} <= {AtUse, SquareAtUse}
+    off_groups = {type(g) for u in units_of(plain) for g in u.groups if g.format}
+    assert off_groups <= set(AT_USE.values())
     assert_same_bits(on, off, f"{strategy} {kind}: fp8 gather on / off")
     assert reductions(sent_on) == reductions(sent_off), "I5: gradients travel alike"
     assert len(reductions(sent_on)) >= STEPS
@@ -82,7 +82,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     ("strategy", "kind", "format"),
     [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
     + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3")]
-    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")],
+    + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")]
+    + [(strategy, "muon", "fp8_block") for strategy in STRATEGIES],
 )
 def test_fp8_gather_on_is_off(strategy: str, kind: str, format: str) -> None:
     world_size = ranks_for(strategy)
@@ -158,7 +159,7 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
     sent = []
     runs = []
     for direct in (True, False):
-        with mock.patch.object(mxfp8_group, "sends_codes", lambda *_, d=direct: d):
+        with mock.patch.object(fp8_group, "sends_codes", lambda *_, d=direct: d):
             with sw.comm.record() as calls:
                 model, seen = run(rank, world_size, strategy, "adamw", True, format, steps=range(4))
             groups = [g for unit in units_of(model) for g in unit.groups if g.format]
@@ -330,7 +331,7 @@ def through_codes(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in STORED:
-                parameter.copy_(MXFP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
+                parameter.copy_(FP8Tensor.encode(parameter).dequantise(dtype=torch.float32))
 
 
 def never_made_anew(self: Any, phase: Any) -> list[Any]:
@@ -352,7 +353,7 @@ def staged_before(self: Any, planes: Any, runtime: Any) -> None:
     source.flat.data.copy_(now)
 
 
-RIGHT = mxfp8_group.MXFP8Group._gather_staged
+RIGHT = fp8_group.FP8Group._gather_staged
 
 
 @pytest.mark.parametrize("mistake", ["init", "re-stage", "outside"])
@@ -362,12 +363,10 @@ def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> Non
     _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
-            stack.enter_context(
-                mock.patch.object(mxfp8_group.MXFP8Group, "_missing", never_made_anew)
-            )
+            stack.enter_context(mock.patch.object(fp8_group.FP8Group, "_missing", never_made_anew))
         if mistake == "outside":
             stack.enter_context(
-                mock.patch.object(mxfp8_group.MXFP8Group, "_gather_staged", staged_before)
+                mock.patch.object(fp8_group.FP8Group, "_gather_staged", staged_before)
             )
         model = make(True)
         if mistake == "init":

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.precision import mxfp8_functions
-from shardwise.precision.mxfp8 import Plane
-from shardwise.precision.mxfp8_functions import rows_of
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
-from shardwise.shard import mxfp8_group
+from shardwise.precision import fp8_functions
+from shardwise.precision.fp8 import Plane
+from shardwise.precision.fp8_functions import rows_of
+from shardwise.precision.fp8_tensor import Format, FP8Tensor
+from shardwise.shard import fp8_group
 from tests.contract.helpers import raised
 from tests.models import mesh_for, mesh_of, ranks_for
 from tests.parity.mxfp8_embedding_helpers import STORED, WIDTH, WORDS, make, precision_of
@@ -201,7 +201,7 @@ def check_reading(rank: int, world_size: int) -> list[str]:
     mesh = mesh_of(world_size)
     torch.manual_seed(0)
     model = Reader()
-    values = MXFP8Tensor.encode(model.embedding.weight.detach()).dequantise().requires_grad_()
+    values = FP8Tensor.encode(model.embedding.weight.detach()).dequantise().requires_grad_()
     sw.fully_shard(model, mesh=mesh, precision=precision_of(True))
     ids = tokens(0, 0, 0)
     found = model(ids)
@@ -248,7 +248,7 @@ def through_codes(model: Any) -> None:
     """Wrong: a main weight that starts from what the codes say."""
     with torch.no_grad():
         weight = model.embedding.weight
-        weight.copy_(MXFP8Tensor.encode(weight, "mxfp8_rows").dequantise(dtype=torch.float32))
+        weight.copy_(FP8Tensor.encode(weight, "mxfp8_rows").dequantise(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("mistake", ["init", "stale rows", "scales"])
@@ -257,8 +257,8 @@ def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> Non
     few = range(4)  # each of them shows at once, and stays
     _, off = run(rank, world_size, "zero1", False, "mxfp8", False, steps=few)
     wrong = {
-        "stale rows": (mxfp8_group.MXFP8Group, "_missing", never_made_anew),
-        "scales": (mxfp8_functions, "rows_of", next_scales),
+        "stale rows": (fp8_group.FP8Group, "_missing", never_made_anew),
+        "scales": (fp8_functions, "rows_of", next_scales),
     }
     model = make(True)
     if mistake == "init":

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.moe import MixtureOfExperts, Routing, swiglu
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.contract.helpers import options_for, raised
 from tests.models import mesh_for
 from tests.ranks import on_ranks, run_ranks
@@ -141,7 +141,7 @@ def test_a_weight_is_copied_as_a_plain_one_and_always_prints(rank: int, world_si
     model.reshard()
     assert "64x64, mxfp8, no plane here" in repr(coded)
     for each in copies:
-        assert type(each) is MXFP8Tensor and torch.equal(each.dequantise(), values)
+        assert type(each) is FP8Tensor and torch.equal(each.dequantise(), values)
     for each in parameters:
         assert type(each) is nn.Parameter and torch.equal(each.detach(), values)
         assert each.requires_grad
@@ -160,7 +160,7 @@ def print_stack(rank: int, world_size: int) -> str:
 
 
 def test_a_stack_of_experts_prints() -> None:
-    assert all(text.startswith("MXFP8Tensor(4x") for text in run_ranks(print_stack, 2))
+    assert all(text.startswith("FP8Tensor(4x") for text in run_ranks(print_stack, 2))
 
 
 # ------------------------------------------------------------------------------- compiled

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import MismatchError
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
-from shardwise.shard.mxfp8_group import MXFP8Group
+from shardwise.precision.fp8_tensor import Format, FP8Tensor
+from shardwise.shard.fp8_group import FP8Group
 from tests.parity.mxfp8_helpers import (
     STORED,
     assert_same_bits,
@@ -100,14 +100,14 @@ def check_stale(rank: int, world_size: int, path: str) -> str:
         for parameter in model.parameters():
             parameter.mul_(-2.0)
         model(torch.zeros(1, 1, dtype=torch.long))
-    right = MXFP8Group._missing
-    MXFP8Group._missing = lambda self, phase: []  # type: ignore[method-assign]
+    right = FP8Group._missing
+    FP8Group._missing = lambda self, phase: []  # type: ignore[method-assign]
     try:
         sw.load(path, model, optimizer)
         with pytest.raises(AssertionError) as caught:
             assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "stale codes")
     finally:
-        MXFP8Group._missing = right  # type: ignore[method-assign]
+        FP8Group._missing = right  # type: ignore[method-assign]
     assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "made anew")
     return str(caught.value)
 
@@ -121,7 +121,7 @@ def test_codes_that_outlive_a_load_are_noticed(tmp_path: Path) -> None:
 
 
 class Holder(nn.Module):
-    """Of planes, under the names that ``MXFP8Tensor.state_dict`` gives them."""
+    """Of planes, under the names that ``FP8Tensor.state_dict`` gives them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Holder(nn.Module):
 def test_codes_are_no_main_weights(tmp_path: Path) -> None:
     linear = nn.Linear(32, 32, bias=False)
     coded = nn.Module()
-    planes = MXFP8Tensor.encode(linear.weight).state_dict()
+    planes = FP8Tensor.encode(linear.weight).state_dict()
     coded.add_module("weight", Holder(planes))
     path = tmp_path / "codes"
     sw.save(path, coded)
@@ -143,5 +143,5 @@ def test_codes_are_no_main_weights(tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as caught:
         sw.load(path, linear)
     assert "'weight' is there as MXFP8 codes" in str(caught.value)
-    assert "precision.MXFP8Tensor" in str(caught.value) and "unexpected" not in str(caught.value)
+    assert "precision.FP8Tensor" in str(caught.value) and "unexpected" not in str(caught.value)
     assert torch.equal(linear.weight, before)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.precision.mxfp8 import (
+from shardwise.precision.fp8 import (
     COLUMN,
     ROW,
     SQUARE,
     Block,
-    MXFP8Error,
+    FP8Error,
     Plane,
     Rounding,
     decode,
@@ -330,7 +330,7 @@ def test_gradients_do_not_flow_through_encode() -> None:
 )
 def test_what_can_not_hold_is_refused_by_name(call: object, words: list[str]) -> None:
     assert callable(call)
-    with pytest.raises(MXFP8Error) as caught:
+    with pytest.raises(FP8Error) as caught:
         call()
     assert isinstance(caught.value, ValueError)
     assert [word for word in words if word not in str(caught.value)] == []

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, Block, MXFP8Error, decode, encode
-from shardwise.precision.mxfp8_functions import lookup, lookup_problem, mxfp8_embedding, rows_of
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor
+from shardwise.precision.fp8 import COLUMN, ROW, SQUARE, Block, FP8Error, decode, encode
+from shardwise.precision.fp8_functions import fp8_embedding, lookup, lookup_problem, rows_of
+from shardwise.precision.fp8_tensor import Format, FP8Tensor
 
 VOCAB, COLUMNS = 96, 64
 
@@ -46,7 +46,7 @@ def test_a_row_is_what_the_whole_matrix_says(block: Block, dtype: torch.dtype) -
 def test_values_and_gradient_are_those_of_torch(
     format: Format, options: dict[str, Any], scale: bool
 ) -> None:
-    stored = MXFP8Tensor.encode(table(), format)
+    stored = FP8Tensor.encode(table(), format)
     values = stored.dequantise().requires_grad_()
     parameter = torch.zeros(1, dtype=torch.bfloat16).expand(VOCAB, COLUMNS).requires_grad_()
     generator = torch.Generator().manual_seed(2)
@@ -54,7 +54,7 @@ def test_values_and_gradient_are_those_of_torch(
     grad = torch.randn(4, 9, COLUMNS, generator=generator).to(torch.bfloat16)
     options = options | {"scale_grad_by_freq": scale}
     expected = F.embedding(ids, values, **options)
-    found = mxfp8_embedding(ids, stored, parameter=parameter, **options)
+    found = fp8_embedding(ids, stored, parameter=parameter, **options)
     assert torch.equal(found, expected)
     found.backward(grad)
     expected.backward(grad)
@@ -66,7 +66,7 @@ def test_values_and_gradient_are_those_of_torch(
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
     ids = torch.tensor([1, 2])
-    found = mxfp8_embedding(ids, MXFP8Tensor.encode(table()), dtype=torch.float32)
+    found = fp8_embedding(ids, FP8Tensor.encode(table()), dtype=torch.float32)
     assert not found.requires_grad and found.dtype == torch.float32
 
 
@@ -82,8 +82,8 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 def test_what_cannot_be_looked_up_is_refused(
     ids: Tensor, options: dict[str, Any], words: list[str]
 ) -> None:
-    with pytest.raises(MXFP8Error) as caught:
-        mxfp8_embedding(ids, MXFP8Tensor.encode(table()), **options)
+    with pytest.raises(FP8Error) as caught:
+        fp8_embedding(ids, FP8Tensor.encode(table()), **options)
     assert [word for word in words if word not in str(caught.value)] == []
 
 
@@ -93,7 +93,7 @@ def test_rows_that_are_not_there_are_no_others() -> None:
         with pytest.raises(IndexError):
             lookup(plane, torch.tensor([wrong]))
     (columns,) = encode(table(), (COLUMN,))
-    with pytest.raises(MXFP8Error, match="planes of rows or squares"):
+    with pytest.raises(FP8Error, match="planes of rows or squares"):
         lookup(columns, torch.tensor([0]))
 
 

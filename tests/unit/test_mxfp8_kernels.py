@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.precision.mxfp8 import (
+from shardwise.precision.fp8 import (
     COLUMN,
     ROW,
     SQUARE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8Tensor: printed, saved, loaded, decoded; and which weights are chosen for it."""
+"""FP8Tensor: printed, saved, loaded, decoded; and which weights are chosen for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardwise.precision.mxfp8 import COLUMN, ROW, SQUARE, MXFP8Error, Plane, decode, encode
-from shardwise.precision.mxfp8_tensor import FORMATS, READS, Format, Matrices, MXFP8Tensor
+from shardwise.precision.fp8 import COLUMN, ROW, SQUARE, FP8Error, Plane, decode, encode
+from shardwise.precision.fp8_tensor import FORMATS, READS, Format, FP8Tensor, Matrices
 from shardwise.precision.policy import Precision, format_of, ineligible
 
 formats = pytest.mark.parametrize("format", get_args(Matrices))
+
+
+def stored_in(format: Format) -> Tensor:
+    return matrix(128, 256) if format == "fp8_block" else matrix()
 
 
 def matrix(rows: int = 64, columns: int = 96) -> Tensor:
@@ -29,28 +33,33 @@ def matrix(rows: int = 64, columns: int = 96) -> Tensor:
 
 @formats
 def test_it_decodes_what_each_phase_reads(format: Format) -> None:
-    x = matrix()
-    stored = MXFP8Tensor.encode(x, format)
+    x = stored_in(format)
+    stored = FP8Tensor.encode(x, format)
     assert stored.format == format and stored.shape == x.shape
     for phase in ("forward", "backward"):
         (plane,) = encode(x, (READS[format][phase],))  # type: ignore[index]
         assert torch.equal(stored.dequantise(phase), decode(plane))  # type: ignore[arg-type]
     same = torch.equal(stored.dequantise("forward"), stored.dequantise("backward"))
-    assert same == (format == "mxfp8_2d")
+    assert same == (format != "mxfp8")
 
 
 @formats
 def test_it_prints_its_shape_format_and_values(format: Format) -> None:
-    stored = MXFP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     text = str(stored)
-    assert "64x96" in text and format in text and "device='cpu'" in text
-    planes, each = {"mxfp8": ("row+column", "2.062"), "mxfp8_2d": ("square", "1.001")}[format]
+    shape = "128x256" if format == "fp8_block" else "64x96"
+    assert shape in text and format in text and "device='cpu'" in text
+    planes, each = {
+        "mxfp8": ("row+column", "2.062"),
+        "mxfp8_2d": ("square", "1.001"),
+        "fp8_block": ("block", "1.000"),
+    }[format]
     assert planes in text and f"{each} bytes an element" in text
     assert str(stored.dequantise()) in text
 
 
 def test_it_prints_while_its_memory_is_released() -> None:
-    stored = MXFP8Tensor.encode(matrix())
+    stored = FP8Tensor.encode(matrix())
     for plane in stored.planes.values():
         plane.codes.untyped_storage().resize_(0)
     assert "no values in memory" in repr(stored)
@@ -58,47 +67,49 @@ def test_it_prints_while_its_memory_is_released() -> None:
 
 @formats
 def test_torch_saves_and_loads_it_without_running_code(format: Format, tmp_path: Path) -> None:
-    stored = MXFP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     torch.save({"weight": stored, "step": 3}, tmp_path / "file")
     loaded = torch.load(tmp_path / "file", weights_only=True)["weight"]
-    assert isinstance(loaded, MXFP8Tensor) and loaded.equal(stored)
-    assert not loaded.equal(MXFP8Tensor.encode(matrix() * 1.1, format))
+    assert isinstance(loaded, FP8Tensor) and loaded.equal(stored)
+    assert not loaded.equal(FP8Tensor.encode(stored_in(format) * 1.1, format))
 
 
 def test_what_is_loaded_is_checked() -> None:
-    stored = MXFP8Tensor.encode(matrix())
+    stored = FP8Tensor.encode(matrix())
     state = stored.__getstate__()
     state["row.scales"] = state["row.scales"][:, :2].contiguous()
-    with pytest.raises(MXFP8Error, match=r"scales of shape \(64, 2\).*expected \(64, 3\)"):
-        MXFP8Tensor.__new__(MXFP8Tensor).__setstate__(state)
+    with pytest.raises(FP8Error, match=r"scales of shape \(64, 2\).*expected \(64, 3\)"):
+        FP8Tensor.__new__(FP8Tensor).__setstate__(state)
 
 
 @formats
 def test_safetensors_keep_its_planes(format: Format, tmp_path: Path) -> None:
-    stored = MXFP8Tensor.encode(matrix(), format)
+    stored = FP8Tensor.encode(stored_in(format), format)
     tensors = stored.state_dict("layer.weight.")
-    assert all(tensor.dtype == torch.uint8 for tensor in tensors.values())
+    scale = torch.float32 if format == "fp8_block" else torch.uint8
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (scale if name.endswith("scales") else torch.uint8)
     assert len(tensors) == 2 * len(FORMATS[format])
     save_file({**tensors, "layer.bias": torch.zeros(3)}, tmp_path / "file.safetensors")
     loaded = load_file(tmp_path / "file.safetensors")
-    assert MXFP8Tensor.from_state_dict(loaded, "layer.weight.").equal(stored)
+    assert FP8Tensor.from_state_dict(loaded, "layer.weight.").equal(stored)
 
 
 def test_a_phase_without_its_plane_says_which_is_missing() -> None:
-    forward_only = MXFP8Tensor(*encode(matrix(), (ROW,)))
+    forward_only = FP8Tensor(*encode(matrix(), (ROW,)))
     assert forward_only.dequantise("forward").shape == (64, 96)
-    with pytest.raises(MXFP8Error, match=r"backward .* reads its column plane, but only row"):
+    with pytest.raises(FP8Error, match=r"backward .* reads its column plane, but only row"):
         forward_only.dequantise("backward")
 
 
 def test_rows_to_look_up_say_so_even_loaded() -> None:
-    stored = MXFP8Tensor.encode(matrix(), "mxfp8_rows")
+    stored = FP8Tensor.encode(matrix(), "mxfp8_rows")
     assert stored.format == "mxfp8_rows" and "mxfp8_rows, row," in repr(stored)
-    assert MXFP8Tensor.from_state_dict(stored.state_dict()).format == "mxfp8_rows"
+    assert FP8Tensor.from_state_dict(stored.state_dict()).format == "mxfp8_rows"
 
 
 def test_planes_are_seen_not_copied() -> None:
-    stored = MXFP8Tensor.encode(matrix())
+    stored = FP8Tensor.encode(matrix())
     before = stored.dequantise()
     stored.planes[ROW].codes.zero_()
     assert not torch.equal(stored.dequantise(), before)
@@ -107,8 +118,8 @@ def test_planes_are_seen_not_copied() -> None:
 
 def test_types_are_told_by_class() -> None:
     """Every tensor has a `dequantize`; an attribute would call all of them quantised."""
-    stored = MXFP8Tensor.encode(matrix())
-    assert hasattr(matrix(), "dequantize") and not isinstance(matrix(), MXFP8Tensor)
+    stored = FP8Tensor.encode(matrix())
+    assert hasattr(matrix(), "dequantize") and not isinstance(matrix(), FP8Tensor)
     assert not isinstance(stored, torch.Tensor)
     with pytest.raises(TypeError):
         matrix() @ stored  # type: ignore[operator]
@@ -121,27 +132,27 @@ def _planes(rows: int) -> tuple[Plane, ...]:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: MXFP8Tensor(), ["no planes"]),
-        (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[2]), ["mxfp8 and of mxfp8_2d"]),
-        (lambda: MXFP8Tensor(_planes(64)[0], _planes(32)[1]), ["(32, 96)", "(64, 96)"]),
-        (lambda: MXFP8Tensor(_planes(64)[0], _planes(64)[0]), ["same blocks"]),
-        (lambda: MXFP8Tensor.encode(matrix(), "mxfp4"), ["'mxfp4'", "mxfp8_2d"]),  # type: ignore[arg-type]
-        (lambda: MXFP8Tensor.encode(matrix(), ["mxfp8"]), ["['mxfp8']", "mxfp8_2d"]),  # type: ignore[arg-type]
-        (lambda: MXFP8Tensor.encode(matrix()).equal(matrix()), ["a Tensor", "torch.equal"]),  # type: ignore[arg-type]
-        (lambda: MXFP8Tensor.from_state_dict([matrix()]), ["a list", "a dict"]),  # type: ignore[arg-type]
+        (lambda: FP8Tensor(), ["no planes"]),
+        (lambda: FP8Tensor(_planes(64)[0], _planes(64)[2]), ["mxfp8 and of mxfp8_2d"]),
+        (lambda: FP8Tensor(_planes(64)[0], _planes(32)[1]), ["(32, 96)", "(64, 96)"]),
+        (lambda: FP8Tensor(_planes(64)[0], _planes(64)[0]), ["same blocks"]),
+        (lambda: FP8Tensor.encode(matrix(), "mxfp4"), ["'mxfp4'", "mxfp8_2d"]),  # type: ignore[arg-type]
+        (lambda: FP8Tensor.encode(matrix(), ["mxfp8"]), ["['mxfp8']", "mxfp8_2d"]),  # type: ignore[arg-type]
+        (lambda: FP8Tensor.encode(matrix()).equal(matrix()), ["a Tensor", "torch.equal"]),  # type: ignore[arg-type]
+        (lambda: FP8Tensor.from_state_dict([matrix()]), ["a list", "a dict"]),  # type: ignore[arg-type]
         (
-            lambda: MXFP8Tensor.from_state_dict({"row.codes": [1], "row.scales": None}),  # type: ignore[dict-item]
+            lambda: FP8Tensor.from_state_dict({"row.codes": [1], "row.scales": None}),  # type: ignore[dict-item]
             ["row.codes is a list", "row.scales is a NoneType", "uint8 tensor"],
         ),
-        (lambda: MXFP8Tensor.encode(matrix(33)), ["33 rows", "blocks of 32"]),
-        (lambda: MXFP8Tensor.encode([[1.0]]), ["a list", "a tensor"]),  # type: ignore[arg-type]
+        (lambda: FP8Tensor.encode(matrix(33)), ["33 rows", "blocks of 32"]),
+        (lambda: FP8Tensor.encode([[1.0]]), ["a list", "a tensor"]),  # type: ignore[arg-type]
         (
-            lambda: MXFP8Tensor.encode(matrix()).dequantise("sideways"),  # type: ignore[arg-type]
+            lambda: FP8Tensor.encode(matrix()).dequantise("sideways"),  # type: ignore[arg-type]
             ["'sideways'", "forward, backward"],
         ),
-        (lambda: MXFP8Tensor.from_state_dict({"other": matrix()}, "w."), ["'w.'", "other"]),
+        (lambda: FP8Tensor.from_state_dict({"other": matrix()}, "w."), ["'w.'", "other"]),
         (
-            lambda: MXFP8Tensor.from_state_dict(
+            lambda: FP8Tensor.from_state_dict(
                 {"w.row.codes": _planes(64)[0].codes, "w.bias": matrix()}, "w."
             ),
             ["w.row.scales is missing", "w.bias: no part"],
@@ -150,7 +161,7 @@ def _planes(rows: int) -> tuple[Plane, ...]:
 )
 def test_what_does_not_fit_together_is_refused_by_name(call: object, words: list[str]) -> None:
     assert callable(call)
-    with pytest.raises(MXFP8Error) as caught:
+    with pytest.raises(FP8Error) as caught:
         call()
     assert [word for word in words if word not in str(caught.value)] == []
 
@@ -195,7 +206,8 @@ def test_embeddings_are_chosen_where_they_are_named() -> None:
     assert "17 rows" in str(ineligible("e", (17, 64), include=("e",), owners=(nn.Embedding,)))
     alone, tied = (nn.Embedding,), (nn.Embedding, nn.Linear)
     for wanted in get_args(Matrices):
-        assert format_of(alone, wanted) == "mxfp8_rows"
+        rows = "fp8_block_rows" if wanted == "fp8_block" else "mxfp8_rows"
+        assert format_of(alone, wanted) == rows
         assert format_of(tied, wanted) == format_of((nn.Linear,), wanted) == wanted
     strangers = (nn.Embedding, nn.EmbeddingBag)
     assert "read by EmbeddingBag" in str(
@@ -234,7 +246,7 @@ def test_one_weight_alone() -> None:
 def test_patterns_are_a_sequence_of_them(
     options: dict[str, tuple[str, ...]], words: list[str]
 ) -> None:
-    with pytest.raises(MXFP8Error) as caught:
+    with pytest.raises(FP8Error) as caught:
         reasons(**options)
     assert [word for word in words if word not in str(caught.value)] == []
 
@@ -249,12 +261,12 @@ def test_what_is_no_dtype_is_refused_by_name(field: str, value: Any) -> None:
 
 
 def test_nothing_here_imports_triton() -> None:
-    modules = "mxfp8, mxfp8_tensor, mxfp8_products, mxfp8_functions, policy"
+    modules = "fp8, fp8_tensor, fp8_products, fp8_functions, policy"
     program = (
         f"import sys; import torch; before = set(sys.modules); "
         f"from shardwise.precision import {modules}; "
         f"new = set(sys.modules) - before; "
-        f"assert 'shardwise.precision.mxfp8' in new; "
+        f"assert 'shardwise.precision.fp8' in new; "
         f"sys.exit(sorted(new & {{'triton', 'safetensors', 'rich', 'tyro'}}) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

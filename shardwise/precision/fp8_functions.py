@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``F.linear`` and ``F.embedding`` over a weight in MXFP8, and their gradients.
+"""``F.linear`` and ``F.embedding`` over a weight in fp8, and their gradients.
 
 ::
 
-    linear      forward    y  = x · Wᵀ         reads the row plane
-                backward   dx = dy · W         reads the column plane
-                           dW = dyᵀ · x        full precision, to autograd
+    linear      forward    y  = x · Wᵀ         reads the plane of forward
+                backward   dx = dy · W         reads the plane of backward
+                           dW = dyᵀ · x        in x's dtype, or of codes of dy and x
     embedding   forward    ids [5, 0, 5]       rows 5, 0, 5 of codes and scales  --decode-->  y
                 backward   dW = rows of dy, added up by id: the weight is not read or gathered
 
@@ -16,16 +16,29 @@ whole matrix.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.precision.mxfp8 import ROW, SIDE, MXFP8Error, Plane, decode
-from shardwise.precision.mxfp8_products import Emulated, Matmul
-from shardwise.precision.mxfp8_tensor import MXFP8Tensor
+from shardwise.precision import fp8_block
+from shardwise.precision.fp8 import (
+    COLUMN,
+    ROW,
+    ROW_128,
+    SCALES,
+    FP8Error,
+    Plane,
+    Rounding,
+    decode,
+    side_of,
+)
+from shardwise.precision.fp8_products import Emulated, Matmul
+from shardwise.precision.fp8_tensor import FP8Tensor, Reads
+
+ops = torch.ops.shardwise  # see fp8_operators.py
 
 COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; to fp16 it is not
 
@@ -33,19 +46,33 @@ COMPUTE = (torch.bfloat16, torch.float32)  # decoding to these dtypes is exact; 
 # ----------------------------------------------------------------------------------------- linear
 
 
-def mxfp8_linear(
+class Recipe(NamedTuple):
+    """How the three products of a linear layer are made; constants, as torch.compile sees it."""
+
+    # The rounding of scales of activations and gradients, in fp8 by blocks of 1x128; None: they
+    # stay in their dtype, and the weight is decoded.
+    activations: Rounding | None = None
+    weight_gradient: str = "bf16"  # or "fp8", where activations are
+
+
+DECODED = Recipe()
+
+
+def fp8_linear(
     x: Tensor,  # [..., columns], bf16 or fp32
-    weight: MXFP8Tensor,  # [rows, columns]
+    weight: FP8Tensor,  # [rows, columns]
     bias: Tensor | None = None,  # [rows]
     *,
     parameter: Tensor | None = None,
     matmul: Matmul | None = None,
+    recipe: Recipe = DECODED,
 ) -> Tensor:  # [..., rows], in the dtype of x
-    """``F.linear`` over a weight in MXFP8; ``torch.autocast`` casts x and bias as it does there.
+    """``F.linear`` over a weight in fp8; ``torch.autocast`` casts x and bias as it does there.
 
     Args:
         parameter: receives the weight's gradient, in its own dtype, rounded once; None: frozen.
-        matmul: the products; by default ``Emulated()``.
+        matmul: the products of a decoded weight; by default ``Emulated()``.
+        recipe: which of the products are in fp8.
     """
     rows, columns = weight.shape
     x, bias = _autocast(x), None if bias is None else _autocast(bias)
@@ -54,7 +81,7 @@ def mxfp8_linear(
         problems.append(f"x of shape {tuple(x.shape)}: its last dimension must be {columns}")
     if x.dtype not in COMPUTE:
         problems.append(
-            f"x of {x.dtype}: MXFP8 weights decode exactly to bf16 and fp32; cast x, or autocast "
+            f"x of {x.dtype}: weights in fp8 decode to bf16 and fp32; cast x, or autocast "
             f"to torch.bfloat16"
         )
     if x.device != weight.device:
@@ -65,8 +92,14 @@ def mxfp8_linear(
         )
     problems += _parameter_problems(parameter, weight)
     if problems:
-        raise MXFP8Error("; ".join(problems))
-    return _Linear.apply(x, parameter, bias, weight, matmul or Emulated())  # type: ignore[no-any-return, no-untyped-call]
+        raise FP8Error("; ".join(problems))
+    return _Linear.apply(x, parameter, bias, recipe, weight, matmul or Emulated())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def traced_linear(x: Tensor, parameter: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    """The same for torch.compile, which sees no planes: ``parameter`` names the weight."""
+    x, bias = _autocast(x), None if bias is None else _autocast(bias)
+    return _Linear.apply(x, parameter, bias, recipe, None, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _autocast(value: Tensor) -> Tensor:
@@ -79,46 +112,111 @@ def _autocast(value: Tensor) -> Tensor:
     return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
 
 
-def _parameter_problems(parameter: Tensor | None, weight: MXFP8Tensor) -> list[str]:
+def _parameter_problems(parameter: Tensor | None, weight: FP8Tensor) -> list[str]:
     if parameter is None or parameter.shape == weight.shape:
         return []
     return [f"a parameter of shape {tuple(parameter.shape)} for a weight of {tuple(weight.shape)}"]
 
 
 class _Linear(torch.autograd.Function):
+    """``weight`` is None inside torch.compile: operators find it by the parameter."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         parameter: Tensor | None,
         bias: Tensor | None,
-        weight: MXFP8Tensor,
-        matmul: Matmul,
+        recipe: Recipe,
+        weight: FP8Tensor | None,
+        matmul: Matmul | None,
     ) -> Tensor:
-        # Not saved as tensors: planes may be released and gathered again before backward.
-        ctx.weight, ctx.matmul = weight, matmul
+        # Planes are not saved as tensors: they may be released and gathered again before backward.
+        ctx.weight, ctx.matmul, ctx.recipe, ctx.x_shape = weight, matmul, recipe, x.shape
         ctx.weight_dtype = None if parameter is None else parameter.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.x_shape = x.shape
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        rows, columns = weight.shape
-        y = matmul.forward(x.reshape(-1, columns), weight.plane("forward"), bias)
-        return y.view(*x.shape[:-1], rows)
+        flat = x.reshape(-1, x.shape[-1])
+        learns = ctx.needs_input_grad[1]
+        named = parameter if weight is None else None
+        if recipe.activations is None:
+            ctx.save_for_backward(named, x if learns else None, None)
+            y = _product(flat, None, named, weight, matmul, bias, "forward", x.dtype)
+        else:
+            by_codes = learns and recipe.weight_gradient == "fp8"
+            codes, scales, turned, turned_scales = _quantised(
+                flat, True, by_codes, recipe.activations, named is not None
+            )
+            kept = (turned, turned_scales) if by_codes else (x if learns else None, None)
+            ctx.save_for_backward(named, *kept)
+            y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype)
+            y = y[: flat.shape[0]] if bias is None else y[: flat.shape[0]] + bias
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, columns = ctx.weight.shape
-        grad = grad.reshape(-1, rows)
+        named, kept, kept_scales = ctx.saved_tensors
+        recipe, weight, matmul = ctx.recipe, ctx.weight, ctx.matmul
+        grad = grad.reshape(-1, grad.shape[-1])
+        tokens, dtype = grad.shape[0], grad.dtype
         of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_x = ctx.matmul.backward(grad, ctx.weight.plane("backward")).view(ctx.x_shape)
-        if ctx.needs_input_grad[2]:
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        by_codes = wants_weight and recipe.weight_gradient == "fp8"
+        codes, scales, turned, turned_scales = grad, None, None, None
+        if recipe.activations is not None and (wants_x or by_codes):
+            codes, scales, turned, turned_scales = _quantised(
+                grad, wants_x, by_codes, recipe.activations, named is not None
+            )
+        if wants_x:
+            of_x = _product(codes, scales, named, weight, matmul, None, "backward", dtype)
+            of_x = of_x[:tokens].view(ctx.x_shape)
+        if wants_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if ctx.needs_input_grad[1]:
-            (x,) = ctx.saved_tensors
-            of_weight = weight_gradient(grad, x.reshape(-1, columns), ctx.weight_dtype)
-        return of_x, of_weight, of_bias, None, None
+        if by_codes:
+            gradient = ops.fp8_weight_gradient if named is not None else fp8_block.weight_gradient
+            of_weight = gradient(turned, turned_scales, kept, kept_scales, ctx.weight_dtype)
+        elif wants_weight:
+            x = kept.reshape(-1, kept.shape[-1])
+            of_weight = weight_gradient(grad, x, ctx.weight_dtype)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _quantised(
+    x: Tensor, rows: bool, columns: bool, rounding: Rounding, traced: bool
+) -> fp8_block.Quantised:
+    return (ops.fp8_quantise if traced else fp8_block.quantise)(x, rows, columns, rounding)  # type: ignore[no-any-return]
+
+
+def _product(
+    x: Tensor,
+    scales: Tensor | None,
+    named: Tensor | None,
+    weight: FP8Tensor | None,
+    matmul: Matmul | None,
+    bias: Tensor | None,
+    phase: Reads,
+    dtype: torch.dtype,
+) -> Tensor:
+    if weight is None:
+        return ops.fp8_product(x, scales, named, bias, phase, dtype)  # type: ignore[no-any-return]
+    return product(x, scales, weight, matmul, bias, phase, dtype)
+
+
+def product(
+    x: Tensor,  # [tokens, features], or their codes
+    scales: Tensor | None,  # of codes
+    weight: FP8Tensor,
+    matmul: Matmul | None,
+    bias: Tensor | None,
+    phase: Reads,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x · Wᵀ in forward, dy · W in backward."""
+    plane = weight.plane(phase)
+    if scales is not None:
+        return fp8_block.multiply(x, scales, plane, phase, dtype)
+    matmul = matmul or Emulated()
+    return matmul.forward(x, plane, bias) if phase == "forward" else matmul.backward(x, plane)
 
 
 def weight_gradient(
@@ -139,9 +237,9 @@ def weight_gradient(
 # -------------------------------------------------------------------------------------- embedding
 
 
-def mxfp8_embedding(
+def fp8_embedding(
     ids: Tensor,  # [...], integers
-    weight: MXFP8Tensor,  # [vocab, columns]
+    weight: FP8Tensor,  # [vocab, columns]
     *,
     parameter: Tensor | None = None,
     padding_idx: int | None = None,
@@ -166,7 +264,7 @@ def mxfp8_embedding(
         problems.append(f"padding_idx={padding_idx}: the weight has {vocab} rows")
     problems += _parameter_problems(parameter, weight)
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     if parameter is None:
         return lookup(weight.plane("forward"), ids, dtype=dtype)
     padding = -1 if padding_idx is None else padding_idx % vocab
@@ -184,21 +282,21 @@ def lookup_problem(*, max_norm: float | None, sparse: bool) -> str | None:
 
 
 def rows_of(plane: Plane, ids: Tensor) -> Plane:
-    """The rows ``ids`` [n] (n a multiple of 32) of a plane of rows or squares: a plane of rows."""
-    high, wide = plane.block
-    if wide != SIDE:
-        raise MXFP8Error(f"blocks {plane.block}: rows are looked up in planes of rows or squares")
+    """The rows ``ids`` [n] (n whole blocks) of a plane of rows or squares: a plane of rows."""
+    high = plane.block[0]
+    if plane.block == COLUMN:
+        raise FP8Error(f"blocks {plane.block}: rows are looked up in planes of rows or squares")
     return Plane(
         codes=plane.codes.index_select(0, ids),
         scales=plane.scales.index_select(0, ids if high == 1 else ids // high),
-        block=ROW,
+        block=ROW if SCALES[plane.block] is torch.uint8 else ROW_128,
     )
 
 
 def lookup(plane: Plane, ids: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The decoded rows [..., columns] for ids [...]."""
     flat = ids.reshape(-1)
-    whole_blocks = F.pad(flat, (0, -flat.numel() % SIDE))
+    whole_blocks = F.pad(flat, (0, -flat.numel() % side_of([plane.block])))
     rows = decode(rows_of(plane, whole_blocks), dtype=dtype)[: flat.numel()]
     return rows.view(*ids.shape, plane.codes.shape[1])
 
@@ -206,7 +304,7 @@ def lookup(plane: Plane, ids: Tensor, *, dtype: torch.dtype = torch.bfloat16) ->
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, ids: Tensor, weight: MXFP8Tensor, padding_idx: int, scale: bool
+        ctx: Any, parameter: Tensor, ids: Tensor, weight: FP8Tensor, padding_idx: int, scale: bool
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.options = weight.shape[0], padding_idx, scale

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8: one byte for each element (e4m3) and one power of two (e8m0) for each block of 32.
+"""fp8: one byte for each element (e4m3), and one scale for each block of elements.
 
 ::
 
-    block      codes               scales             read by
-    ROW        [rows, columns]     [rows, columns/32]      x · Wᵀ, which sums over columns
-    COLUMN     [rows, columns]     [rows/32, columns]      dy · W, which sums over rows
-    SQUARE     [rows, columns]     [rows/32, columns/32]   both
+    block       codes               scales                       read by
+    ROW         [rows, columns]     [rows, columns/32]           x · Wᵀ, which sums over columns
+    COLUMN      [rows, columns]     [rows/32, columns]           dy · W, which sums over rows
+    SQUARE      [rows, columns]     [rows/32, columns/32]        both
+    ROW_128     [rows, columns]     [rows, columns/128] fp32     activations, gradients
+    SQUARE_128  [rows, columns]     [rows/128, columns/128] fp32 both
 
-    value = e4m3(code) · 2^(scale - 127)
+    blocks of 32 (MXFP8)    value = e4m3(code) · 2^(scale - 127)     a scale is a byte (e8m0)
+    blocks of 128           value = e4m3(code) · scale               a scale is an fp32 number
 
 Values are rounded to bf16 before they are encoded, whatever their dtype: a shard that is encoded
 from fp32 then equals the same rows encoded after they were sent as bf16. A row plane and a column
@@ -16,19 +19,21 @@ plane are two roundings of one value; neither can be made from the other.
 
 The rules, where the standard leaves a choice:
 
-- **scale**: the smallest power of two that brings the block's largest magnitude to 448 or less
-  (``"rceil"``; an integer comparison, exact), or the largest magnitude's exponent less 8
-  (``"floor"``: the standard's minimum, which saturates a quarter of the largest magnitudes).
-- **zeros**: a block of zeros has scale 0 and codes of zeros, which keep their signs.
-- **NaN**: a block with a NaN or an infinity has scale 255 and codes 0x7F: all 32 values are NaN.
+- **scale**: of blocks of 128, the largest magnitude / 448 (``"exact"``; a magnitude below 2^-100
+  counts as 2^-100). Otherwise the smallest power of two that brings the block's largest magnitude
+  to 448 or less (``"rceil"``; an integer comparison, exact), or the largest magnitude's exponent
+  less 8 (``"floor"``: the standard's minimum, which saturates a quarter of the largest magnitudes).
+- **zeros**: a block of zeros has codes of zeros, which keep their signs, and in MXFP8 scale 0.
+- **NaN**: a block with a NaN or an infinity has scale NaN (255 in MXFP8) and codes 0x7F: all its
+  values are NaN.
 - **clamp**: values are clamped to ±448 before each cast, because torch up to 2.12 casts larger
   values to NaN.
 - **largest**: magnitudes from 1.9375·2^127 (3.3e38) round to 2^128, which no float of 16 or 32 bits
   holds: they are decoded as infinity.
 
-Every product here is by a power of two and exact, so a CPU, a GPU and any torch give the same bits.
-Codes and scales are uint8, at rest and on the wire: gloo carries no float8, and float8 lacks
-``equal`` and ``max``.
+Every product here is exact or rounded once by IEEE's rules, so a CPU, a GPU and any torch give the
+same bits. Codes and e8m0 scales are uint8, at rest and on the wire: gloo carries no float8, and
+float8 lacks ``equal`` and ``max``.
 """
 
 from __future__ import annotations
@@ -43,41 +48,52 @@ from torch import Tensor
 
 from shardwise.kernels import has_triton
 
-Rounding = Literal["rceil", "floor"]
+Rounding = Literal["rceil", "floor", "exact"]  # of scales
 Block = tuple[int, int]  # rows and columns that share a scale
 
-SIDE = 32
+SIDE = 32  # of blocks of MXFP8
 ROW: Block = (1, SIDE)
 COLUMN: Block = (SIDE, 1)
 SQUARE: Block = (SIDE, SIDE)
+WIDE = 128  # of blocks with fp32 scales
+ROW_128: Block = (1, WIDE)
+SQUARE_128: Block = (WIDE, WIDE)
+# The dtype of each block's scales: the byte of a power of two, or a number.
+SCALES: dict[Block, torch.dtype] = dict.fromkeys((ROW, COLUMN, SQUARE), torch.uint8)
+SCALES |= dict.fromkeys((ROW_128, SQUARE_128), torch.float32)
 
 LARGEST = 448.0  # the largest e4m3 value
+INVERSE_LARGEST = 0.002232142956927419  # 1 / 448 in fp32
+SMALLEST = 2.0**-100  # the magnitude that an exact scale is made for at least
 NAN_SCALE, NAN_CODE = 255, 0x7F
 SOURCES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
-class MXFP8Error(ValueError):
-    """A tensor that can't be stored in MXFP8, or planes that don't fit together."""
+class FP8Error(ValueError):
+    """A tensor that can't be stored in fp8, or planes that don't fit together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """One encoding of a matrix; both tensors are contiguous uint8, possibly views of a buffer."""
+    """One encoding of a matrix; both tensors are contiguous, possibly views of a buffer."""
 
-    codes: Tensor  # [rows, columns]
+    codes: Tensor  # [rows, columns], uint8
     scales: Tensor  # [rows / block[0], columns / block[1]]
     block: Block
 
     def __post_init__(self) -> None:
+        kind = SCALES.get(self.block, torch.uint8)
         problems = [
-            f"{name} are {tensor.dtype}: planes are uint8"
-            for name, tensor in (("codes", self.codes), ("scales", self.scales))
-            if tensor.dtype != torch.uint8
+            f"{name} are {tensor.dtype}: planes are {str(dtype).removeprefix('torch.')}"
+            for name, tensor, dtype in (
+                ("codes", self.codes, torch.uint8),
+                ("scales", self.scales, kind),
+            )
+            if tensor.dtype != dtype
         ]
-        problems += shape_problems(self.codes.shape)
-        if self.block not in (ROW, COLUMN, SQUARE):
-            problems.append(f"block {self.block}: choose from {ROW}, {COLUMN}, {SQUARE}")
-        elif not problems:
+        problems += shape_problems(self.codes.shape, [self.block])
+        problems += block_problems([self.block])
+        if not problems:
             expected = scale_shape(self.codes.shape, self.block)
             if tuple(self.scales.shape) != expected:
                 problems.append(
@@ -92,7 +108,7 @@ class Plane:
             if not tensor.is_contiguous()
         ]
         if problems:
-            raise MXFP8Error("; ".join(problems))
+            raise FP8Error("; ".join(problems))
 
     @property
     def nbytes(self) -> int:
@@ -102,15 +118,26 @@ class Plane:
 # ------------------------------------------------------------------------------------- arithmetic
 
 
-def shape_problems(shape: Sequence[int]) -> list[str]:
-    """Reasons why a tensor of this shape can't be stored in blocks of 32. Zero rows can."""
+def side_of(blocks: Sequence[Block]) -> int:
+    """The number that both sides of a matrix in these blocks are multiples of."""
+    return max(map(max, blocks))
+
+
+def shape_problems(shape: Sequence[int], blocks: Sequence[Block] = (SQUARE,)) -> list[str]:
+    """Reasons why a tensor of this shape can't be stored in these blocks. Zero rows can."""
     if len(shape) != 2:
-        return [f"shape {tuple(shape)}: MXFP8 stores 2-D weights; reshape to [rows, columns]"]
+        return [f"shape {tuple(shape)}: fp8 stores 2-D weights; reshape to [rows, columns]"]
+    side = side_of(blocks)
     return [
-        f"shape {tuple(shape)}: {size} {side} do not divide into blocks of {SIDE}"
-        for side, size in zip(("rows", "columns"), shape, strict=True)
-        if size % SIDE
+        f"shape {tuple(shape)}: {size} {name} do not divide into blocks of {side}"
+        for name, size in zip(("rows", "columns"), shape, strict=True)
+        if size % side
     ]
+
+
+def block_problems(blocks: Sequence[Block]) -> list[str]:
+    unknown = [block for block in blocks if block not in SCALES]
+    return [f"block {block}: choose from {', '.join(map(str, SCALES))}" for block in unknown[:1]]
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
@@ -137,24 +164,37 @@ def powers(scales: Tensor) -> Tensor:
     return bits.masked_fill(scales == NAN_SCALE, 0x7FC0_0000).view(torch.float32)
 
 
+def rounding_of(blocks: Sequence[Block]) -> Rounding:
+    """The rounding of scales where none is asked for."""
+    return "exact" if all(SCALES.get(block) is torch.float32 for block in blocks) else "rceil"
+
+
 def encode_reference(
-    x: Tensor, block: Block, rounding: Rounding = "rceil"
+    x: Tensor, block: Block, rounding: Rounding | None = None
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales by definition, on any device; kernels give the same bits."""
+    rounding = rounding or rounding_of([block])
     rows, columns = x.shape
     high, wide = block
     values = x.to(torch.bfloat16).contiguous().view(rows // high, high, columns // wide, wide)
-    magnitudes = values.view(torch.int16) & 0x7FFF
-    scales = scales_of(magnitudes.amax((1, 3), keepdim=True).int(), rounding)
-    undefined = scales == NAN_SCALE
-    inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-scale)
+    magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
+    undefined = magnitudes >= 0x7F80
+    if rounding == "exact":
+        largest = (magnitudes << 16).view(torch.float32).clamp(min=SMALLEST)
+        scales = (largest * INVERSE_LARGEST).masked_fill(undefined, float("nan"))
+        inverse = scales.reciprocal()
+    else:
+        scales = scales_of(magnitudes, rounding)
+        inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
+        scales = powers(scales) if SCALES[block] is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return codes.view(rows, columns), scales.view(scale_shape(x.shape, block)).to(torch.uint8)
+    return codes.view(rows, columns), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """The values by definition, rounded to ``dtype`` (exact in bf16); kernels give the same."""
+    """The values by definition, rounded to ``dtype`` (of powers of two exact in bf16); kernels give
+    the same."""
     rows, columns = codes.shape
     high, wide = block
     # A table lookup is four times as fast as torch's cast on a CPU.
@@ -162,7 +202,8 @@ def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.d
     table = every.view(torch.float8_e4m3fn).float()
     values = torch.index_select(table, 0, codes.reshape(-1).int())
     blocks = values.view(rows // high, high, columns // wide, wide)
-    return (blocks * powers(scales)[:, None, :, None]).to(dtype).view(rows, columns)
+    factors = powers(scales) if scales.dtype == torch.uint8 else scales
+    return (blocks * factors[:, None, :, None]).to(dtype).view(rows, columns)
 
 
 # ----------------------------------------------------------------------------------- the two verbs
@@ -172,13 +213,13 @@ def empty_planes(
     shape: Sequence[int], blocks: Sequence[Block], device: torch.device | str
 ) -> tuple[Plane, ...]:
     """Planes of a matrix with undefined contents, one for each of ``blocks``."""
-    problems = shape_problems(shape)
+    problems = shape_problems(shape, blocks)
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     return tuple(
         Plane(
             codes=torch.empty(tuple(shape), dtype=torch.uint8, device=device),
-            scales=torch.empty(scale_shape(shape, block), dtype=torch.uint8, device=device),
+            scales=torch.empty(scale_shape(shape, block), dtype=SCALES[block], device=device),
             block=block,
         )
         for block in blocks
@@ -189,20 +230,22 @@ def encode(
     x: Tensor,  # [rows, columns], floating point; rounded to bf16 first
     blocks: Sequence[Block] = (ROW, COLUMN),
     *,
-    rounding: Rounding = "rceil",
+    rounding: Rounding | None = None,
     out: Sequence[Plane] | None = None,
 ) -> tuple[Plane, ...]:
     """One plane for each of ``blocks``; on a GPU a row and a column plane take one pass.
 
+    ``rounding``: of scales; by default exact where they are numbers, up where they are powers.
     ``out``: planes to write into and return, in the order of ``blocks``.
     """
-    problems = shape_problems(x.shape)
+    rounding = rounding or rounding_of(blocks)
+    problems = block_problems(blocks) or shape_problems(x.shape, blocks)
     if x.dtype not in SOURCES:
         problems.append(f"a tensor of {x.dtype}: encode floating-point values, not codes")
     if rounding not in get_args(Rounding):
         problems.append(f"rounding {rounding!r}: choose from {', '.join(get_args(Rounding))}")
-    if unknown := [block for block in blocks if block not in (ROW, COLUMN, SQUARE)]:
-        problems.append(f"block {unknown[0]}: choose from {ROW}, {COLUMN}, {SQUARE}")
+    elif rounding == "exact" and (bytes_ := [b for b in blocks if SCALES.get(b) is torch.uint8]):
+        problems.append(f"rounding 'exact' in blocks {bytes_[0]}: their scales are powers of two")
     if len(set(blocks)) != len(blocks):
         problems.append(f"blocks {tuple(blocks)}: each at most once")
     if out is not None:
@@ -215,16 +258,19 @@ def encode(
         if len(out) != len(blocks):
             problems.append(f"{len(out)} planes in out for {len(blocks)} blocks")
     if problems:
-        raise MXFP8Error("; ".join(problems))
+        raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
     if x.numel() == 0:
         return planes
-    if uses_kernels(x.device):
-        from shardwise.kernels import mxfp8 as kernels
+    if uses_kernels(x.device) and ROW_128 not in blocks:
+        from shardwise.kernels import fp8_block, mxfp8
 
         source = x if x.dtype in (torch.bfloat16, torch.float32) else x.to(torch.bfloat16)
+        source = source.detach().contiguous()
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
-        kernels.encode(source.detach().contiguous(), by_block, rceil=rounding == "rceil")
+        if SQUARE_128 in by_block:
+            fp8_block.encode(source, *by_block.pop(SQUARE_128), rounding=rounding)
+        mxfp8.encode(source, by_block, rceil=rounding == "rceil")
         return planes
     for plane in planes:
         codes, scales = encode_reference(x.detach(), plane.block, rounding)
@@ -238,21 +284,23 @@ def decode(
 ) -> Tensor:
     """The values [rows, columns] in ``dtype``, written into ``out`` where that is given.
 
-    Decoding to bf16 and fp32 is exact: a code has at most 4 significant bits.
+    Where scales are powers of two, decoding to bf16 and fp32 is exact: a code has at most 4
+    significant bits.
     """
     shape = plane.codes.shape
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=plane.codes.device)
     elif (out.shape, out.device) != (shape, plane.codes.device) or not out.is_contiguous():
-        raise MXFP8Error(
+        raise FP8Error(
             f"out of shape {tuple(out.shape)} on {out.device}: decoding {tuple(shape)} on "
             f"{plane.codes.device} needs contiguous memory of that shape there"
         )
     if not out.dtype.is_floating_point or out.dtype.itemsize < 2:
-        raise MXFP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
+        raise FP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
     if out.numel() == 0:
         return out
-    if uses_kernels(out.device) and out.dtype in (torch.bfloat16, torch.float32):
+    by_kernel = SCALES[plane.block] is torch.uint8 and out.dtype in (torch.bfloat16, torch.float32)
+    if by_kernel and uses_kernels(out.device):
         from shardwise.kernels import mxfp8 as kernels
 
         kernels.decode(plane.codes, plane.scales, plane.block, out)

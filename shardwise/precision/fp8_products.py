@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.memory import counted
-from shardwise.precision.mxfp8 import COLUMN, ROW, SIDE, SQUARE, MXFP8Error, Plane, decode, encode
+from shardwise.precision.fp8 import COLUMN, ROW, SIDE, SQUARE, FP8Error, Plane, decode, encode
 
 
 class Matmul(Protocol):
@@ -137,16 +137,16 @@ class Native:
     def __init__(self, device: torch.device) -> None:
         problem = native_problem(device)
         if problem is not None:
-            raise MXFP8Error(problem)
+            raise FP8Error(problem)
 
     def forward(self, x: Tensor, plane: Plane, bias: Tensor | None) -> Tensor:
         if plane.block not in (ROW, SQUARE):
-            raise MXFP8Error(f"forward reads blocks {ROW} or {SQUARE}, got {plane.block}")
+            raise FP8Error(f"forward reads blocks {ROW} or {SQUARE}, got {plane.block}")
         return _scaled_mm(x, plane.codes, _row_scales(plane.scales, plane), bias)
 
     def backward(self, grad: Tensor, plane: Plane) -> Tensor:
         if plane.block not in (COLUMN, SQUARE):
-            raise MXFP8Error(f"backward reads blocks {COLUMN} or {SQUARE}, got {plane.block}")
+            raise FP8Error(f"backward reads blocks {COLUMN} or {SQUARE}, got {plane.block}")
         scales = _row_scales(plane.scales.t(), plane).contiguous()
         return _scaled_mm(grad, plane.codes.t().contiguous(), scales, None)
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose values are MXFP8 planes, as forward sees them.
+"""Parameters whose values are fp8 planes, as forward sees them.
 
-    nn.Linear: F.linear(x, weight, bias)    -->  mxfp8_linear(x, planes, bias)   multiplies by codes
-    nn.Embedding: F.embedding(ids, weight)  -->  mxfp8_embedding(ids, planes)    decodes some rows
-    any other function of the weight        -->  the same of decode(planes)      in bf16
+    nn.Linear: F.linear(x, weight, bias)    -->  fp8_linear(x, planes, bias)   multiplies by codes
+    nn.Embedding: F.embedding(ids, weight)  -->  fp8_embedding(ids, planes)    decodes some rows
+    any other function of the weight        -->  the same of decode(planes)    in bf16
 
 Autograd sees an ordinary leaf of the weight's shape in bf16: the gradient arrives whole, once per
-backward, however often the weight was used. The leaf itself has no memory for values.
+backward, however often the weight was used. The leaf itself has no memory for values. torch.compile
+traces the same functions with operators that find the planes by the leaf (fp8_operators.py).
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
 from shardwise.moe.weights import QuantisedParameter
-from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane
-from shardwise.precision.mxfp8_functions import lookup_problem, mxfp8_embedding, mxfp8_linear
-from shardwise.precision.mxfp8_products import Matmul
-from shardwise.precision.mxfp8_tensor import Format, MXFP8Tensor, Reads, restored
+from shardwise.precision import fp8_operators
+from shardwise.precision.fp8 import Block, FP8Error, Plane
+from shardwise.precision.fp8_functions import (
+    DECODED,
+    Recipe,
+    fp8_embedding,
+    fp8_linear,
+    lookup_problem,
+    traced_linear,
+)
+from shardwise.precision.fp8_products import Matmul
+from shardwise.precision.fp8_tensor import Format, FP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
 
 
@@ -48,7 +56,7 @@ class PlaneOwner(Protocol):
     def gathered(self, index: int) -> dict[Block, Plane]: ...
 
 
-class MXFP8Weight(MXFP8Tensor):
+class FP8Weight(FP8Tensor):
     """One weight of a group. Planes are looked up at each read, so that they may be released and
     gathered again in between."""
 
@@ -85,6 +93,10 @@ class MXFP8Weight(MXFP8Tensor):
     def format(self) -> Format:
         return self.group.format
 
+    @property
+    def matmul(self) -> Matmul | None:
+        return self.group.matmul
+
     def plane(self, phase: Reads) -> Plane:
         return self.group.plane(self._index, phase)
 
@@ -94,14 +106,14 @@ class MXFP8Weight(MXFP8Tensor):
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and save as a plain ``MXFP8Tensor`` of the planes that are gathered, which belongs
+        """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
         to no group; a stack of matrices becomes one high matrix."""
         self._require_a_plane()
         # Clones: pickling a view would save the planes of the whole group.
         return restored, ({name: tensor.clone() for name, tensor in self.state_dict().items()},)
 
-    def to(self, device: torch.device | str) -> MXFP8Tensor:
-        """A plain ``MXFP8Tensor`` on ``device``; see ``__reduce__``."""
+    def to(self, device: torch.device | str) -> FP8Tensor:
+        """A plain ``FP8Tensor`` on ``device``; see ``__reduce__``."""
         self._require_a_plane()
         return super().to(device)
 
@@ -112,7 +124,7 @@ class MXFP8Weight(MXFP8Tensor):
                 f"forward or after unshard(), or take the main weights from sw.full_state_dict"
             )
 
-    def members(self) -> list[MXFP8Tensor]:
+    def members(self) -> list[FP8Tensor]:
         """The matrices of a stack [experts, rows, columns], each a view of the gathered planes."""
         count = self.shape[0]
         pairs = {
@@ -123,10 +135,10 @@ class MXFP8Weight(MXFP8Tensor):
             [Plane(codes=codes, scales=scales, block=block) for codes, scales in parts]
             for block, parts in pairs.items()
         ]
-        return [MXFP8Tensor(*member) for member in zip(*planes, strict=True)]
+        return [FP8Tensor(*member) for member in zip(*planes, strict=True)]
 
 
-class MXFP8Parameter(WholeParameter, QuantisedParameter):
+class FP8Parameter(WholeParameter, QuantisedParameter):
     """A parameter as forward sees it, whose values are the planes of ``quantised``.
 
     ``F.linear`` multiplies by the planes, ``F.embedding`` looks rows up. Any other function that
@@ -135,26 +147,32 @@ class MXFP8Parameter(WholeParameter, QuantisedParameter):
     copy: writing to the parameter itself is refused, and writing to a copy changes nothing else.
     """
 
-    quantised: MXFP8Weight
+    quantised: FP8Weight
+    recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
 
     @staticmethod
-    def of(weight: MXFP8Weight, requires_grad: bool) -> MXFP8Parameter:
-        parameter = MXFP8Parameter(torch.empty(0), requires_grad=requires_grad)
-        parameter.quantised = weight
+    def of(weight: FP8Weight, requires_grad: bool, recipe: Recipe | None = DECODED) -> FP8Parameter:
+        parameter = FP8Parameter(torch.empty(0), requires_grad=requires_grad)
+        parameter.quantised, parameter.recipe = weight, recipe
         return parameter
 
+    def show(self, memory: Tensor) -> None:
+        super().show(memory)
+        fp8_operators.name(memory, self.quantised)
+
     @classmethod
-    @_disable_dynamo  # no trace enters this function: planes come and go, and are no tensors to it
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(func, args, kwargs)
+        if torch.compiler.is_compiling() or _reads_no_values(func):  # a compiler asks what it is
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        if _reads_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if any(isinstance(each, MXFP8Parameter) for each in _written(func, args, kwargs)):
+        if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
             raise _refused(func, args, kwargs)
         args, kwargs = tree_map(_decoded, (args, kwargs))
         return func(*args, **kwargs)
@@ -169,21 +187,38 @@ class MXFP8Parameter(WholeParameter, QuantisedParameter):
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
-        return (
-            f"MXFP8Parameter({'x'.join(map(str, self.quantised.shape))}, {self.quantised.format})"
-        )
+        return f"FP8Parameter({'x'.join(map(str, self.quantised.shape))}, {self.quantised.format})"
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, MXFP8Parameter) or weight.quantised.format == "mxfp8_rows":
+    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
         return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
-    return mxfp8_linear(
+    return fp8_linear(
         _decoded(input),
         weight.quantised,
         _decoded(bias),
         parameter=weight if weight.requires_grad else None,
-        matmul=weight.quantised.group.matmul,
+        matmul=weight.quantised.matmul,
+        recipe=weight.recipe,
     )
+
+
+def _traced(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function as torch.compile sees it; no trace comes to the planes themselves."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is F.linear:
+            return _traced_linear(*args, **kwargs)
+        if not _reads_no_values(func):
+            if any(isinstance(each, FP8Parameter) for each in _written(func, args, kwargs)):
+                raise _refused(func, args, kwargs)
+            args, kwargs = tree_map(_decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _traced_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, FP8Parameter) or weight.recipe is None:
+        return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
+    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe)
 
 
 def _embedding(
@@ -195,11 +230,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    assert isinstance(weight, MXFP8Parameter), "ids are integers, which are never stored in MXFP8"
+    assert isinstance(weight, FP8Parameter), "ids are integers, which are never stored in fp8"
     problem = lookup_problem(max_norm=max_norm, sparse=sparse)
     if problem is not None:
-        raise MXFP8Error(f"'{weight.quantised.name}' is stored in MXFP8, which excludes {problem}")
-    return mxfp8_embedding(
+        raise FP8Error(f"'{weight.quantised.name}' is stored in fp8, which excludes {problem}")
+    return fp8_embedding(
         input,
         weight.quantised,
         parameter=weight if weight.requires_grad else None,
@@ -216,7 +251,11 @@ _FACTS = (
     "element_size",
     "get_device",
     "is_complex",
+    "is_conj",
+    "is_contiguous",
     "is_floating_point",
+    "is_inference",
+    "is_neg",
     "ndimension",
     "nelement",
     "numel",
@@ -226,6 +265,7 @@ _FACTS = (
     "size",
     "storage_offset",
     "stride",
+    "untyped_storage",
     "__hash__",
     "__len__",
     "_is_view",
@@ -249,7 +289,7 @@ def _written(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> lis
 
 def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> RuntimeError:
     written = _written(func, args, kwargs)
-    weight = next(each.quantised for each in written if isinstance(each, MXFP8Parameter))
+    weight = next(each.quantised for each in written if isinstance(each, FP8Parameter))
     return RuntimeError(
         f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: every "
         f"gather encodes it from the main weight, so the written values would be lost. "
@@ -259,6 +299,8 @@ def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Run
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:
+    if getattr(func, "namespace", "") == "shardwise":  # a graph's operator, which finds the planes
+        return True
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
@@ -266,19 +308,26 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    if not isinstance(value, MXFP8Parameter):
+    if not isinstance(value, FP8Parameter):
         return value
+    weight = None if torch.compiler.is_dynamo_compiling() else value.quantised
     if torch.is_grad_enabled() and value.requires_grad:
-        return _Decode.apply(value, value.quantised)  # type: ignore[no-untyped-call]
-    return value.quantised.dequantise("forward")
+        return _Decode.apply(value, weight)  # type: ignore[no-untyped-call]
+    return _values(value, weight)
+
+
+def _values(parameter: Tensor, weight: FP8Weight | None) -> Tensor:
+    if weight is None:
+        return torch.ops.shardwise.fp8_decode(parameter)  # type: ignore[no-any-return]
+    return weight.dequantise("forward")
 
 
 class _Decode(torch.autograd.Function):
     """The values that forward computes with; their gradient is the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: nn.Parameter, weight: MXFP8Weight) -> Tensor:
-        return weight.dequantise("forward")
+    def forward(ctx: Any, parameter: nn.Parameter, weight: FP8Weight | None) -> Tensor:
+        return _values(parameter, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

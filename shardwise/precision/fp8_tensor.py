@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8Tensor: a matrix and the planes that hold it, to print, save, load and decode.
+"""FP8Tensor: a matrix and the planes that hold it, to print, save, load and decode.
 
-An MXFP8Tensor is no ``torch.Tensor``, so that no torch function computes with codes as if they were
-numbers. To recognise one, use ``isinstance(value, MXFP8Tensor)``.
+An FP8Tensor is no ``torch.Tensor``, so that no torch function computes with codes as if they were
+numbers. To recognise one, use ``isinstance(value, FP8Tensor)``.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from shardwise.precision.mxfp8 import (
+from shardwise.precision.fp8 import (
     COLUMN,
     ROW,
     SQUARE,
+    SQUARE_128,
     Block,
-    MXFP8Error,
+    FP8Error,
     Plane,
     Rounding,
     decode,
     encode,
 )
 
-Matrices = Literal["mxfp8", "mxfp8_2d"]  # formats of weights that are multiplied, both directions
-Format = Literal[Matrices, "mxfp8_rows"]  # "mxfp8_rows": the format of weights of lookups
+Matrices = Literal["mxfp8", "mxfp8_2d", "fp8_block"]  # of weights that are multiplied, both ways
+Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # of weights whose rows are looked up
+Format = Literal[Matrices, Lookups]
 Reads = Literal["forward", "backward"]
 
 FORMATS: dict[Format, tuple[Block, ...]] = {
     "mxfp8": (ROW, COLUMN),
     "mxfp8_2d": (SQUARE,),
     "mxfp8_rows": (ROW,),
+    "fp8_block": (SQUARE_128,),
+    "fp8_block_rows": (SQUARE_128,),
+}
+LOOKUPS: dict[Matrices, Format] = {
+    "mxfp8": "mxfp8_rows",
+    "mxfp8_2d": "mxfp8_rows",
+    "fp8_block": "fp8_block_rows",
 }
 # The plane that each phase reads: forward sums over columns, backward over rows. The gradient of a
 # lookup needs no weight.
@@ -40,18 +49,20 @@ READS: dict[Format, dict[Reads, Block]] = {
     "mxfp8": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
     "mxfp8_rows": {"forward": ROW},
+    "fp8_block": {"forward": SQUARE_128, "backward": SQUARE_128},
+    "fp8_block_rows": {"forward": SQUARE_128},
 }
-NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square"}
+NAMES: dict[Block, str] = {ROW: "row", COLUMN: "column", SQUARE: "square", SQUARE_128: "block"}
 
 
-class MXFP8Tensor:
-    """[rows, columns] of bf16 values as MXFP8 planes: row and column, or one of squares.
+class FP8Tensor:
+    """[rows, columns] of bf16 values as fp8 planes: row and column, or one of squares or blocks.
 
     ``planes`` may hold only the plane that a phase reads (a row plane in forward). Planes are never
     copied: a plane that is a view of gathered memory changes with that memory.
     """
 
-    __slots__ = ("planes",)
+    __slots__ = ("__weakref__", "planes")
 
     planes: dict[Block, Plane]
 
@@ -66,23 +77,24 @@ class MXFP8Tensor:
         if len(found) != len(planes):
             problems.append(f"two planes in the same blocks: {[p.block for p in planes]}")
         if len(formats) > 1:
-            problems.append("planes of mxfp8 and of mxfp8_2d: a matrix is stored in one of them")
+            both = " and of ".join(sorted(formats))
+            problems.append(f"planes of {both}: a matrix is stored in one of them")
         for what, values in (("shapes", shapes), ("devices", devices)):
             if len(values) > 1:
                 problems.append(f"planes of {what} {sorted(values)}: they hold one matrix")
         if problems:
-            raise MXFP8Error("; ".join(problems))
+            raise FP8Error("; ".join(problems))
         self.planes = found
 
     @classmethod
     def encode(
-        cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding = "rceil"
-    ) -> MXFP8Tensor:
+        cls, x: Tensor, format: Format = "mxfp8", *, rounding: Rounding | None = None
+    ) -> FP8Tensor:
         """Encode all planes of ``x`` [rows, columns], rounded to bf16 first."""
         if not isinstance(x, Tensor):
-            raise MXFP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
+            raise FP8Error(f"a {type(x).__name__} to encode: give a tensor [rows, columns]")
         if format not in tuple(FORMATS):  # a tuple: ``format`` may be unhashable, such as a list
-            raise MXFP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
+            raise FP8Error(f"format {format!r}: choose from {', '.join(FORMATS)}")
         return cls(*encode(x, FORMATS[format], rounding=rounding))
 
     # ------------------------------------------------------------------ properties
@@ -111,11 +123,11 @@ class MXFP8Tensor:
     def plane(self, phase: Reads) -> Plane:
         """The plane that ``phase`` reads."""
         if phase not in get_args(Reads):
-            raise MXFP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Reads))}")
+            raise FP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Reads))}")
         # A row plane on its own counts as "mxfp8" here: backward names the missing column plane.
         block = READS[_format_of(self._any.block)][phase]
         if block not in self.planes:
-            raise MXFP8Error(
+            raise FP8Error(
                 f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
                 f"plane, but only {', '.join(NAMES[b] for b in self.planes)} is here: gather the "
                 f"missing plane first, it can't be made from another"
@@ -130,11 +142,11 @@ class MXFP8Tensor:
         """The values that ``phase`` computes with."""
         return decode(self.plane(phase), dtype=dtype)
 
-    def equal(self, other: MXFP8Tensor) -> bool:
+    def equal(self, other: FP8Tensor) -> bool:
         """Whether both hold the same planes with the same bytes."""
-        if not isinstance(other, MXFP8Tensor):
-            raise MXFP8Error(
-                f"equal() to a {type(other).__name__}: codes are compared, so give an MXFP8Tensor, "
+        if not isinstance(other, FP8Tensor):
+            raise FP8Error(
+                f"equal() to a {type(other).__name__}: codes are compared, so give an FP8Tensor, "
                 f"or compare values by torch.equal(this.dequantise(), other)"
             )
         return self.planes.keys() == other.planes.keys() and all(
@@ -146,8 +158,8 @@ class MXFP8Tensor:
             )
         )
 
-    def to(self, device: torch.device | str) -> MXFP8Tensor:
-        return MXFP8Tensor(
+    def to(self, device: torch.device | str) -> FP8Tensor:
+        return FP8Tensor(
             *(
                 Plane(
                     codes=plane.codes.to(device), scales=plane.scales.to(device), block=plane.block
@@ -160,7 +172,7 @@ class MXFP8Tensor:
         names = "+".join(NAMES[block] for block in self.planes) or "no plane here"
         each = self.nbytes / max(1, self.shape.numel())
         head = (
-            f"MXFP8Tensor({'x'.join(map(str, self.shape))}, {self.format}, {names}, "
+            f"FP8Tensor({'x'.join(map(str, self.shape))}, {self.format}, {names}, "
             f"{each:.3f} bytes an element, device='{self.device}'"
         )
         if not self.planes:  # a gathered weight after its release
@@ -173,7 +185,7 @@ class MXFP8Tensor:
     # ------------------------------------------------------------------ state dicts
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """uint8 tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
+        """Tensors by name (``row.codes``, ``row.scales``, ...), for safetensors or torch."""
         return {
             f"{prefix}{NAMES[block]}.{part}": tensor
             for block, plane in self.planes.items()
@@ -181,10 +193,10 @@ class MXFP8Tensor:
         }
 
     @classmethod
-    def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> MXFP8Tensor:
+    def from_state_dict(cls, tensors: Mapping[str, Tensor], prefix: str = "") -> FP8Tensor:
         """The tensor of a :meth:`state_dict`; names without ``prefix`` are ignored."""
         if not isinstance(tensors, Mapping):
-            raise MXFP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
+            raise FP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
         mine = {
             name.removeprefix(prefix): tensor
             for name, tensor in tensors.items()
@@ -210,28 +222,29 @@ class MXFP8Tensor:
                 problems.append(f"{prefix}{name}.{missing} is missing")
         if problems or not planes:
             found = _few(sorted(tensors))
-            raise MXFP8Error("; ".join(sorted(problems)) or f"no planes under {prefix!r}: {found}")
+            raise FP8Error("; ".join(sorted(problems)) or f"no planes under {prefix!r}: {found}")
         return cls(*planes)
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Tensor]) -> None:
-        self.planes = MXFP8Tensor.from_state_dict(state).planes
+        self.planes = FP8Tensor.from_state_dict(state).planes
 
 
 def _format_of(block: Block) -> Format:
-    return "mxfp8_2d" if block == SQUARE else "mxfp8"
+    """The format of matrices that are multiplied in which this block occurs."""
+    return next((each for each in get_args(Matrices) if block in FORMATS[each]), "fp8_block")
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing there"
 
 
-def restored(tensors: Mapping[str, Tensor]) -> MXFP8Tensor:
+def restored(tensors: Mapping[str, Tensor]) -> FP8Tensor:
     """Unpickle a subclass that can't be loaded itself; pickle finds this function by its name."""
-    return MXFP8Tensor.from_state_dict(tensors)
+    return FP8Tensor.from_state_dict(tensors)
 
 
 # So that torch.load(weights_only=True) accepts both; loaded planes are checked like any others.
-torch.serialization.add_safe_globals([MXFP8Tensor, restored])
+torch.serialization.add_safe_globals([FP8Tensor, restored])

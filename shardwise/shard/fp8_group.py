@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP8Group: a group whose whole weights are MXFP8 planes.
+"""FP8Group: a group whose whole weights are fp8 planes.
 
     main      fp32, placements.main     the only truth, as in every group
     planes    uint8, all replicated     | codes of every weight, laid out as main |.pad.| scales |
@@ -10,6 +10,7 @@
               backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
               a backward that runs forward again (activation checkpointing) gathers both
     zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole released
+              one plane (of squares or blocks): encoded, gathered as codes and kept
     embeddings have only a row plane: their backward gathers nothing
 
 Planes are always encoded from main rounded to bf16, never from a decoded plane. An optimizer writes
@@ -33,13 +34,13 @@ from shardwise.buffer import Buffer
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, weakly
 from shardwise.memory import Block as Memory
-from shardwise.precision.mxfp8 import Block, MXFP8Error, Plane, encode, scale_shape
-from shardwise.precision.mxfp8_products import Matmul, Native
-from shardwise.precision.mxfp8_tensor import FORMATS, NAMES, READS, Format, Reads
+from shardwise.precision.fp8 import SCALES, Block, FP8Error, Plane, Rounding, encode, scale_shape
+from shardwise.precision.fp8_products import Matmul, Native
+from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
 from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
+from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
-from shardwise.shard.mxfp8_parameter import MXFP8Parameter, MXFP8Weight
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 
@@ -50,6 +51,7 @@ class GroupPlane:
     def __init__(self, block: Block, layout: Layout, parts: int, device: torch.device) -> None:
         self.block, self.layout = block, layout
         self.share = block[0] * block[1]  # elements that share a scale
+        self.width = SCALES[block].itemsize  # bytes of a scale
         nbytes = plane_bytes(layout, block, parts)
         self.memory = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
         self.memory.moved = weakly(self._drop_views)
@@ -65,15 +67,15 @@ class GroupPlane:
         codes, scales = self.ranges(first, last)
         return Plane(
             codes=codes.view(shape),
-            scales=scales.view(scale_shape(shape, self.block)),
+            scales=scales.view(SCALES[self.block]).view(scale_shape(shape, self.block)),
             block=self.block,
         )
 
     def ranges(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """The codes at addresses [first, last), and their scales."""
-        begin = self.layout.numel
-        share, memory = self.share, self.memory.tensor
-        return memory[first:last], memory[begin + first // share : begin + last // share]
+        """The bytes of the codes at addresses [first, last), and of their scales."""
+        memory, begin = self.memory.tensor, self.layout.numel
+        low, high = (begin + end // self.share * self.width for end in (first, last))
+        return memory[first:last], memory[low:high]
 
     def whole(self, index: int) -> Plane:
         """The plane of one whole weight."""
@@ -87,7 +89,7 @@ class GroupPlane:
         self.views = None
 
 
-def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
+def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
     """Encode the elements of ``source`` into the same places of each plane, in one read."""
     for index, (low, high, _) in enumerate(source.pieces):
         if high > low:
@@ -96,11 +98,11 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer) -> None:
             value = source.view(index).view(codes.shape)
             if value.device != codes.device:  # offloaded: cast first, to copy half the bytes
                 value = value.to(torch.bfloat16).to(codes.device)
-            encode(value, [plane.block for plane in planes], out=into)
+            encode(value, [plane.block for plane in planes], out=into, rounding=rounding)
 
 
-class MXFP8Group(Group):
-    """A group in MXFP8. A gather brings the planes that the phase reads; see the picture above."""
+class FP8Group(Group):
+    """A group in fp8. A gather brings the planes that the phase reads; see the picture above."""
 
     format: Format
     scratch = "staging"
@@ -108,6 +110,7 @@ class MXFP8Group(Group):
     def _build_compute(self) -> None:
         super()._build_compute()
         self.whole.block.release(CACHING)
+        self.rounding = self.precision.rounding
         self.direct = sends_codes(self.layout, self.format, self.persistent)
         layout, parts = plane_layout(self.layout, self.direct), self.layout.num_shards
         device = self._whole_device
@@ -119,12 +122,13 @@ class MXFP8Group(Group):
         self._runtime: Runtime | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
-        weight = MXFP8Weight(weakref.ref(self), index)
-        return MXFP8Parameter.of(weight, requires_grad)
+        weight = FP8Weight(weakref.ref(self), index)
+        recipe = self.precision.recipe if "backward" in READS[self.format] else None
+        return FP8Parameter.of(weight, requires_grad, recipe)
 
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see
-        :class:`MXFP8Parameter`."""
+        :class:`FP8Parameter`."""
         device = self._whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
@@ -199,7 +203,7 @@ class MXFP8Group(Group):
 
     def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
         """Encode this rank's shard, then gather codes and scales, axis by axis."""
-        encode_planes(planes, source)
+        encode_planes(planes, source, self.rounding)
         gathers: list[comm.Pending] = []
         for axis, shard, whole in source.gather_steps(self.whole):
             for pending in gathers:
@@ -218,7 +222,7 @@ class MXFP8Group(Group):
         if self._plan is None:
             self._plan = source.gather_plan(self.whole)
         self._plan.run().wait()
-        encode_planes(planes, self.whole)
+        encode_planes(planes, self.whole, self.rounding)
         self.whole.block.release(runtime.source)
 
     def wait(self, runtime: Runtime) -> None:
@@ -268,7 +272,7 @@ class MXFP8Group(Group):
         """
         plane = self._plane_of(phase)
         if plane is None:
-            raise MXFP8Error(
+            raise FP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: no plane serves {phase}"
             )
         runtime = self._runtime
@@ -291,13 +295,13 @@ class MXFP8Group(Group):
         problem = f"the {NAMES[plane.block]} plane of '{name}' is not here"
         if not here:
             return (
-                f"{problem}: an MXFP8 weight can be read inside its module's forward and backward, "
+                f"{problem}: a weight in fp8 can be read inside its module's forward and backward, "
                 f"or after unshard()"
             )
         return (
             f"{problem}, but its {' and '.join(here)} plane: forward and unshard() gather what "
             f"forward reads, and only backward gathers the other; to have both, encode the main "
-            f"weight: MXFP8Tensor.encode(value, {self.format!r})"
+            f"weight: FP8Tensor.encode(value, {self.format!r})"
         )
 
     def gathered(self, index: int) -> dict[Block, Plane]:
@@ -315,27 +319,9 @@ class MXFP8Group(Group):
         return None if self._runtime is None else self._runtime.matmul
 
 
-class MXFP8RowColumnGroup(MXFP8Group):
-    """Row and column planes of 1x32 blocks."""
-
-    format = "mxfp8"
+def _group_of(format: Format) -> type[Group]:
+    return type(f"{format}_group", (FP8Group,), {"format": format, "__doc__": FORMATS[format]})
 
 
-class MXFP8SquareGroup(MXFP8Group):
-    """One plane of 32x32 blocks for both directions."""
-
-    format = "mxfp8_2d"
-
-
-class MXFP8RowGroup(MXFP8Group):
-    """Only row planes, for embeddings."""
-
-    format = "mxfp8_rows"
-
-
-GROUPS: dict[Format | None, type[Group]] = {
-    None: Group,
-    "mxfp8": MXFP8RowColumnGroup,
-    "mxfp8_2d": MXFP8SquareGroup,
-    "mxfp8_rows": MXFP8RowGroup,
-}
+GROUPS: dict[Format | None, type[Group]] = {None: Group}
+GROUPS |= {format: _group_of(format) for format in FORMATS}

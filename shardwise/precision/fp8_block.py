@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three products of a linear layer in fp8 with block scales: of hardware, or by decoding.
+
+::
+
+    x [tokens, in]   --quantise-->  codes  [tokens, in]  scales [in/128, tokens]    y  = x · Wᵀ
+                                    turned [in, tokens]  scales [tokens/128, in]    dW = dyᵀ · x
+    dy [tokens, out] --quantise-->  codes  [tokens, out], turned [out, tokens]      dx = dy · W, dW
+
+Weights are in 128x128 blocks, activations and gradients in 1x128, along what is summed over. Hopper
+multiplies them (``torch._scaled_mm``, cuBLAS 12.9 and later), and sums a block of 128 in its own
+precision, about 14 bits. Elsewhere the operands are decoded and multiplied in fp32: the same
+numbers but for that sum.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.precision.fp8 import (
+    ROW_128,
+    WIDE,
+    Plane,
+    Rounding,
+    decode_reference,
+    encode_reference,
+    uses_kernels,
+)
+from shardwise.precision.fp8_tensor import Reads
+
+Quantised = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scales, turned, turned scales
+
+
+def padded(tokens: int) -> int:
+    """The tokens of quantised activations, up to whole blocks; the tokens added are zeros."""
+    return (tokens + WIDE - 1) // WIDE * WIDE
+
+
+def empty(x: Tensor, rows: bool, columns: bool) -> Quantised:
+    """Memory for the planes of x [tokens, features] that are wanted; the others have no element."""
+    tokens, features = padded(x.shape[0]), x.shape[1]
+    shapes = [(tokens, features), (features // WIDE, tokens)] if rows else [(0, 0)] * 2
+    shapes += [(features, tokens), (tokens // WIDE, features)] if columns else [(0, 0)] * 2
+    codes, scales, turned, turned_scales = (
+        x.new_empty(shape, dtype=dtype)
+        for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
+    )
+    return codes, scales, turned, turned_scales
+
+
+def quantise(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quantised:
+    """x [tokens, features] in blocks along features (``rows``) and along tokens (``columns``)."""
+    if uses_kernels(x.device):
+        from shardwise.kernels import fp8_block
+
+        found = empty(x, rows, columns)
+        fp8_block.quantise(
+            x.to(torch.bfloat16).contiguous(),
+            found[:2] if rows else None,
+            found[2:] if columns else None,
+            rounding=rounding,
+        )
+        return found
+    codes, scales, turned, turned_scales = empty(x, rows, columns)
+    whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
+    if rows:
+        codes, found = encode_reference(whole, ROW_128, rounding)
+        scales = found.t().contiguous()
+    if columns:
+        turned, found = encode_reference(whole.t().contiguous(), ROW_128, rounding)
+        turned_scales = found.t().contiguous()
+    return codes, scales, turned, turned_scales
+
+
+def multiply(
+    codes: Tensor, scales: Tensor, plane: Plane, phase: Reads, dtype: torch.dtype
+) -> Tensor:
+    """x · Wᵀ (forward) or dy · W (backward) [tokens, ...], of activations in 1x128 blocks."""
+    rows, columns = plane.codes.shape
+    if codes.is_meta:
+        return codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
+    if scaled_problem(codes.device) is None:
+        if phase == "forward":
+            return _scaled_by_blocks(codes, scales, plane.codes, plane.scales, dtype)
+        from shardwise.kernels import fp8_block
+
+        turned = plane.scales.t().contiguous()
+        return _scaled_by_blocks(codes, scales, fp8_block.turn(plane.codes), turned, dtype)
+    left = _decoded(codes, scales)
+    weight = decode_reference(plane.codes, plane.scales, plane.block, torch.float32)
+    return (left @ (weight.t() if phase == "forward" else weight)).to(dtype)
+
+
+def weight_gradient(
+    grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """dyᵀ · x [out, in] of turned codes [out, tokens] and [in, tokens]."""
+    if grad.is_meta or not grad.shape[1]:
+        return grad.new_zeros(len(grad), len(x), dtype=dtype)
+    if scaled_problem(grad.device) is None:
+        left, right = (each.view(torch.float8_e4m3fn) for each in (grad, x))
+        return torch._scaled_mm(
+            left, right.t(), scale_a=grad_scales.t(), scale_b=x_scales, out_dtype=dtype
+        )
+    return (_decoded(grad, grad_scales) @ _decoded(x, x_scales).t()).to(dtype)
+
+
+def _scaled_by_blocks(
+    left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[tokens, k] times the transpose of [n, k], whose scales are [n / 128, k / 128]."""
+    left, right = (each.view(torch.float8_e4m3fn) for each in (left, right))
+    count = right_scales.shape[1]
+    if not count % 4:
+        scales = right_scales.t()
+        return torch._scaled_mm(
+            left, right.t(), scale_a=left_scales.t(), scale_b=scales, out_dtype=dtype
+        )
+    # cuBLAS reads rows of scales at multiples of 16 bytes.
+    scales = F.pad(right_scales, (0, -count % 4)).t()
+    one, many = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128  # type: ignore[attr-defined]
+    return F.scaled_mm(  # type: ignore[attr-defined, no-any-return]
+        left, right.t(), left_scales.t(), one, scales, many, output_dtype=dtype
+    )
+
+
+def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """[n, k] in fp32, from scales [k / 128, n]."""
+    return decode_reference(codes, scales.t(), ROW_128, torch.float32)
+
+
+@functools.cache
+def scaled_problem(device: torch.device) -> str | None:
+    """The reason why products of fp8 by blocks are made by decoding; None where hardware makes
+    them."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{device.type} multiplies no fp8 in blocks"
+    if not uses_kernels(device):
+        return "Triton is not installed, whose kernels quantise: pip install shardwise[triton]"
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}, and these are of 9.0"
+        )
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    if version < (12, 9) or not hasattr(F, "scaled_mm"):
+        found = f"torch {torch.__version__} with CUDA {torch.version.cuda}"
+        return f"{found}: they came with 2.10 and 12.9"
+    return None

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 in blocks of 128 on a GPU: ``python -m tests.device_fp8``.
+
+CI has none, so pytest does not collect this. Kernels bit for bit against the CPU's definition;
+products of hardware against fp64 of the same operands; models that train on real streams bit for
+bit against weights that are quantised at use, and compiled blocks against eager ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.kernels import fp8_block as kernels
+from shardwise.precision import fp8_block
+from shardwise.precision.fp8 import (
+    ROW_128,
+    SQUARE_128,
+    Rounding,
+    decode_reference,
+    encode,
+    encode_reference,
+)
+from shardwise.precision.fp8_functions import Recipe, fp8_linear
+from shardwise.precision.fp8_tensor import FP8Tensor
+from tests.device_mxfp8 import one_rank
+from tests.parity import mxfp8_helpers as helpers
+from tests.reference import mxfp8 as reference
+
+logger = logging.getLogger("device_fp8")
+DEVICE = torch.device("cuda")
+ROUNDINGS: tuple[Rounding, ...] = ("exact", "rceil")
+
+
+def same(found: Tensor, expected: Tensor, what: str) -> None:
+    found = found.cpu()
+    assert found.shape == expected.shape and found.dtype == expected.dtype, what
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    if found.dtype == torch.float32:
+        bits = found.view(torch.int32) == expected.view(torch.int32)
+        equal = bits | (found.isnan() & expected.isnan())
+    assert equal.all(), f"{what}: {int((~equal).sum())} of {equal.numel()} differ"
+
+
+def check_quantised(x: Tensor, rounding: Rounding, tile: kernels.Tile = kernels.TILES[0]) -> None:
+    """Both planes, and each by itself, against the definition on the CPU."""
+    expected = fp8_block.quantise(x.cpu(), True, True, rounding)
+    on_gpu = x.to(DEVICE)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found = fp8_block.empty(on_gpu, rows, columns)
+        for part in found:
+            part.fill_(7)
+        kernels.quantise(
+            on_gpu,
+            found[:2] if rows else None,
+            found[2:] if columns else None,
+            rounding=rounding,
+            tile=tile,
+        )
+        names = ("codes", "scales", "turned codes", "turned scales")
+        wanted = (rows, rows, columns, columns)
+        for name, part, value, on in zip(names, found, expected, wanted, strict=True):
+            if on:
+                same(part, value, f"{name} of {tuple(x.shape)} {rounding} {tile}")
+
+
+def every_value_quantised() -> None:
+    x = torch.cat([x for _, x in reference.exhaustive()][::7])  # [blocks, 32]
+    x = x[: len(x) // 512 * 512].view(-1, 512)
+    sparse = torch.randn(384, 512).bfloat16()
+    sparse[::37, ::41] = reference.bf16(torch.arange(0x7F70, 0x7F70 + 11 * 13)).view(11, 13)
+    order = torch.randperm(65536, generator=torch.Generator().manual_seed(3))
+    shuffled = reference.every_value()[order].view(256, 256)
+    for rounding in ROUNDINGS:
+        for values in (x, sparse, shuffled):
+            check_quantised(values, rounding)
+
+
+def any_number_of_tokens_and_any_tile() -> None:
+    for tokens in (1, 127, 128, 200, 1024):
+        check_quantised(torch.randn(tokens, 384).bfloat16(), "exact")
+    x = torch.randn(520, 640).bfloat16()
+    for tile in kernels.TILES:
+        check_quantised(x, "exact", tile)
+
+
+def weights_encoded() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(512, 640, generator=generator) * 0.02
+        x[3, 5], x[200, 300] = float("nan"), float("inf")
+        x[128:256, 512:] = 0.0
+        x = x.to(dtype)
+        for rounding in ROUNDINGS:
+            (plane,) = encode(x.to(DEVICE), (SQUARE_128,), rounding=rounding)
+            codes, scales = encode_reference(x, SQUARE_128, rounding)
+            same(plane.codes, codes, f"codes {dtype} {rounding}")
+            same(plane.scales, scales, f"scales {dtype} {rounding}")
+            same(kernels.turn(plane.codes), codes.t().contiguous(), "turned")
+
+
+def more_elements_than_31_bits_count() -> None:
+    rows, columns = 65536, 40960  # 2.7e9
+    x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
+    found = fp8_block.quantise(x, True, True, "exact")
+    for start in (0, 52352, rows - 128):  # 52428.8 is where 2^31 elements end
+        part = fp8_block.quantise(x[start : start + 128], True, True, "exact")
+        assert torch.equal(found[0][start : start + 128], part[0])
+        assert torch.equal(found[1][:, start : start + 128], part[1])
+        assert torch.equal(found[2][:, start : start + 128], part[2])
+        assert torch.equal(found[3][start // 128], part[3][0])
+    del found, part
+    (plane,) = encode(x, (SQUARE_128,))
+    (tail,) = encode(x[-128:], (SQUARE_128,))
+    assert torch.equal(plane.codes[-128:], tail.codes)
+    assert torch.equal(kernels.turn(plane.codes)[:, -128:], tail.codes.t())
+
+
+def off_by(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def products_are_those_of_the_decoded_operands() -> None:
+    """All three, at sides whose scales cuBLAS reads as they are (multiples of 512), and others."""
+    problem = fp8_block.scaled_problem(DEVICE)
+    logger.info("products of hardware: %s", problem or "yes")
+    worst = 0.0
+    for tokens, columns, rows in (
+        (512, 512, 1024), (200, 640, 384), (128, 128, 128), (1000, 896, 2048), (4096, 2048, 5632),
+    ):  # fmt: skip
+        x = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+        grad = torch.randn(tokens, rows, device=DEVICE).bfloat16()
+        weight = torch.randn(rows, columns, device=DEVICE).bfloat16() / 23
+        (plane,) = encode(weight, (SQUARE_128,))
+        xs, gs = (fp8_block.quantise(each, True, True, "exact") for each in (x, grad))
+        w = decode_reference(plane.codes, plane.scales, SQUARE_128, torch.float64)
+        a, g, at, gt = (
+            decode_reference(codes, scales.t(), ROW_128, torch.float64)
+            for codes, scales in (xs[:2], gs[:2], xs[2:], gs[2:])
+        )
+        for name, found, expected in (
+            ("y", fp8_block.multiply(*xs[:2], plane, "forward", torch.bfloat16), a @ w.t()),
+            ("dx", fp8_block.multiply(*gs[:2], plane, "backward", torch.bfloat16), g @ w),
+            ("dw", fp8_block.weight_gradient(*gs[2:], *xs[2:], torch.bfloat16), gt @ at.t()),
+            ("dw32", fp8_block.weight_gradient(*gs[2:], *xs[2:], torch.float32), gt @ at.t()),
+        ):
+            error = off_by(found, expected)
+            worst = max(worst, error)
+            assert error < 5e-3, f"{name} of {tokens} x {columns} x {rows}: {error}"
+    logger.info("products: off by %.1e of the norm at most", worst)
+
+
+def a_linear_layer_is_that_of_the_cpu() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(1024, 640, generator=generator) / 23
+    bias = torch.randn(1024, generator=generator).bfloat16()
+    x = torch.randn(3, 100, 640, generator=generator).bfloat16()
+    grad = torch.randn(3, 100, 1024, generator=generator).bfloat16()
+    for recipe in (Recipe("exact", "fp8"), Recipe("rceil", "fp8"), Recipe("exact", "bf16")):
+        results = []
+        for device in (torch.device("cpu"), DEVICE):
+            leaf = x.to(device).requires_grad_()
+            parameter = nn.Parameter(weight.to(device))
+            shift = bias.to(device).requires_grad_()
+            stored = FP8Tensor.encode(weight.to(device), "fp8_block", rounding=recipe.activations)
+            y = fp8_linear(leaf, stored, shift, parameter=parameter, recipe=recipe)
+            y.backward(grad.to(device))
+            results.append([y.detach(), leaf.grad, parameter.grad, shift.grad])
+        for name, ours, theirs in zip(("y", "dx", "dw", "db"), *results[::-1], strict=True):
+            error = off_by(ours.cpu(), theirs.double())
+            assert error < 5e-3, f"{name} {recipe}: {error}"
+
+
+# ------------------------------------------------------------------------ models, on real streams
+
+
+def trained(mesh: Any, placements: Any, steps: int, **options: Any) -> dict[str, Tensor]:
+    model = helpers.make(True, "fp8_block")
+    precision = helpers.precision_of(True, "fp8_block")
+    if placements == "data_parallel":
+        model = sw.data_parallel(model, mesh=mesh, precision=precision)
+    else:
+        for module in (*model.layers, model):
+            sw.fully_shard(module, mesh=mesh, placements=placements, precision=precision, **options)
+    optimizer = helpers.optimizer_of(model, "muon")
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        for microbatch in range(2):
+            model.set_is_last_backward(microbatch == 1)
+            loss, _ = helpers.loss_of(model, helpers.tokens(step, microbatch, 0).to(DEVICE))
+            loss.backward()
+            seen[f"loss {step}.{microbatch}"] = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen |= {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+    return seen
+
+
+def training_is_that_of_weights_quantised_at_use() -> None:
+    with one_rank(DEVICE) as mesh:
+        for placements in (sw.zero(1), sw.zero(3), "data_parallel"):
+            with helpers.off_in_the_same_groups():
+                expected = trained(mesh, placements, helpers.STEPS)
+            first, last = expected["loss 0.0"], expected[f"loss {helpers.STEPS - 1}.0"]
+            assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
+            memories: tuple[dict[str, Any], ...] = ({}, {"memory": "trace"})
+            for options in memories[: 1 if placements == "data_parallel" else 2]:
+                found = trained(mesh, placements, helpers.STEPS, **options)
+                helpers.assert_same_bits(found, expected, f"{placements} {options}")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(256)
+        self.gate, self.up = (nn.Linear(256, 512, bias=False) for _ in range(2))
+        self.down = nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def compiled_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
+    with one_rank(DEVICE) as mesh:
+        for weight_gradient in ("fp8", "bf16"):
+            losses = []
+            for compiled in (False, True):
+                torch._dynamo.reset()
+                torch.manual_seed(0)
+                model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(256, 17))
+                precision = sw.Precision(
+                    weights="fp8_block", reduce="fp32", weight_gradient=weight_gradient
+                )
+                for module in (*model, model):
+                    sw.fully_shard(module, mesh=mesh, precision=precision)
+                if compiled:
+                    for index in range(4):
+                        model[index] = torch.compile(model[index], fullgraph=True)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+                seen = []
+                for _ in range(12):
+                    generator = torch.Generator(device=DEVICE).manual_seed(7)
+                    x = torch.randn(4, 96, 256, device=DEVICE, generator=generator)
+                    y = torch.randint(17, (4 * 96,), device=DEVICE, generator=generator)
+                    loss = nn.functional.cross_entropy(model(x).flatten(0, 1).float(), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(loss.detach())
+                losses.append(torch.stack(seen).cpu())
+            eager, compiled_losses = losses
+            assert eager[-1] < 0.8 * eager[0], f"nothing was learned: {eager}"
+            apart = ((compiled_losses - eager).abs() / eager).max()
+            assert apart < 0.03, f"{weight_gradient}: {eager} {compiled_losses}"
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    every_value_quantised,
+    any_number_of_tokens_and_any_tile,
+    weights_encoded,
+    products_are_those_of_the_decoded_operands,
+    a_linear_layer_is_that_of_the_cpu,
+    training_is_that_of_weights_quantised_at_use,
+    compiled_blocks_are_one_graph_and_learn_as_eager_ones,
+    more_elements_than_31_bits_count,
+)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logger.info("torch %s, %s", torch.__version__, torch.cuda.get_device_name())
+    failed = 0
+    for check in CHECKS:
+        began = time.perf_counter()
+        try:
+            check()
+            torch.cuda.synchronize()
+            result = "ok"
+        except Exception:
+            failed += 1
+            result = "FAILED\n" + traceback.format_exc()
+        torch.cuda.empty_cache()
+        logger.info("%-55s %5.1f s  %s", check.__name__, time.perf_counter() - began, result)
+    logger.info("%d of %d checks passed", len(CHECKS) - failed, len(CHECKS))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of fp8 in blocks of 128 in Triton's interpreter, bit for bit against the definition.
+
+They compute with integers and fp32, which the interpreter has right; see test_mxfp8_kernels.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.precision.fp8 import SQUARE_128, Rounding, encode_reference
+from shardwise.precision.fp8_block import empty, quantise
+from tests.interpreter import INSIDE, inside, outside, run_inside
+
+pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
+
+if INSIDE:
+    from shardwise.kernels import fp8_block as kernels
+
+
+@outside
+@pytest.mark.timeout(300)
+def test_in_the_interpreter() -> None:
+    run_inside(__file__)
+
+
+def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of many sizes; a zero row, tiny ones, NaN and infinity, each in its own tile."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-12, 12, (rows, columns), generator=generator)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp2(powers)
+    x[7] = 0.0
+    x[7, 3] = -0.0
+    x[9, :128] = 1e-35
+    x[3, 5], x[20, 200] = float("nan"), float("-inf")
+    if dtype == torch.float32:
+        x[11] = (x[11].bfloat16().float().view(torch.int32) + 0x8000).view(torch.float32)  # ties
+    return x.to(dtype)
+
+
+@inside
+@pytest.mark.parametrize("rounding", ["exact", "rceil"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding: Rounding) -> None:
+    x = values(150, 256, dtype)  # 22 tokens of the second tile
+    expected = quantise(x, True, True, rounding)
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        found = empty(x, rows, columns)
+        for part in found:
+            part.fill_(7)
+        kernels.quantise(
+            x.to(torch.bfloat16),
+            found[:2] if rows else None,
+            found[2:] if columns else None,
+            rounding=rounding,
+            native=False,
+        )
+        wanted = [True] * 2 * rows + [True] * 2 * columns
+        parts = zip(found, expected, [rows, rows, columns, columns], strict=True)
+        checked = [torch.equal(a.nan_to_num(-1), b.nan_to_num(-1)) for a, b, on in parts if on]
+        assert checked == wanted
+    x = values(256, 128 * 2, dtype)
+    codes, scales = encode_reference(x, SQUARE_128, rounding)
+    mine, my_scales = torch.full_like(codes, 7), torch.full_like(scales, 7)
+    kernels.encode(x, mine, my_scales, rounding=rounding, native=False)
+    assert torch.equal(mine, codes)
+    assert torch.equal(my_scales.nan_to_num(-1), scales.nan_to_num(-1))
+    assert torch.equal(kernels.turn(codes[:128]), codes[:128].t())
