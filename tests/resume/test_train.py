@@ -181,7 +181,9 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "lr": (6e-3, "lr"),
     "weight_decay": (0.5, "values"),
     "warmup": (20, "lr"),
+    "schedule": ("cosine", "lr"),
     "decay": (0.0, "lr"),
+    "final": (0.9, "lr"),
     "clip": (1e-3, "values"),
     "precision": ("bf16", "values"),
     "compile": ("on", "compiled"),
@@ -207,6 +209,7 @@ REFUSED = {
             "tokenizer": "bpe:300",
             "held_out": 0.2,
             "optimizer": "adamw",
+            "init_from": "elsewhere",
         }.items()
     },
 }
