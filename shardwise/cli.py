@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise``: train, plan, report, verify, export, bench. Parses, calls, prints.
+"""``shardwise``: train, data, generate, plan, report, verify, export, bench. Parses, calls, prints.
 
 A mistake of the user is one line on standard error and exit code 2; a run that failed is one line
 for each rank that saw it, and exit code 1. Parsing needs no torch: ``--help`` is quick.
@@ -7,6 +7,7 @@ for each rank that saw it, and exit code 1. Parsing needs no torch: ``--help`` i
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -17,18 +18,20 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 import tyro
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import DisallowNone, FlagCreatePairsOff, Positional, arg, subcommand
 
 from shardwise import __version__
-from shardwise.train.config import OptimizerName, PrecisionName, Strategy, TrainConfig
+from shardwise.train.config import GROUPS, OptimizerName, PrecisionName, Strategy, TrainConfig
 from shardwise.train.flags import flags_of, given
-from shardwise.train.recipes import load_recipe
+from shardwise.train.recipes import RECIPES, load_recipe
 
 LoggerName = Literal["tensorboard", "wandb"]
+Switch = Annotated[bool, FlagCreatePairsOff]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,13 @@ class Train:
     in parentheses are those of the recipe "default".
     """
 
-    recipe: Positional[str] = "default"
-    """default, smoke, moe_tiny, moe_1b, gpt_124m, gpt_1b, gpt_1b_nodes, gpt_1b_mxfp8, or
-    file.py:function."""
+    recipe: Annotated[
+        Positional[str], arg(help=f"{', '.join(RECIPES)}, or file.py:function.", metavar="RECIPE")
+    ] = "default"
+    recipe_list: Switch = False
+    """Print the recipes and leave."""
+    dry_run: Switch = False
+    """Print the configuration, the plan and the expected time, and leave."""
     nproc: int | None = None
     """Ranks to start on this machine (not under torchrun)."""
     out: str | None = None
@@ -58,7 +65,7 @@ class Train:
 
 def _train_command() -> Any:
     """``Train`` with a flag for every field of ``TrainConfig``."""
-    flags = flags_of(TrainConfig, load_recipe(Train.recipe))
+    flags = flags_of(TrainConfig, load_recipe(Train.recipe), GROUPS)
     field: Any = (
         "configuration",
         Annotated[flags, arg(name="")],  # type: ignore[valid-type]
@@ -67,6 +74,48 @@ def _train_command() -> Any:
     made = dataclasses.make_dataclass("Train", [field], bases=(Train,), frozen=True, kw_only=True)
     made.__doc__ = Train.__doc__
     return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Make token files of text, JSON lines (.jsonl, .jsonl.gz) and parquet files, on all cores.
+
+    `shardwise train --data OUT` trains on them; they are mapped, so they may be larger than memory.
+    """
+
+    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE")]
+    """Files, directories, "patterns", or hf:NAME[:CONFIG[:SPLIT]]."""
+    out: Path
+    """A file (.bin), or a directory for as many files as it takes."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (learned from the text), or a tokenizer.json or its directory."""
+    column: str = "text"
+    """The key of JSON lines or the column of parquet files that holds the text."""
+    workers: int | None = None
+    """Processes; default: one for each core."""
+    shard_tokens: int = 1 << 30
+    """Tokens of one file in a directory."""
+    rows: int | None = None
+    """How many rows of hf:NAME are read; default: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Let a model write, on this machine's first GPU or on CPU."""
+
+    path: Positional[str]
+    """A run, a checkpoint or an exported folder."""
+    prompt: str = "def "
+    """The text to go on from."""
+    tokens: int = 200
+    """Tokens to write, at the most: the end of a document ends the text."""
+    temperature: float = 0.8
+    """0 takes the likeliest token, 1 draws as the model says."""
+    top_k: int | None = None
+    """Draw from so many of the likeliest tokens."""
+    top_p: float | None = None
+    """Draw from the fewest tokens whose chances sum to this."""
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +145,13 @@ class PlanCommand:
     """Default: the recipe's, or else 1."""
     memory: str | None = None
     """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
-    dry_run: bool = False
+    dry_run: Switch = False
     """Run the model's own forward on meta tensors, as one rank."""
     rank: int = 0
     """Which rank --dry-run poses as."""
     svg: Path | None = None
     """Write the shard map there."""
-    json: bool = False
+    json: Switch = False
     """Print the plan as JSON."""
 
 
@@ -148,9 +197,10 @@ class UsageError(ValueError):
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     code = run(list(sys.argv[1:] if arguments is None else arguments))
-    from shardwise.train.world import leave
+    if "torch" in sys.modules:
+        from shardwise.train.world import leave
 
-    leave(code)
+        leave(code)
     sys.exit(code)
 
 
@@ -161,20 +211,25 @@ def run(words: list[str]) -> int:
     if words == ["--version"]:
         print(f"shardwise {__version__}")
         sys.exit(0)
+    return _guarded(lambda: _parse_and_run(words))
+
+
+def _parse_and_run(words: list[str]) -> int:
     command: Any = tyro.cli(
         _commands(),
         prog="shardwise",
         description="Sharded training with whole-matrix optimizers.",
         args=_with_resume(words),
         console_outputs=_speaks(),
+        config=(DisallowNone,),
     )
     function: Any = next(run for kind, run in _COMMANDS.items() if isinstance(command, kind))
-    return _guarded(lambda: function(command, words))
+    return function(command, words)  # type: ignore[no-any-return]
 
 
 def _commands() -> Any:
-    kinds = {"train": _train_command(), "plan": PlanCommand, "report": Report, "verify": Verify}
-    kinds |= {"export": Export, "bench": Bench}
+    kinds = {"train": _train_command(), "data": Data, "generate": Generate, "plan": PlanCommand}
+    kinds |= {"report": Report, "verify": Verify, "export": Export, "bench": Bench}
     return Union[tuple(Annotated[kind, subcommand(name)] for name, kind in kinds.items())]  # noqa: UP007
 
 
@@ -199,6 +254,16 @@ def _with_resume(words: list[str]) -> list[str]:
 
 def train(command: Train, words: list[str]) -> int:
     """On a rank: train. Elsewhere: start ranks with the same words."""
+    if command.recipe_list:
+        for name, recipe in RECIPES.items():
+            size = recipe().model.num_parameters / 1e6
+            print(f"{name:14}{size:8,.1f}M  {' '.join((recipe.__doc__ or '').split())}")
+        return 0
+    if "RANK" not in os.environ and not command.dry_run:
+        # At once: the imports below take seconds.
+        ranks = "one rank on each GPU" if glob("/dev/nvidia[0-9]*") else "2 ranks"
+        ranks = ranks if command.nproc is None else f"{command.nproc} ranks"
+        print(f"starting {ranks}", flush=True)
     from shardwise.train import session
     from shardwise.train.launch import default_ranks, launch
     from shardwise.train.world import is_rank
@@ -213,13 +278,28 @@ def train(command: Train, words: list[str]) -> int:
         return session.train(
             request, lambda folder, config: _sinks(command.loggers, folder, config)
         )
-    session.check(session.resolve(request), command.nproc or default_ranks())
+    resolved, count = session.resolve(request), command.nproc or default_ranks()
+    session.check(resolved, count)
+    if command.dry_run:
+        from shardwise.train.preview import preview
+
+        print(preview(resolved.config, count))
+        return 0
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 
 def _sinks(names: Sequence[LoggerName], folder: Path, config: Any) -> list[Any]:
     modules = [importlib.import_module(f"shardwise.integrations.{name}") for name in names]
     return [module.Sink(folder, config.to_json()) for module in modules]
+
+
+def data(command: Data, words: list[str]) -> int:
+    from shardwise.train.tokenise import tokenise
+
+    options = dataclasses.asdict(command)
+    for path in tokenise(options.pop("sources"), options.pop("out"), **options):
+        print(path)
+    return 0
 
 
 def plan(command: PlanCommand, words: list[str]) -> int:
@@ -325,6 +405,33 @@ def _model_of(name: str) -> tuple[Any, Any]:
     )
 
 
+def generate(command: Generate, words: list[str]) -> int:
+    import torch
+
+    from shardwise.train.weights import open_model, write_text
+
+    model, codec = open_model(command.path)
+    if codec is None:
+        raise UsageError(
+            f"{command.path} has no tokenizer: it was trained on tokens of an unknown one; put its "
+            f"tokenizer.json beside the exported weights"
+        )
+    print(command.prompt, end="")
+    for text in write_text(
+        model.to("cuda" if torch.cuda.is_available() else "cpu"),
+        codec,
+        command.prompt,
+        command.tokens,
+        temperature=command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        generator=torch.Generator().manual_seed(command.seed),
+    ):
+        print(text, end="", flush=True)
+    print()
+    return 0
+
+
 def report(command: Report, words: list[str]) -> int:
     from shardwise.report.html import write_report
 
@@ -345,11 +452,20 @@ def export(command: Export, words: list[str]) -> int:
     import torch
 
     from shardwise.checkpoint import export as write
-    from shardwise.train.folder import newest_checkpoint
+    from shardwise.train.folder import newest_checkpoint, saved_run
+    from shardwise.train.weights import codec_of_run, tokenizer_files
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
-    for file in write(newest_checkpoint(command.path), command.out, dtype=dtype):
-        print(file)
+    checkpoint = newest_checkpoint(command.path)
+    codec = codec_of_run(checkpoint, saved_run(checkpoint).config)
+    files = write(
+        checkpoint,
+        command.out,
+        dtype=dtype,
+        end_token=None if codec is None else codec.end,
+        beside=tokenizer_files(codec),
+    )
+    print(*files, sep="\n")
     return 0
 
 
@@ -364,6 +480,13 @@ def bench(words: list[str]) -> int:
     if not known:
         raise UsageError("benchmarks are not installed with the package: run this in a checkout")
     name = words[0] if words else ""
+    if name in ("-h", "--help"):
+        print("usage: shardwise bench NAME ... (NAME --help says what may follow)\n")
+        for name in known:
+            module = ast.parse((root / "benchmarks" / f"{name.replace('-', '_')}.py").read_text())
+            line = (ast.get_docstring(module) or "").split("\n\n")[0]
+            print(f"  {name:20}{' '.join(line.split())}")
+        return 0
     if name not in known:
         raise UsageError(f"shardwise bench {name or 'NAME'}: one of {', '.join(known)}")
     sys.path.insert(0, str(root))
@@ -371,7 +494,8 @@ def bench(words: list[str]) -> int:
     return 0
 
 
-_COMMANDS = {Train: train, PlanCommand: plan, Report: report, Verify: verify, Export: export}
+_COMMANDS = {Train: train, Data: data, PlanCommand: plan, Report: report, Verify: verify}
+_COMMANDS |= {Export: export, Generate: generate}
 
 
 # ------------------------------------------------------------------------------ exits

@@ -51,6 +51,8 @@ def export(
     config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    end_token: int | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint to a new directory ``out``; returns the files.
 
@@ -58,6 +60,7 @@ def export(
     ``transformers`` loads. For any other model pass ``convert``, which returns the tensors by name,
     and ``config`` for ``config.json``; without them, names stay as they are. ``dtype`` converts
     floating-point tensors; the default is the dtype that each parameter had before it was wrapped.
+    ``beside`` are more files, such as a tokenizer's, and ``end_token`` the token that ends a text.
     Every byte is checked against its sha256 before it is used, and ``out`` appears whole or not at
     all.
     """
@@ -70,7 +73,7 @@ def export(
     compare_bytes(source, manifest)
     checkpoint = Checkpoint.open(source, manifest)
     if convert is None and config is None:
-        convert, config = _as_gpt(checkpoint, dtype)
+        convert, config = _as_gpt(checkpoint, dtype, end_token)
     make = _Converter(checkpoint, convert, dtype)
     files = _assign_files(make, max_file_bytes)
     folder = temporary(target)
@@ -80,6 +83,9 @@ def export(
         if config is not None:
             write_file(folder / "config.json", json.dumps(config, indent=2).encode())
             names.append("config.json")
+        for name, contents in (beside or {}).items():
+            write_file(folder / name, contents)
+            names.append(name)
         sync_directory(folder)
         os.rename(folder, target)
     except BaseException:
@@ -90,7 +96,7 @@ def export(
 
 
 def _as_gpt(
-    checkpoint: Checkpoint, dtype: torch.dtype | None
+    checkpoint: Checkpoint, dtype: torch.dtype | None, end_token: int | None
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
     """The conversion and the configuration of a ``GPT``, if the checkpoint is of one."""
     path = checkpoint.path
@@ -105,7 +111,7 @@ def _as_gpt(
             f"{path}: the model it describes is no GPT ({error}): pass convert= and config="
         ) from error
     try:
-        written = hf_config(model)
+        written = hf_config(model, end_token=end_token)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     names = (key.removeprefix("model.") for key in checkpoint.index if key.startswith("model."))

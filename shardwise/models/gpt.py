@@ -263,9 +263,13 @@ def generate(
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """``tokens`` [B, T] and ``max_new_tokens`` more, drawn one by one: [B, T + max_new_tokens].
+
+    ``top_k`` leaves the likeliest tokens, so many; ``top_p`` the fewest whose chances sum to it.
 
     On a sharded model all ranks call this function with the same arguments: each token is one
     forward on every rank. Tokens are drawn on the CPU (``generator`` is a CPU generator too), so
@@ -273,6 +277,8 @@ def generate(
     """
     if temperature < 0 or not math.isfinite(temperature):
         raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or more")
+    if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(f"top_k={top_k} must be 1 or more, top_p={top_p} more than 0, at most 1")
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(
             f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
@@ -287,9 +293,22 @@ def generate(
             if temperature == 0:
                 drawn = logits.argmax(-1, keepdim=True)
             else:
-                chances = (logits / temperature).softmax(-1)
+                chances = _likeliest((logits / temperature).softmax(-1), top_k, top_p)
                 drawn = torch.multinomial(chances, 1, generator=generator)
             tokens = torch.cat((tokens, drawn.to(tokens.device)), 1)
     finally:
         model.train(was_training)
     return tokens
+
+
+def _likeliest(chances: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Chances [B, V] with 0 for the tokens that ``top_k`` and ``top_p`` leave out."""
+    if top_k is None and top_p is None:
+        return chances
+    ordered, order = chances.sort(dim=-1, descending=True, stable=True)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        kept[:, top_k:] = False
+    if top_p is not None:  # those before which less than top_p was reached: never none
+        kept &= ordered.cumsum(-1) - ordered < top_p
+    return torch.zeros_like(chances).scatter(1, order, ordered * kept)

@@ -18,7 +18,7 @@ view of it for each matrix:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,6 +155,11 @@ def to_hf(state: Mapping[str, Any], config: GPTConfig) -> dict[str, Tensor]:
 def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
     """Hugging Face weights as a state dict of ``GPT(config)``; experts are stacked copies, all
     other tensors are shared."""
+    return {name: one for part in parameters_from_hf(state, config) for name, one in part.items()}
+
+
+def parameters_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> Iterator[dict[str, Any]]:
+    """The same one parameter at a time, for a ``state`` that reads its tensors from files."""
     ours = [name for name in _our_names(config) if not name.endswith("_extra_state")]
     needed = {name: hf_names(name, config) for name in ours}
     # Old files have the rotary frequencies, some the tied head: neither is needed.
@@ -163,18 +168,17 @@ def from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Any]:
         given = [name for name in given if name != "lm_head.weight"]
     expected = {name for names in needed.values() for name in names}
     _check_names(given, expected, f"weights of a {_ARCHITECTURES[model_type(config)]}")
-    found: dict[str, Any] = {}
     for name, theirs in needed.items():
         parts = [state[one] for one in theirs]
         if _STACK.fullmatch(name) is None:
-            found[name] = parts[0]
+            yield {name: parts[0]}
             continue
         count = len(parts) // config.num_experts
         matrices = [torch.cat(parts[i : i + count]) for i in range(0, len(parts), count)]
-        found[name] = torch.stack(matrices)
+        found: dict[str, Any] = {name: torch.stack(matrices)}
         if _FC1 in name:
             declare_gate_up(found, name.removesuffix("weight"), 0)
-    return found
+        yield found
 
 
 def _our_names(config: GPTConfig) -> list[str]:

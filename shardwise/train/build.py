@@ -30,9 +30,10 @@ from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
-from shardwise.train.corpus import Corpus, load_corpus
+from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
 from shardwise.train.sampler import Batches, HeldOut, Sampler
+from shardwise.train.sources import load_corpus
 from shardwise.train.world import World
 
 
@@ -60,8 +61,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
 
     world.together(check)
     corpus = read_corpus(config, world, cache)
-    sized = dataclasses.replace(config.model, vocab_size=corpus.vocab_size)
-    config = dataclasses.replace(config, model=sized)
+    config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
     config, decision = fit(config, precision_of(config, world), world)
     where = {"rank": world.rank // config.tp, "world_size": config.data_ranks(world.size)}
     context, size = config.model.context, corpus.vocab_size
@@ -74,6 +74,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
                 vocab_size=size,
                 seed=config.seed,
                 fingerprint=corpus.sha256,
+                shares=corpus.shares,
                 **where,
             ),
             HeldOut(
@@ -101,13 +102,30 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     )
 
 
+def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
+    """The configuration with the vocabulary of the data; pretrained weights keep theirs."""
+    if config.init_from is not None:
+        if config.model.vocab_size < size:
+            raise ValueError(
+                f"the data have {size} different tokens, and the embedding of "
+                f"{config.init_from!r} {config.model.vocab_size}: use its own tokenizer "
+                f"(--tokenizer {config.init_from})"
+            )
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
     """The corpus, the same on every rank. One rank of each node reads first: it may leave tokens in
     the cache for the others."""
 
     def read() -> Corpus:
         return load_corpus(
-            config.data, tokenizer=config.tokenizer, held_out=config.held_out, cache=cache
+            config.data,
+            tokenizer=config.tokenizer,
+            held_out=config.held_out,
+            cache=cache,
+            tokens_needed=config.steps * config.batch * config.model.context + 1,
         )
 
     made = world.together(lambda: read() if world.local_rank == 0 else None)

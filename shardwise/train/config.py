@@ -26,6 +26,17 @@ OptimizerName = Literal[
 ]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 CompileChoice = Literal["auto", "on", "off"]
+Schedule = Literal["wsd", "cosine"]
+
+# The groups of flags in the help, each by the field that it begins with.
+GROUPS = {
+    "data": "data",
+    "steps": "batch",
+    "strategy": "sharding",
+    "optimizer": "optimizer",
+    "precision": "arithmetic",
+    "eval_every": "evaluation_and_saving",
+}
 
 # The fields that a resumed run cannot change, and why. All other fields take effect; other data and
 # another shape of the model are refused when they are read.
@@ -34,6 +45,7 @@ FIXED = {
     "tokenizer": "the rows of the embedding stand for the tokens of the saved run",
     "held_out": "text that was trained on would be held out",
     "optimizer": "the states in the checkpoint are those of the other optimizer",
+    "init_from": "the weights of the checkpoint go on",
 }
 
 
@@ -43,9 +55,12 @@ class TrainConfig:
 
     Args:
         model: the model; its ``vocab_size`` gives way to that of the data.
-        data: stdlib, stdlib+torch, a text file, directory or "glob", a token .bin file, hf:NAME;
-            see :mod:`shardwise.train.corpus`.
-        tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
+        data: stdlib, stdlib+torch, a text file, directory or "glob", token files (.bin), hf:NAME,
+            or several with weights, a.bin:0.7,b.bin:0.3; see :mod:`shardwise.train.sources`.
+        tokenizer: for text: ``bytes``, ``bpe:SIZE`` (learned from it), or the path of a pretrained
+            tokenizer.json or of its directory.
+        init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
+            its weights, sizes and tokenizer; ``None``: fresh weights.
         held_out: fraction of the data that is evaluated and never trained on.
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
@@ -60,8 +75,11 @@ class TrainConfig:
         matrix_lr: learning rate of Muon.
         lr: learning rate of AdamW.
         weight_decay: weight decay of both optimizers.
+        schedule: learning rates after the warmup: ``wsd`` keeps them and lets them fall linearly at
+            the end, ``cosine`` lets them fall along a cosine from the warmup to the last step.
         warmup: steps in which learning rates rise from 0.
-        decay: fraction of the steps, at the end, in which learning rates fall linearly to a tenth.
+        decay: fraction of the steps, at the end, in which learning rates fall (``wsd``).
+        final: fraction of the learning rates at which they stop falling.
         clip: the largest norm of the gradient; larger ones are scaled down.
         precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
             ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
@@ -82,6 +100,7 @@ class TrainConfig:
     model: GPTConfig = field(default_factory=GPTConfig)
     data: str = "stdlib"
     tokenizer: str = "bytes"
+    init_from: str | None = None
     held_out: float = 0.05
     steps: int = 300
     batch: int = 32
@@ -94,8 +113,10 @@ class TrainConfig:
     matrix_lr: float = 0.02
     lr: float = 3e-3
     weight_decay: float = 0.0
+    schedule: Schedule = "wsd"
     warmup: int = 10
     decay: float = 0.5
+    final: float = 0.1
     clip: float = 1.0
     precision: PrecisionName = "auto"
     compile: CompileChoice = "auto"
@@ -137,6 +158,8 @@ class TrainConfig:
             problems.append(f"weight_decay={self.weight_decay!r} must not be negative")
         if not 0 <= self.decay <= 1:
             problems.append(f"decay={self.decay!r} is a fraction of the steps: 0 to 1")
+        if not 0 <= self.final <= 1:
+            problems.append(f"final={self.final!r} is a fraction of the learning rates: 0 to 1")
         if not 0 < self.held_out <= 0.5:
             problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
         if self.replicas is not None and self.replicas < 1:
@@ -146,6 +169,7 @@ class TrainConfig:
             ("optimizer", get_args(OptimizerName)),
             ("precision", get_args(PrecisionName)),
             ("compile", get_args(CompileChoice)),
+            ("schedule", get_args(Schedule)),
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
@@ -178,9 +202,13 @@ class TrainConfig:
     def factor(self, step: int) -> float:
         """The factor of both learning rates in ``step`` (counted from 0)."""
         rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        if self.schedule == "cosine":
+            done = (step - self.warmup) / max(1, self.steps - self.warmup)
+            height = (1 + math.cos(math.pi * min(1.0, max(0.0, done)))) / 2  # 1 to 0
+            return rising * (self.final + (1 - self.final) * height)
         falls_for = self.decay * self.steps
         left = (self.steps - step) / falls_for if falls_for else 1.0
-        return rising * max(0.1, min(1.0, left))
+        return rising * max(self.final, min(1.0, left))
 
     def data_ranks(self, world_size: int) -> int:
         """The number of ranks with sequences of their own; ``tp`` neighbours have the same."""

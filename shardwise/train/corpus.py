@@ -1,54 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corpus: the tokens to train on, the tokens held out, and what a loss on them means per byte.
 
-``load_corpus`` makes one from what a user writes after ``--data``:
-
-stdlib, stdlib+torch, PATH, DIRECTORY, "GLOB", hf:NAME[:CONFIG[:SPLIT]]     text
-FILE.bin                                   a token file (:mod:`shardwise.train.tokens`)
-raw16:FILE:VOCAB, raw32:FILE:VOCAB         bare integers without a header
-random:VOCAB                               noise, to measure speed with
-
 Documents are held out whole, chosen by a hash of their names, so that no function is trained on
 from its third line on and the choice survives new neighbours. A corpus of few, large documents
-holds out the end of its longest one instead.
+holds out the end of its longest one instead. :mod:`shardwise.train.sources` makes a corpus from
+what a user names.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.checkpoint.attempt import is_abandoned, temporary
-from shardwise.train.text import (
+from shardwise.train.codecs import (
     END,
     NUM_SYMBOLS,
-    BytePairs,
-    Bytes,
     Codec,
-    Document,
-    codec_named,
-    read_documents,
+    decode_text,
+    encode_text,
+    num_bytes,
 )
-from shardwise.train.tokens import (
-    DataError,
-    DataNotFoundError,
-    ShortDataError,
-    Tokens,
-    dtype_for,
-    is_token_file,
-    open_raw_tokens,
-    open_tokens,
-    write_tokens,
-)
+from shardwise.train.text import Document
+from shardwise.train.tokens import DataError, ShortDataError, Tokens
 
 Split = Literal["train", "held_out"]
 
@@ -64,6 +44,8 @@ class Corpus:
         sha256: digest of the text (or of the token file); equal digests mean equal data.
         codec: from text to tokens and back; ``None`` for a token file without that knowledge.
         train_bytes, held_out_bytes: bytes of text in each part; ``None`` where unknown.
+        shares: lengths of the stretches of ``train`` that came from several sources, each with the
+            fraction of all samples that is drawn there; empty: drawn as they are.
     """
 
     name: str
@@ -74,6 +56,7 @@ class Corpus:
     codec: Codec | None = None
     train_bytes: int | None = None
     held_out_bytes: int | None = None
+    shares: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for part in ("train", "held_out"):
@@ -111,22 +94,13 @@ class Corpus:
         """Tokens of a prompt, without the token that ends a document."""
         if self.codec is None:
             raise DataError(f"{self.name!r} is tokens of an unknown tokenizer: give token numbers")
-        return [int(token) for token in self.codec.encode([text.encode()])[:-1]]
+        return encode_text(self.codec, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text to show: undecodable bytes as U+FFFD, the end of a document as an empty line."""
+        """Text to show; numbers where the tokenizer is unknown."""
         if self.codec is None:
             return " ".join(str(int(token)) for token in tokens)
-        known = [int(token) for token in tokens if int(token) < self.codec.vocab_size]
-        symbols = self.codec.symbols(np.array(known, np.int64))
-        parts = np.split(symbols, np.flatnonzero(symbols == END))
-        texts = [part[part != END].astype(np.uint8).tobytes() for part in parts]
-        return b"\n\n".join(texts).decode("utf-8", "replace")
-
-
-def num_bytes(codec: Codec, tokens: Tokens) -> int:
-    """The bytes that tokens stand for; the end of a document is none."""
-    return len(codec.symbols(tokens)) - int(np.count_nonzero(tokens == codec.end))
+        return decode_text(self.codec, tokens)
 
 
 def digest_of(documents: Sequence[Document]) -> str:
@@ -223,180 +197,3 @@ def count_pairs(symbols: NDArray[np.uint16]) -> NDArray[Any]:
         chunk = symbols[begin : begin + _CHUNK + 1].astype(np.int64)
         counts += np.bincount(chunk[:-1] * NUM_SYMBOLS + chunk[1:], minlength=len(counts))
     return counts.reshape(NUM_SYMBOLS, NUM_SYMBOLS).astype(np.float64)
-
-
-# ------------------------------------------------------------------------------ load_corpus
-
-_RANDOM_TOKENS = 1 << 22
-_MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the file
-
-
-def holds_tokens(spec: str) -> bool:
-    """Whether the data are token numbers already, which no tokenizer reads."""
-    path = Path(spec).expanduser()
-    head = spec.partition(":")[0]
-    return head in ("raw16", "raw32", "random") or path.suffix == ".bin" or is_token_file(path)
-
-
-def load_corpus(
-    spec: str,
-    *,
-    tokenizer: str = "bytes",
-    held_out: float = 0.05,
-    cache: str | Path | None = None,
-) -> Corpus:
-    """The same corpus on every rank that asks; no communication.
-
-    Args:
-        spec: the data, as the module's docstring lists them.
-        tokenizer: ``bytes`` or ``bpe:SIZE``, for text.
-        held_out: fraction of the bytes (or tokens) that is never trained on.
-        cache: directory for what is costly to make (learned pieces and the tokens made with them).
-            A rank that finds them there does not make them again: let one rank per machine go
-            first.
-    """
-    kind, size = codec_named(tokenizer)
-    head, _, rest = spec.partition(":")
-    if head == "random":
-        return _random_corpus(spec, rest)
-    if holds_tokens(spec):
-        if kind != "bytes":
-            raise DataError(f"{spec!r} holds tokens already: --tokenizer {tokenizer} is for text")
-        path = Path(spec).expanduser()
-        return _raw_corpus(spec, held_out) if head.startswith("raw") else _bin(path, held_out)
-    documents = read_documents(spec)
-    sha256 = digest_of(documents)
-    train, held = hold_out(documents, held_out)
-    if kind == "bpe":
-        return _byte_pair_corpus(spec, sha256, train, held, size, cache)
-    return _text_corpus(spec, sha256, train, held, Bytes())
-
-
-def _text_corpus(
-    name: str, sha256: str, train: list[Document], held: list[Document], codec: Codec
-) -> Corpus:
-    parts = [codec.encode([document.data for document in part]) for part in (train, held)]
-    return _corpus_of(name, sha256, parts[0], parts[1], codec)
-
-
-def _corpus_of(name: str, sha256: str, train: Tokens, held_out: Tokens, codec: Codec) -> Corpus:
-    sizes = [num_bytes(codec, tokens) for tokens in (train, held_out)]
-    return Corpus(
-        name=name,
-        train=train,
-        held_out=held_out,
-        vocab_size=codec.vocab_size,
-        sha256=sha256,
-        codec=codec,
-        train_bytes=sizes[0],
-        held_out_bytes=sizes[1],
-    )
-
-
-# ----------------------------------------------------------------------------------- learned pieces
-
-
-def _byte_pair_corpus(
-    name: str,
-    sha256: str,
-    train: list[Document],
-    held: list[Document],
-    size: int,
-    cache: str | Path | None,
-) -> Corpus:
-    """Pieces are learned from the training part alone."""
-    if cache is None:
-        codec = BytePairs.train((document.data for document in train), size)
-        return _text_corpus(name, sha256, train, held, codec)
-    # The digest of both parts: another fraction held out learns other pieces.
-    key = hashlib.sha256((digest_of(train) + digest_of(held)).encode()).hexdigest()[:16]
-    folder = Path(cache) / f"bpe-{size}-{key}"
-    if not folder.is_dir():
-        codec = BytePairs.train((document.data for document in train), size)
-        _write_folder(folder, _text_corpus(name, sha256, train, held, codec), codec)
-    codec = BytePairs.load(folder / "tokenizer.json", size)
-    parts = [open_tokens(folder / f"{part}.bin")[0] for part in ("train", "held_out")]
-    return _corpus_of(name, sha256, parts[0], parts[1], codec)
-
-
-def _write_folder(folder: Path, corpus: Corpus, codec: BytePairs) -> None:
-    """Write a cache folder whole or not at all. Two writers write the same."""
-    if folder.parent.is_dir():
-        for left in filter(is_abandoned, folder.parent.iterdir()):
-            shutil.rmtree(left, ignore_errors=True)  # of a writer that was killed
-    partial = temporary(folder)
-    partial.mkdir(parents=True)
-    try:
-        codec.save(partial / "tokenizer.json")
-        size, train, held = corpus.vocab_size, corpus.train_bytes, corpus.held_out_bytes
-        write_tokens(partial / "train.bin", corpus.train, size, num_bytes=train)
-        write_tokens(partial / "held_out.bin", corpus.held_out, size, num_bytes=held)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # not another rank that was quicker
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-# ------------------------------------------------------------------------------------ token files
-
-
-def _bin(path: Path, held_out: float) -> Corpus:
-    tokens, header = open_tokens(path)
-    train, held = _cut_end(str(path), tokens, held_out)
-    if header.tokenizer == "bytes":
-        codec = Bytes()
-        if header.vocab_size != codec.vocab_size:
-            raise DataError(
-                f"{path} says that its tokens are bytes, but vocab_size={header.vocab_size} and "
-                f"bytes have {codec.vocab_size}: write it again"
-            )
-        return _corpus_of(str(path), header.sha256, train, held, codec)
-    rate = None if header.num_bytes is None else header.num_bytes / header.count
-    return Corpus(
-        name=str(path),
-        train=train,
-        held_out=held,
-        vocab_size=header.vocab_size,
-        sha256=header.sha256,
-        train_bytes=None if rate is None else round(rate * len(train)),
-        held_out_bytes=None if rate is None else round(rate * len(held)),
-    )
-
-
-def _raw_corpus(spec: str, held_out: float) -> Corpus:
-    """A corpus of ``raw16:PATH:VOCAB``. The digest is of the size and both ends of the file."""
-    kind, _, rest = spec.partition(":")
-    name, _, vocab = rest.rpartition(":")
-    if not name or not vocab.isdecimal() or int(vocab) < 1:
-        raise DataError(f"{spec!r}: write {kind}:PATH:VOCAB, for example {kind}:train.bin:50257")
-    tokens = open_raw_tokens(Path(name).expanduser(), int(kind.removeprefix("raw")), int(vocab))
-    digest = hashlib.sha256(str(len(tokens)).encode())
-    for end in (tokens[: 1 << 20], tokens[-(1 << 20) :]):
-        digest.update(np.ascontiguousarray(end).data)
-    train, held = _cut_end(spec, tokens, held_out)
-    return Corpus(
-        name=spec, train=train, held_out=held, vocab_size=int(vocab), sha256=digest.hexdigest()
-    )
-
-
-def _cut_end(name: str, tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens]:
-    """Hold out the end: token files do not say where documents begin."""
-    if not 0 < fraction <= 0.5:
-        raise DataError(f"held out fraction {fraction}: use more than 0 and at most 0.5")
-    if len(tokens) == 0:
-        raise DataNotFoundError(f"{name} holds no tokens: write it again")
-    at = len(tokens) - min(max(2, round(fraction * len(tokens))), _MOST_HELD_OUT)
-    return tokens[: max(at, 0)], tokens[max(at, 0) :]
-
-
-def _random_corpus(spec: str, vocab: str) -> Corpus:
-    if not vocab.isdecimal() or not 1 <= int(vocab) <= 1 << 32:
-        raise DataError(f"{spec!r}: write random:VOCAB, for example random:50304")
-    size = int(vocab)
-    tokens = np.random.default_rng(0).integers(0, size, _RANDOM_TOKENS, dtype=np.uint32)
-    train, held = _cut_end(spec, tokens.astype(dtype_for(size)), 1 / 64)
-    sha256 = hashlib.sha256(spec.encode()).hexdigest()
-    return Corpus(name=spec, train=train, held_out=held, vocab_size=size, sha256=sha256)

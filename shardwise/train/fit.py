@@ -14,11 +14,15 @@ import dataclasses
 import math
 from bisect import bisect_left
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from shardwise import comm
 from shardwise.models.gpt import GPT
+from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.report.sizes import size_text
@@ -109,11 +113,34 @@ def bytes_held(
     return made.total
 
 
+def plan_inputs(
+    config: TrainConfig, precision: Precision, world: World
+) -> tuple[nn.Module, dict[str, int], dict[str, Any]]:
+    """The bare model, the mesh and the options with which ``sw.plan`` describes a run."""
+    with torch.device("meta"):
+        bare = GPT(config.model)
+        for layer in mixtures_of(bare) if config.ep > 1 else ():
+            layer.keep_share(config.ep)
+    followed = (config.share(world.size), config.model.context)
+    options: dict[str, Any] = {
+        "precision": precision,
+        "optimizer": config.optimizer,
+        "microbatches": config.num_microbatches,
+        "device": world.device.type,
+        "tokens": followed[0] * followed[1],
+        # Rows without values cannot be sent to other ranks.
+        "batch": followed if config.ep == config.tp == 1 else None,
+    }
+    return bare, config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp}, options
+
+
 def free_memory(world: World) -> int | None:
     """The bytes that every rank can use; None where the device does not tell (collective)."""
     if world.device.type != "cuda":
         return None
-    free: list[int] = comm.agree(torch.cuda.mem_get_info(world.device)[0], world.axis)
+    own = torch.cuda.mem_get_info(world.device)[0]
+    # Without ranks (a preview of a run) this device speaks for all.
+    free: list[int] = comm.agree(own, world.axis) if dist.is_initialized() else [own]
     return math.floor(min(free) * HEADROOM)
 
 

@@ -11,6 +11,7 @@ changes nothing: the value comes from the recipe, or from the run that is resume
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -19,34 +20,66 @@ import tyro
 T = TypeVar("T")
 
 
-def flags_of(kind: type, default: Any) -> type:
-    """A dataclass with the fields of ``kind``, all optional; ``default`` is shown in the help."""
-    fields: list[Any] = []
+def flags_of(kind: type, default: Any, groups: Mapping[str, str] | None = None) -> type:
+    """A dataclass with the fields of ``kind``, all optional; ``default`` is shown in the help.
+
+    ``groups``: the title of the group in the help that a field begins, by the field's name. Flags
+    of a group are fields of a dataclass inside; their names have no prefix.
+    """
+    groups = {} if groups is None else groups
     hints = get_type_hints(kind)
+    fields: list[Any] = []
+    inside: list[Any] = fields  # where the next flag goes: to the group that was begun last
+    nested: list[Any] = []
     for field in dataclasses.fields(kind):
         hint, value = hints[field.name], getattr(default, field.name, None)
+        if field.name in groups:
+            inside = []
+            fields.append((groups[field.name], inside))
         inner = next(
             (one for one in (hint, *get_args(hint)) if dataclasses.is_dataclass(one)), None
         )
         if inner is not None:  # a configuration inside: --model.dim
-            nested = flags_of(inner, value)  # type: ignore[arg-type]
-            fields.append((field.name, nested, dataclasses.field(default_factory=nested)))
+            made = flags_of(inner, value)  # type: ignore[arg-type]
+            nested.append((field.name, made, dataclasses.field(default_factory=made)))
             continue
         shown = "" if value is None else f"({value})"
         words = tyro.conf.arg(help_behavior_hint=shown, metavar=_metavar(hint))
         option = Annotated[hint | None, words]  # type: ignore[valid-type]
-        fields.append((field.name, option, dataclasses.field(default=None)))
+        inside.append((field.name, option, dataclasses.field(default=None)))
+    for at, item in enumerate(fields):
+        if len(item) == 2:
+            fields[at] = _group(kind, *item)
+    return _flags(kind, fields + nested)
+
+
+def _group(kind: type, title: str, fields: list[Any]) -> tuple[str, Any, Any]:
+    made = _flags(kind, fields)
+    words = (tyro.conf.OmitArgPrefixes, tyro.conf.arg(help=""))
+    return (
+        title,
+        Annotated[(made, *words)],  # type: ignore[valid-type]
+        dataclasses.field(default_factory=made, metadata={"group": True}),
+    )
+
+
+def _flags(kind: type, fields: list[Any]) -> type:
     made = dataclasses.make_dataclass(f"{kind.__name__}Flags", fields, frozen=True, kw_only=True)
-    made.__doc__ = kind.__doc__
+    made.__doc__ = re.sub(r":\w+:`([^`]+)`|``([^`]+)``", r"\1\2", kind.__doc__ or "")
     return made
 
 
 def _metavar(hint: Any) -> str:
-    """``INT`` or ``{muon,adamw}``, without the None that stands for a flag that is left out."""
-    kinds = [one for one in get_args(hint) if one is not type(None)] or [hint]
-    if kinds == [bool]:
+    """``INT``, ``INT|auto`` or ``{muon,adamw}``, without the None that stands for a flag that is
+    left out."""
+    if hint is bool:
         return "{True,False}"
-    return kinds[0].__name__.upper() if isinstance(kinds[0], type) else f"{{{','.join(kinds)}}}"
+    if isinstance(hint, type):
+        return hint.__name__.upper()
+    kinds = [one for one in get_args(hint) if one is not type(None)]
+    if all(isinstance(one, str) for one in kinds):  # a Literal
+        return kinds[0] if len(kinds) == 1 else f"{{{','.join(kinds)}}}"
+    return "|".join(_metavar(one) for one in kinds)
 
 
 def given(flags: Any) -> dict[str, Any]:
@@ -55,7 +88,9 @@ def given(flags: Any) -> dict[str, Any]:
     for field in dataclasses.fields(flags):
         value = getattr(flags, field.name)
         value = given(value) if dataclasses.is_dataclass(value) else value
-        if value is not None and value != {}:
+        if "group" in field.metadata:
+            found |= value
+        elif value is not None and value != {}:
             found[field.name] = value
     return found
 

@@ -35,6 +35,7 @@ from shardwise.train.world import launch_name
 logger = logging.getLogger(__name__)
 
 CONFIG, EVENTS, CHECKPOINTS = "config.json", "events.jsonl", "checkpoints"
+TOKENIZER = "tokenizer"  # a folder with the files of the run's tokenizer
 LOCK = ".lock"  # {"host": "node1", "pid": 4711, "launch": "3f2a..."}
 # The errors of file systems that have no locks (Lustre without -o flock, NFS without lockd).
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

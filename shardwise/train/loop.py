@@ -27,18 +27,20 @@ from shardwise import comm, streams
 from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
-from shardwise.models.gpt import GPT, generate
-from shardwise.moe import mixtures_of
+from shardwise.models.gpt import generate
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
 from shardwise.train.build import Parts, build, build_scheduler, precision_of
+from shardwise.train.codecs import write_codec
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
-from shardwise.train.folder import CHECKPOINTS, EVENTS, write_config
+from shardwise.train.fit import plan_inputs
+from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
 from shardwise.train.guard import Guard, Skips
 from shardwise.train.metrics import ExpertLoad, Speed
+from shardwise.train.weights import load_weights
 from shardwise.train.world import World, num_restarts
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,8 @@ class Trainer:
         self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
         if resume is not None:
             resume = self._restore(resume, or_older)
+        elif self.config.init_from is not None:
+            world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._concluded = time.perf_counter()  # when the last step's figures were read
@@ -111,6 +115,9 @@ class Trainer:
         self.events = Events()
         self._names = names
         self._configure(self.config)
+        codec = self.parts.corpus.codec if world.first else None
+        if codec is not None:  # exports and `shardwise generate` look for it there
+            write_codec(folder / TOKENIZER, codec)
         if world.first:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
@@ -388,22 +395,8 @@ class Trainer:
     def _plan(self) -> dict[str, Any]:
         """The plan of this run and of its alternatives; see ``shardwise plan``."""
         config, world = self.config, self.world
-        with torch.device("meta"):
-            bare = GPT(config.model)
-            for layer in mixtures_of(bare) if config.ep > 1 else ():
-                layer.keep_share(config.ep)
-        followed = (config.share(world.size), config.model.context)
-        return plan_event(
-            bare,
-            config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp},
-            config.placements,
-            precision=precision_of(config, world),
-            optimizer=config.optimizer,
-            microbatches=config.num_microbatches,
-            device=world.device.type,
-            tokens=config.share(world.size) * config.model.context,
-            batch=followed if config.ep == config.tp == 1 else None,
-        )
+        model, mesh, options = plan_inputs(config, precision_of(config, world), world)
+        return plan_event(model, mesh, config.placements, **options)
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model = self.config, self.parts.corpus, self.config.model

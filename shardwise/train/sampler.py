@@ -12,11 +12,14 @@ counted across all ranks; a step takes the next ``global_batch`` of them and cut
 
 A run that is resumed with another number of ranks, or another batch, goes on at the same sample:
 none is drawn twice, none is left out.
+
+Several sources with weights are stretches of the tokens. Of every ``PERIOD`` samples each source
+gets its share, at places that a permutation of the period chooses, and counts its own samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch import Tensor
 from shardwise.train.tokens import DataError, DataPositionError, ShortDataError, Tokens, check_range
 
 IGNORED = -100  # a target that is not scored, as in models.gpt
+PERIOD = 10_000  # samples in which weights hold exactly, so they have four digits
 _STATE_VERSION = 1
 
 
@@ -40,6 +44,7 @@ class Sampler:
         global_batch: windows of one step, over all ranks.
         vocab_size: the bound of every token; checked as tokens are drawn.
         fingerprint: digest of the data (``Corpus.sha256``), saved with the position.
+        shares: lengths and weights of stretches of the tokens (``Corpus.shares``); empty: one.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Sampler:
         rank: int = 0,
         world_size: int = 1,
         fingerprint: str = "",
+        shares: Sequence[tuple[int, float]] = (),
     ) -> None:
         problems = []
         if context < 1 or global_batch < 1:
@@ -70,9 +76,10 @@ class Sampler:
             problems.append(f"seed={seed} must not be negative")
         if problems:
             raise DataError("; ".join(problems))
-        if len(tokens) < context + 1:
+        lengths = [length for length, _ in shares] or [len(tokens)]
+        if min(lengths) < context + 1:
             raise ShortDataError(
-                f"{len(tokens)} training tokens are less than one window of context={context} and "
+                f"{min(lengths)} training tokens are less than one window of context={context} and "
                 f"the token after it: give more text or shorten the context"
             )
         self.tokens = tokens
@@ -81,7 +88,12 @@ class Sampler:
         self.vocab_size = vocab_size
         self.rank, self.world_size = rank, world_size
         self.fingerprint = fingerprint
-        self.num_windows = (len(tokens) - 1) // context
+        # By stretch: windows, number of the first one, first token, samples of each period.
+        self._counts = np.array([(length - 1) // context for length in lengths])
+        self._firsts = self._counts.cumsum() - self._counts
+        self._begins = np.cumsum(lengths) - lengths
+        self._parts = divide(PERIOD, [weight for _, weight in shares] or [1.0])
+        self.num_windows = int(self._counts.sum())
         self.seed = seed
         self.position = 0  # samples drawn so far by all ranks together
 
@@ -104,7 +116,9 @@ class Sampler:
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
         """This rank's share of the step that begins at sample ``position``."""
         windows = self.windows(position)
-        at = windows[:, None] * self.context + np.arange(self.context + 1)  # [batch, context + 1]
+        stretch = np.searchsorted(self._firsts, windows, side="right") - 1
+        begins = self._begins[stretch] + (windows - self._firsts[stretch]) * self.context
+        at = begins[:, None] + np.arange(self.context + 1)  # [batch, context + 1]
         rows = self.tokens[at]
         if rows.max() >= self.vocab_size:
             for row, first in zip(rows, at[:, 0], strict=True):
@@ -116,12 +130,30 @@ class Sampler:
         """The windows of this rank's share of that step, in order."""
         begin = position + self.rank * self.batch_size
         samples = np.arange(begin, begin + self.batch_size, dtype=np.int64)
-        epochs = samples // self.num_windows
+        if len(self._counts) == 1:
+            return self._shuffled(samples, 0)
+        periods, places = samples // PERIOD, samples % PERIOD
+        for period in np.unique(periods):
+            here = periods == period
+            # Other numbers than any epoch's: the order of sources says nothing about their windows.
+            places[here] = permute(places[here], PERIOD, self.seed, int(period) + (1 << 62))
+        firsts = np.cumsum(self._parts) - self._parts
+        stretches = np.searchsorted(firsts, places, side="right") - 1
+        own = periods * self._parts[stretches] + places - firsts[stretches]
+        windows = np.empty_like(samples)
+        for stretch in np.unique(stretches):
+            here = stretches == stretch
+            windows[here] = self._shuffled(own[here], int(stretch)) + self._firsts[stretch]
+        return windows
+
+    def _shuffled(self, samples: NDArray[np.int64], stretch: int) -> NDArray[np.int64]:
+        """The windows of a stretch that are drawn for these samples of it."""
+        size = int(self._counts[stretch])
+        epochs = samples // size
         windows = np.empty_like(samples)
         for epoch in np.unique(epochs):  # rarely more than one
             here = epochs == epoch
-            index = samples[here] % self.num_windows
-            windows[here] = permute(index, self.num_windows, self.seed, int(epoch))
+            windows[here] = permute(samples[here] % size, size, self.seed, int(epoch))
         return windows
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,6 +284,19 @@ class HeldOut:
 
 
 # ------------------------------------------------------------------------------------- permutations
+
+
+def divide(total: int, weights: Sequence[float]) -> NDArray[np.int64]:
+    """Whole numbers that sum to ``total``, in proportion to the weights."""
+    ends = np.round(np.cumsum(weights) / sum(weights) * total).astype(np.int64)
+    parts = np.diff(ends, prepend=0)
+    if parts.min() < 1:
+        least = weights[int(parts.argmin())] / sum(weights)
+        raise DataError(
+            f"a weight of {least:.2g} is less than one of {total} samples: raise it, or leave that "
+            f"source out"
+        )
+    return parts
 
 
 def permute(index: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:

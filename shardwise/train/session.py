@@ -28,7 +28,6 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from shardwise.train.console import Console
-from shardwise.train.corpus import holds_tokens
 from shardwise.train.events import Sink
 from shardwise.train.flags import changed
 from shardwise.train.folder import (
@@ -49,6 +48,8 @@ from shardwise.train.folder import (
 )
 from shardwise.train.loop import Outcome, Trainer
 from shardwise.train.recipes import load_recipe
+from shardwise.train.sources import holds_tokens
+from shardwise.train.weights import begin_from
 from shardwise.train.world import (
     World,
     end_with_launcher,
@@ -140,6 +141,8 @@ def resolve(request: Request) -> Resolved:
 
 def _anew(request: Request, folder: Path) -> Resolved:
     config = changed(load_recipe(request.recipe), request.changes)
+    if config.init_from is not None:
+        config = begin_from(config, request.changes)
     if "tokenizer" not in request.changes and holds_tokens(config.data):
         # The recipe names the tokenizer of its own text.
         config = dataclasses.replace(config, tokenizer=TrainConfig.tokenizer)

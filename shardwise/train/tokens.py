@@ -5,9 +5,10 @@
     | magic | version | length | JSON header, spaces | sha256 | little-endian uint16 or uint32 ... |
 
 The header holds dtype, vocab_size, count, num_bytes (of the text they came from, for bits per
-byte; null where unknown), tokenizer ("bytes" or null) and the sha256 of the tokens. The sha256
-behind it is that of the 4064 bytes before; files of version 1 have spaces there. A file is written
-beside its name and renamed when complete, so a reader never meets half of one.
+byte; null where unknown), tokenizer ("bytes", "tokenizer.json:SHA256" for a file beside this one,
+or null) and the sha256 of the tokens. The sha256 behind it is that of the 4064 bytes before; files
+of version 1 have spaces there. A file is written beside its name and renamed when complete, so a
+reader never meets half of one.
 
 Opening a file checks every byte of the header, the size and, up to :data:`CHECKED_BYTES`, the
 checksum and every token: a run that first reads 100 GB never starts. Of a larger file the first and
@@ -22,10 +23,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,53 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return _DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
+class TokenWriter:
+    """Writes a token file array by array: ``add`` as they come, then ``close``; ``discard`` if
+    anything has failed. The file has its name from ``close`` on."""
+
+    def __init__(self, path: str | Path, vocab_size: int, *, tokenizer: str | None = None) -> None:
+        if not 0 < vocab_size <= 1 << 32:
+            raise ValueError(
+                f"vocab_size={vocab_size}: a token file holds 1 to 2**32 different tokens"
+            )
+        self.path, self.vocab_size, self.tokenizer = Path(path), vocab_size, tokenizer
+        self.count = 0
+        self._digest = hashlib.sha256()
+        self._partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+        self._file = self._partial.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def add(self, tokens: Tokens) -> None:
+        check_range(tokens, self.vocab_size, f"{self.path.name}: not written", self.count)
+        data = np.ascontiguousarray(tokens, dtype_for(self.vocab_size)).data
+        self._digest.update(data)
+        self._file.write(data)
+        self.count += len(tokens)
+
+    def close(self, num_bytes: int | None = None) -> TokenHeader:
+        """Publish the file. ``num_bytes``: how many bytes of text the tokens stand for."""
+        header = TokenHeader(
+            dtype=dtype_for(self.vocab_size).name,
+            vocab_size=self.vocab_size,
+            count=self.count,
+            sha256=self._digest.hexdigest(),
+            num_bytes=num_bytes,
+            tokenizer=self.tokenizer,
+        )
+        self._file.seek(0)
+        self._file.write(_encode_header(header))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self.path)
+        return header
+
+    def discard(self) -> None:
+        """Remove what was not published."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
 def write_tokens(
     path: str | Path,
     tokens: Tokens | Iterable[Tokens],
@@ -109,36 +157,54 @@ def write_tokens(
             token only.
         tokenizer: ``"bytes"`` where token i < 256 is byte i, so that generated text can be read.
     """
-    if not 0 < vocab_size <= 1 << 32:
-        raise ValueError(f"vocab_size={vocab_size}: a token file holds 1 to 2**32 different tokens")
-    target = Path(path)
-    dtype, digest, count = dtype_for(vocab_size), hashlib.sha256(), 0
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    writer = TokenWriter(path, vocab_size, tokenizer=tokenizer)
     try:
-        with partial.open("wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
-                check_range(array, vocab_size, f"{target.name}: not written", count)
-                data = np.ascontiguousarray(array, dtype).data
-                digest.update(data)
-                file.write(data)
-                count += len(array)
-            header = TokenHeader(
-                dtype=dtype.name,
-                vocab_size=vocab_size,
-                count=count,
-                sha256=digest.hexdigest(),
-                num_bytes=num_bytes,
-                tokenizer=tokenizer,
-            )
-            file.seek(0)
-            file.write(_encode_header(header))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
+        for array in [tokens] if isinstance(tokens, np.ndarray) else tokens:
+            writer.add(array)
+        return writer.close(num_bytes)
     finally:
-        partial.unlink(missing_ok=True)
-    return header
+        writer.discard()
+
+
+class Joined:
+    """Arrays of tokens one after another, such as many mapped files, read as if they were one.
+
+    Has what samplers ask of an array: its length, slices and gathers by an array of positions.
+    Only what is asked for is read.
+    """
+
+    def __init__(self, arrays: Iterable[Tokens]) -> None:
+        self.arrays = [array for array in arrays if len(array)]
+        self.dtype = np.result_type(*(array.dtype for array in self.arrays))
+        self._ends = np.cumsum([len(array) for array in self.arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, at: slice | NDArray[np.int64]) -> Tokens:
+        if isinstance(at, slice):
+            begin, end, step = at.indices(len(self))
+            assert step == 1, "tokens are read forwards"
+            parts = [
+                array[max(0, begin - first) : max(0, end - first)]
+                for array, first in zip(self.arrays, self._begins, strict=True)
+            ]
+            return np.concatenate([np.empty(0, self.dtype), *(p for p in parts if len(p))])
+        found = np.empty(at.shape, self.dtype)
+        which = np.searchsorted(self._ends, at, side="right")
+        for number in np.unique(which):
+            here = which == number
+            found[here] = self.arrays[number][at[here] - self._begins[number]]
+        return found
+
+    @property
+    def _begins(self) -> list[int]:
+        return [0, *(int(end) for end in self._ends[:-1])]
+
+
+def join(arrays: Sequence[Tokens]) -> Tokens:
+    """One array of tokens, or what can be read like one."""
+    return arrays[0] if len(arrays) == 1 else cast(Tokens, Joined(arrays))
 
 
 def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:

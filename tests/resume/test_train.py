@@ -187,7 +187,9 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "lr": (6e-3, "lr"),
     "weight_decay": (0.5, "values"),
     "warmup": (7, "lr"),
+    "schedule": ("cosine", "lr"),
     "decay": (0.0, "lr"),
+    "final": (0.9, "lr"),
     "clip": (1e-3, "values"),
     "precision": ("bf16", "values"),
     "compile": ("on", "compiled"),
@@ -238,6 +240,7 @@ REFUSED = {
             "tokenizer": "bpe:300",
             "held_out": 0.2,
             "optimizer": "adamw",
+            "init_from": "elsewhere",
         }.items()
     },
 }

@@ -7,10 +7,9 @@ import math
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.train import text
+from shardwise.train.codecs import FILE, Bytes, Pieces, digest_of_codec, saved_codec
 from shardwise.train.corpus import (
     Corpus,
     count_pairs,
     digest_of,
     hold_out,
-    load_corpus,
     references_of,
 )
+from shardwise.train.sources import load_corpus, sources_of
 from shardwise.train.text import Document, stdlib_documents
 from shardwise.train.tokens import (
     DataError,
@@ -227,6 +227,52 @@ def test_a_file_of_bytes_is_text_again(tmp_path: Path, stdlib: Corpus) -> None:
         load_corpus(str(path))
 
 
+def test_many_files_are_one_corpus_and_the_end_of_each_is_held_out(tmp_path: Path) -> None:
+    for number in range(3):
+        write_tokens(
+            tmp_path / f"t-{number}.bin", np.arange(100) + 100 * number, 300, num_bytes=200
+        )
+    corpora = [load_corpus(spec) for spec in (str(tmp_path), f"{tmp_path}/t-*.bin")]
+    corpora.append(load_corpus(",".join(f"{tmp_path}/t-{number}.bin" for number in range(3))))
+    for corpus in corpora:
+        assert len(corpus.train) == 285 and len(corpus.held_out) == 15 and not corpus.shares
+        assert corpus.held_out[:].tolist() == [*range(95, 100), *range(195, 200), *range(295, 300)]
+        assert corpus.train[90:100].tolist() == [90, 91, 92, 93, 94, 100, 101, 102, 103, 104]
+        at = np.array([[0, 94], [95, 284]])
+        assert corpus.train[at].tolist() == [[0, 94], [100, 294]]
+        assert corpus.bytes_per_token() == 2
+    assert corpora[0].sha256 == corpora[1].sha256
+    write_tokens(tmp_path / "t-3.bin", np.arange(9), 400)
+    with pytest.raises(DataError, match=r"t-3.bin has another tokenizer than .*t-0.bin"):
+        load_corpus(str(tmp_path))
+
+
+def test_sources_have_weights(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.bin", tmp_path / "b.bin"
+    write_tokens(a, np.zeros(1000, int), 300)
+    write_tokens(b, np.ones(400, int), 300)
+    corpus = load_corpus(f"{a}:3,{b}:1", held_out=0.1)
+    assert corpus.shares == ((900, 0.75), (360, 0.25))
+    held = corpus.held_out[:]
+    assert (np.count_nonzero(held == 0), np.count_nonzero(held == 1)) == (100, 33), "as weighted"
+    other = load_corpus(f"{a}:1,{b}:1", held_out=0.1)
+    assert other.sha256 != corpus.sha256, "another order of samples is other data"
+    text = texts(tmp_path / "text")
+    mixed = load_corpus(f"{text}:0.5,stdlib:0.5")
+    assert [weight for _, weight in mixed.shares] == [0.5, 0.5]
+    for spec, why in {
+        f"{a}:1,{b}": "every source a positive weight",
+        f"{a}:1,{b}:-1": "every source a positive weight",
+        f"{a},{a}": "twice",
+        f"{a},stdlib": "both tokens and text",
+        f"{a},random:7": r"different tokenizers \(vocabularies of 300 in .*, 7 in random:7\)",
+    }.items():
+        with pytest.raises(DataError, match=why):
+            load_corpus(spec)
+    assert [*sources_of("raw16:x:7")] == ["raw16:x:7"] and [*sources_of("hf:a:b")] == ["hf:a:b"]
+    assert sources_of("raw16:x:7:3,random:7:1") == {"raw16:x:7": 0.75, "random:7": 0.25}
+
+
 def test_bare_integers_and_noise(tmp_path: Path) -> None:
     path = tmp_path / "raw:16.bin"
     np.arange(1000, dtype=np.uint16).tofile(path)
@@ -272,7 +318,7 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
 
     made = [one.name for one in cache.iterdir()]
     assert len(made) == 1 and made[0].startswith("bpe-290-")
-    monkeypatch.setattr(corpus.BytePairs, "train", None)  # nobody trains again
+    monkeypatch.setattr(Pieces, "train", None)  # nobody trains again
     again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
     assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
     assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes
@@ -299,36 +345,78 @@ def test_missing_packages_are_explained(tmp_path: Path, monkeypatch: pytest.Monk
         load_corpus("hf:some/dataset")
 
 
+# -------------------------------------------------------------------------------------- pretrained
+
+
+def test_a_pretrained_tokenizer_reads_text_and_goes_with_its_tokens(tmp_path: Path) -> None:
+    package = pytest.importorskip("tokenizers")
+    learned = Pieces.train([b"the fox and the dog " * 50], 270)
+    given = tmp_path / "given"
+    given.mkdir()
+    for name, contents in learned.files().items():
+        (given / name).write_bytes(contents)
+    folder = texts(tmp_path / "data")
+    corpus = load_corpus(str(folder), tokenizer=str(given))
+    plain = load_corpus(str(folder))
+    assert corpus.codec is not None and corpus.codec.end == learned.end
+    assert corpus.decode(corpus.train) == plain.decode(plain.train)
+    assert corpus.train_bytes == plain.train_bytes and corpus.sha256 != plain.sha256
+    assert corpus.decode(corpus.encode("<|endoftext|>")) == "<|endoftext|>", "text, not an end"
+    # The files of a codec make the same codec, for transformers too.
+    again = package.Tokenizer.from_file(str(given / "tokenizer.json"))
+    assert again.encode("the fox<|endoftext|>").ids == [*corpus.encode("the fox"), learned.end]
+    digest = digest_of_codec(corpus.codec)
+    write_tokens(given / "t.bin", corpus.train, 270, tokenizer=f"tokenizer.json:{digest}")
+    opened = load_corpus(str(given / "t.bin"))
+    assert opened.decode(opened.train[:50]) == corpus.decode(corpus.train[:50])
+    (given / "tokenizer.json").write_bytes(Pieces.train([b"other text " * 9], 260).files()[FILE])
+    with pytest.raises(DataError, match=r"is not the tokenizer that t\.bin was made with"):
+        load_corpus(str(given / "t.bin"))
+    (given / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_corpus(str(folder), tokenizer=str(given))
+    with pytest.raises(DataNotFoundError, match="there is no file"):
+        load_corpus(str(folder), tokenizer=str(tmp_path / "none.json"))
+
+
+def test_bytes_have_the_files_of_a_tokenizer_too(tmp_path: Path) -> None:
+    package = pytest.importorskip("tokenizers")
+    (tmp_path / FILE).write_bytes(Bytes().files()[FILE])
+    made = package.Tokenizer.from_file(str(tmp_path / FILE))
+    text = "déjà vu,\n  x\t\0"
+    assert (
+        made.encode(text).ids == list(text.encode()) and made.decode(made.encode(text).ids) == text
+    )
+    assert made.token_to_id("<|endoftext|>") == 256
+    assert isinstance(saved_codec(tmp_path), Bytes)
+
+
 # ---------------------------------------------------------------------------------------- datasets
 
 
-class Rows:
-    """What of a `datasets.Dataset` is read."""
-
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
-        self.columns = columns
-        self.features = {
-            name: SimpleNamespace(dtype="string" if isinstance(values[0], str) else "int64")
-            for name, values in columns.items()
-        }
-
-    def __getitem__(self, name: str) -> Iterator[Any]:
-        return iter(self.columns[name])
+def rows(**columns: list[Any]) -> list[dict[str, Any]]:
+    """What a streamed dataset gives when it is read."""
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 @pytest.fixture
 def datasets(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
-    def load_dataset(name: str, config: str | None, split: str) -> Rows:
+    def load_dataset(
+        name: str, config: str | None, split: str, *, streaming: bool
+    ) -> list[dict[str, Any]]:
+        assert streaming, "a dataset may be larger than this machine"
         calls.append((name, config, split))
         if name == "none":
             raise FileNotFoundError("no such dataset\nand more")
         if name == "numbers":
-            return Rows({"label": [1, 2]})
+            return rows(label=[1, 2])
         if name == "stories":
-            return Rows({"id": [1, 2, 3], "story": ["once " * 50, "", "upon " * 50]})
-        return Rows({"text": ["row " * 20] * 40, "title": ["t"] * 40})
+            return rows(id=[1, 2, 3], story=["once " * 50, "", "upon " * 50])
+        return rows(text=["row " * 20] * 40, title=["t"] * 40)
 
     module = ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
@@ -351,6 +439,22 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
     for spec in ("hf:", "hf:a:b:c:d"):
         with pytest.raises(DataError, match="hf:NAME:CONFIG:SPLIT"):
             load_corpus(spec)
+
+
+def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
+    datasets: list[Any], tmp_path: Path
+) -> None:
+    whole = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "whole")
+    assert len(whole.train) + len(whole.held_out) == 40 * 81 and len(whole.held_out) > 0
+    part = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "part", tokens_needed=900)
+    assert 900 < len(part.train) < 1100 and isinstance(part.train, np.memmap)
+    assert np.array_equal(part.train, whole.train[: len(part.train)]), "the first rows"
+    assert part.bytes_per_token() == pytest.approx(80 / 81)
+    asked = len(datasets)
+    again = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "part", tokens_needed=5000)
+    assert again.sha256 == part.sha256 != whole.sha256 and len(datasets) == asked, "not read again"
+    with pytest.raises(DataError, match="a dataset is read alone"):
+        load_corpus("hf:rows:0.5,stdlib:0.5", cache=tmp_path)
 
 
 # -------------------------------------------------------------------------------------- entropies
@@ -378,7 +482,7 @@ def slow_bits(train: bytes, held: bytes) -> tuple[float, float]:
 def test_references_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.train.corpus._CHUNK", 50)  # pairs across chunks count
     train, held = SENTENCE * 3 + b"some more", b"the dog jumps over a fox" * 5
-    codec = text.Bytes()
+    codec = Bytes()
     corpus = Corpus(
         name="tiny",
         train=codec.encode([train]),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections.abc import Callable
@@ -13,13 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.train import tokenise
 from shardwise.train import tokens as module
-from shardwise.train.text import BytePairs, Bytes, codec_named, require
+from shardwise.train.codecs import Bytes, Pieces, codec_named, require
 from shardwise.train.tokens import (
     HEADER_BYTES,
     MAGIC,
     DataError,
     DataNotFoundError,
+    EmptyDataError,
     MissingExtraError,
     TokenFileError,
     open_raw_tokens,
@@ -248,12 +251,12 @@ TRAINING = [b"the cat sat on the mat\n" * 20, b"def cat(self, mat):\n    return 
 
 
 @pytest.fixture(scope="module")
-def byte_pairs() -> BytePairs:
+def byte_pairs() -> Pieces:
     pytest.importorskip("tokenizers")
-    return BytePairs.train(TRAINING, 300)
+    return Pieces.train(TRAINING, 300)
 
 
-def test_byte_pairs_come_back(byte_pairs: BytePairs) -> None:
+def test_byte_pairs_come_back(byte_pairs: Pieces) -> None:
     @settings(max_examples=50, deadline=None)
     @given(documents)
     def check(texts: list[bytes]) -> None:
@@ -270,18 +273,16 @@ def test_byte_pairs_come_back(byte_pairs: BytePairs) -> None:
     assert len(byte_pairs.symbols(np.empty(0, np.uint16))) == 0
 
 
-def test_byte_pairs_are_learned_the_same_way_each_time(
-    byte_pairs: BytePairs, tmp_path: Path
-) -> None:
-    again = BytePairs.train(TRAINING, 300)
+def test_byte_pairs_are_learned_the_same_way_each_time(byte_pairs: Pieces, tmp_path: Path) -> None:
+    again = Pieces.train(TRAINING, 300)
     assert again.tokenizer.to_str() == byte_pairs.tokenizer.to_str()
     byte_pairs.save(tmp_path / "t.json")
-    loaded = BytePairs.load(tmp_path / "t.json", 300)
+    loaded = Pieces.load(tmp_path / "t.json", 300)
     assert np.array_equal(loaded.encode(TRAINING), byte_pairs.encode(TRAINING))
     assert loaded.vocab_size == byte_pairs.vocab_size <= 300 and loaded.name == "bpe:300"
 
 
-def test_the_end_of_a_document_cannot_be_written_in_one(byte_pairs: BytePairs) -> None:
+def test_the_end_of_a_document_cannot_be_written_in_one(byte_pairs: Pieces) -> None:
     for text in (b"<|endoftext|>", b"<document>", b"[SEP]", b"\xc4\xa0"):
         tokens = byte_pairs.encode([text])
         assert np.count_nonzero(tokens == byte_pairs.end) == 1 and tokens[-1] == byte_pairs.end
@@ -290,7 +291,9 @@ def test_the_end_of_a_document_cannot_be_written_in_one(byte_pairs: BytePairs) -
 def test_codecs_are_named_and_missing_packages_explained() -> None:
     assert codec_named("bytes") == ("bytes", 257) and codec_named("bpe:4096") == ("bpe", 4096)
     for name in ("bpe", "bpe:", "bpe:x", "bytes:3", "words"):
-        with pytest.raises(DataError, match="use bytes, or bpe:SIZE"):
+        with pytest.raises(
+            DataError, match=r"use bytes, bpe:SIZE .*, or the path of a tokenizer\.json"
+        ):
             codec_named(name)
     with pytest.raises(MissingExtraError, match=r"pip install 'shardwise\[extra\]'"):
         require("a_package_that_does_not_exist", "extra")
@@ -299,4 +302,66 @@ def test_codecs_are_named_and_missing_packages_explained() -> None:
 def test_too_few_byte_pairs_are_refused() -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(DataError, match="bpe:100: 256 bytes"):
-        BytePairs.train(TRAINING, 100)
+        Pieces.train(TRAINING, 100)
+
+
+# ------------------------------------------------------------------------------ shardwise data
+
+
+def test_any_number_of_workers_makes_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenise, "PIECE", 100)  # many pieces: lines lie across their ends
+    rows = [f"row {number} " + "é" * (number % 70) for number in range(50)]
+    lines = "".join(json.dumps({"body": row}, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines + "\n" + json.dumps({"body": ""}))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"body": "zipped"}))
+    (tmp_path / "c.txt").write_text("plain\ntext")
+    work = tokenise.work_of([str(tmp_path)], "body")
+    assert len(work) > 20
+    texts = [text for piece in work for text in tokenise.texts_of(piece, "body")]
+    assert texts == [*(row.encode() for row in rows), b"zipped", b"plain\ntext"]
+    for workers, out in ((1, tmp_path / "one.bin"), (2, tmp_path / "two")):
+        paths = tokenise.tokenise(
+            [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")],
+            out,
+            column="body",
+            workers=workers,
+            shard_tokens=1000,
+        )
+        parts = [open_tokens(path) for path in paths]
+        assert np.array_equal(np.concatenate([part[0] for part in parts]), Bytes().encode(texts))
+        assert sum(part[1].num_bytes or 0 for part in parts) == sum(map(len, texts))
+        assert parts[0][1].tokenizer == "bytes" and len(parts) == (1 if workers == 1 else 3)
+    with pytest.raises(DataError, match=r"two is there already"):
+        tokenise.tokenise([str(tmp_path)], tmp_path / "two")
+
+
+def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    work = tokenise.work_of([str(tmp_path)], "text")[0]
+    with pytest.raises(DataError, match=r"a\.jsonl, byte 17: no text under 'text' \(keys: text\)"):
+        list(tokenise.texts_of(work, "text"))
+    (tmp_path / "a.jsonl").write_text("{oh\n")
+    with pytest.raises(DataError, match="byte 0: this line is no JSON"):
+        list(tokenise.texts_of(tokenise.work_of([str(tmp_path)], "text")[0], "text"))
+    with pytest.raises(DataNotFoundError, match="'nothing' names no file"):
+        tokenise.work_of(["nothing"], "text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "e.txt").touch()
+    with pytest.raises(EmptyDataError, match="no text in what was named"):
+        tokenise.tokenise([str(tmp_path / "empty")], tmp_path / "e.bin", workers=1)
+    assert not (tmp_path / "e.bin").exists()
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    rows = ["one", None, "three", "vier"]
+    parquet.write_table(arrow.table({"body": rows}), tmp_path / "a.parquet", row_group_size=2)
+    work = tokenise.work_of([str(tmp_path)], "body")
+    assert len(work) == 2
+    found = [text for piece in work for text in tokenise.texts_of(piece, "body")]
+    assert found == [b"one", b"three", b"vier"]
+    with pytest.raises(DataError, match=r"has no column 'text' \(columns: body\)"):
+        tokenise.work_of([str(tmp_path)], "text")

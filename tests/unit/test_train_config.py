@@ -22,7 +22,7 @@ import tyro
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.events import EventFile, Events, scalars
 from shardwise.train.flags import changed, given
@@ -56,6 +56,7 @@ def as_words(values: dict[str, Any], prefix: str = "--") -> Iterator[str]:
 def test_every_field_of_the_configuration_is_a_flag() -> None:
     values = odd_values(TrainConfig())
     assert values["model"]["dim"] == 3 and values["model"]["rope_scaling"]["factor"] == 0.25
+    assert GROUPS.keys() <= values.keys(), "a group begins with a field that there is"
     words = ["smoke", *as_words(values), "--nproc", "2", "--resume", "latest"]
     command = tyro.cli(cli._train_command(), args=words)
     assert given(command.configuration) == values
@@ -73,14 +74,26 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     assert again.model.rope_scaling == RopeScaling(factor=2.0, original_context=64)
 
 
-@pytest.mark.parametrize("words", [["--version"], ["train", "--help"]])
-def test_help_and_version_import_no_torch(words: list[str]) -> None:
-    script = "import sys; from shardwise import cli\ntry: cli.main(sys.argv[1:])\nfinally: "
+def test_help_and_version_import_no_torch() -> None:
+    """All in one process: none of them, and nothing between them, needs torch."""
+    told = {
+        "--version": "shardwise 0.",
+        "--help": "generate",
+        "train --help": "--model.dim",
+        "train --recipe-list": "gpt_124m",
+        "plan --help": "--memory",
+        "data --help": "--shard-tokens",
+        "bench --help": "muon-vs-adamw",
+    }
+    script = "import sys; from shardwise import cli\nfor words in sys.argv[1:]:\n"
+    script += (
+        "    try: cli.main(words.split())\n    except SystemExit as end: assert not end.code\n"
+    )
     script += "assert 'torch' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *told], capture_output=True, text=True, check=True
     )
-    assert ("--model.dim" if "train" in words else "shardwise 0.") in done.stdout
+    assert all(word in done.stdout for word in told.values()), done.stdout
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -128,6 +141,17 @@ def test_learning_rates_rise_stay_and_fall() -> None:
     assert factors[0] == 0.1 and factors[9] == 1.0 == factors[50]
     assert factors[75] == pytest.approx(0.5) and factors[100] == 0.1
     assert all(low <= high for low, high in itertools.pairwise(factors[:10]))
+
+
+def test_a_cosine_falls_from_the_warmup_to_its_end() -> None:
+    config = TrainConfig(steps=110, warmup=10, schedule="cosine", final=0.2)
+    factors = [config.factor(step) for step in range(111)]
+    assert factors[0] == 0.1 and factors[9] == 1.0 == factors[10]
+    assert factors[60] == pytest.approx(0.6) and factors[110] == pytest.approx(0.2)
+    assert all(high >= low for high, low in itertools.pairwise(factors[10:]))
+    assert dataclasses.replace(config, schedule="wsd", decay=1.0, final=0.0).factor(55) == 0.5
+    with pytest.raises(ValueError, match=r"final=2.*schedule='steps': one of wsd, cosine"):
+        TrainConfig(final=2, schedule="steps")  # type: ignore[arg-type]
 
 
 def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preview: what ``shardwise train --dry-run`` prints about a run that it does not start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from shardwise.report.plan import plan
+from shardwise.report.table import plan_text
+from shardwise.train.build import precision_of, with_vocabulary
+from shardwise.train.config import GROUPS, TrainConfig
+from shardwise.train.fit import fit, plan_inputs
+from shardwise.train.metrics import peak_flops
+from shardwise.train.sources import vocabulary_of
+from shardwise.train.world import World
+
+USUAL_MFU = 0.4  # what such models reach; the expected time is a guess
+
+
+def preview(config: TrainConfig, ranks: int) -> str:
+    """The configuration without "auto", the plan of a step, and a guess of the time, for a run on
+    ``ranks`` devices like this machine's first. No data are read but the headers of token files."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    world = World(rank=0, size=ranks, local_rank=0, num_nodes=1, device=device)
+    config = with_vocabulary(config, vocabulary_of(config.data, config.tokenizer))
+    precision = precision_of(config, world)
+    config, decision = fit(config, precision, world)
+    model, mesh, options = plan_inputs(config, precision, world)
+    made = plan(model, mesh, config.placements, **options)
+    lines = [*_configuration(config), "", plan_text(made), ""]
+    if decision is not None:
+        lines.append(f"note     {decision}")
+    tokens = config.batch * config.model.context
+    flops = config.model.flops_per_token() * tokens * config.steps
+    peak = peak_flops(device) * ranks
+    lines.append(
+        f"time     {_duration(flops / (USUAL_MFU * peak))}, if {100 * USUAL_MFU:.0f} % of "
+        f"{peak / 1e12:.2f} TFLOP/s are reached: {config.steps:,} steps of {tokens:,} tokens, "
+        f"{flops:.2g} FLOPs"
+    )
+    return "\n".join(lines)
+
+
+def _configuration(config: TrainConfig) -> list[str]:
+    lines = ["model", *_values(config.model)]
+    for name, value in _fields(config):
+        if name in GROUPS:
+            lines += ["", GROUPS[name].replace("_", " ")]
+        if name != "model":
+            lines.append(f"  {name:24}{value}")
+    return lines
+
+
+def _values(part: object) -> list[str]:
+    return [f"  {name:24}{value}" for name, value in _fields(part) if value is not None]
+
+
+def _fields(part: object) -> list[tuple[str, object]]:
+    return [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]  # type: ignore[arg-type]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"about {max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"about {minutes} min"
+    hours = round(minutes / 60)
+    return f"about {hours} h" if hours < 48 else f"about {round(hours / 24)} days"

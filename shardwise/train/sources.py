@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources: from what a user writes after ``--data`` to a corpus.
+
+stdlib, stdlib+torch, PATH, DIRECTORY, "GLOB"      text
+hf:NAME[:CONFIG[:SPLIT]]                   rows of a dataset, as many as a run needs
+FILE.bin, DIRECTORY, "GLOB.bin"            token files (``shardwise data`` writes them), mapped
+raw16:FILE:VOCAB, raw32:FILE:VOCAB         bare integers without a header
+random:VOCAB                               noise, to measure speed with
+A,B,...                                    several of these, one after another
+A:0.7,B:0.3                                several, drawn in these proportions
+
+Token files are mapped, so they may be larger than memory; the end of each is held out. Of several
+sources with weights as much of each is held out as the weights say, so that the held-out loss is
+that of the mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import logging
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.checkpoint.attempt import is_abandoned, temporary
+from shardwise.train.codecs import (
+    FILE,
+    Bytes,
+    Codec,
+    Pieces,
+    codec_named,
+    digest_of_codec,
+    num_bytes,
+    open_codec,
+    saved_codec,
+    write_codec,
+)
+from shardwise.train.corpus import Corpus, digest_of, hold_out
+from shardwise.train.text import Document, dataset_documents, read_documents
+from shardwise.train.tokens import (
+    DataError,
+    DataNotFoundError,
+    Tokens,
+    TokenWriter,
+    dtype_for,
+    is_token_file,
+    join,
+    open_raw_tokens,
+    open_tokens,
+    read_header,
+    write_tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------ what was named
+
+_RANDOM_TOKENS = 1 << 22
+_MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the files
+_BARE = ("raw16", "raw32", "random")  # sources whose name ends with the size of a vocabulary
+_LEARNED_FROM = 64 << 20  # bytes of a streamed dataset that pieces are learned from
+
+
+def sources_of(spec: str) -> dict[str, float | None]:
+    """The sources that ``spec`` names, in order, each with its fraction of the samples; ``None``
+    where no weights were given."""
+    if Path(spec).expanduser().exists() or not _is_list(spec):
+        return {spec: None}
+    found = dict(map(_weighted, spec.split(",")))
+    weights = [weight for weight in found.values() if weight is not None]
+    if len(found) < spec.count(",") + 1 or "" in found:
+        raise DataError(f"{spec!r} names a source twice, or an empty one: give each once")
+    if not weights:
+        return dict(found)
+    if len(weights) < len(found) or not all(0 < w < math.inf for w in weights):
+        raise DataError(
+            f"{spec!r}: give every source a positive weight, as in a.bin:0.7,b.bin:0.3, or none"
+        )
+    return {name: (weight or 0.0) / sum(weights) for name, weight in found.items()}
+
+
+def _is_list(spec: str) -> bool:
+    return "," in spec or _weighted(spec)[1] is not None
+
+
+def _weighted(source: str) -> tuple[str, float | None]:
+    """A source and its weight: the number behind the last colon that is no part of its name."""
+    source = source.strip()
+    head, *rest = source.split(":")
+    if not rest or Path(source).expanduser().exists():
+        return source, None
+    if head in _BARE and not (len(rest) > 1 and rest[-2].isdecimal()):  # the last one is VOCAB
+        return source, None
+    if head == "hf" and "." not in rest[-1]:  # hf:NAME:CONFIG, whatever number a CONFIG is
+        return source, None
+    try:
+        weight = float(rest[-1])
+    except ValueError:
+        return source, None
+    return source.removesuffix(f":{rest[-1]}"), weight
+
+
+def token_files(source: str) -> list[Path]:
+    """The token files that a source names, in the order of their names; none if it is text."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return sorted(filter(is_token_file, path.glob("*.bin")))
+    if path.suffix == ".bin" and not glob.has_magic(source):
+        return [path]
+    if path.is_file():
+        return [path] if is_token_file(path) else []
+    found = sorted(Path(one) for one in glob.glob(str(path), recursive=True))
+    return found if found and all(map(is_token_file, found)) else []
+
+
+def holds_tokens(spec: str) -> bool:
+    """Whether the data are token numbers already, which no tokenizer reads."""
+    return all(_is_tokens(source) for source in sources_of(spec))
+
+
+def _is_tokens(source: str) -> bool:
+    return source.partition(":")[0] in _BARE or bool(token_files(source))
+
+
+def vocabulary_of(spec: str, tokenizer: str) -> int:
+    """The number of different tokens, without reading text: of ``bpe:SIZE`` the size asked for."""
+    source = next(iter(sources_of(spec)))
+    if files := token_files(source):
+        return read_header(files[0]).vocab_size
+    if source.partition(":")[0] in _BARE:
+        return int(source.rpartition(":")[2])
+    codec = open_codec(tokenizer)
+    return codec_named(tokenizer)[1] if codec is None else codec.vocab_size
+
+
+# ------------------------------------------------------------------------------ load_corpus
+
+
+def load_corpus(
+    spec: str,
+    *,
+    tokenizer: str = "bytes",
+    held_out: float = 0.05,
+    cache: str | Path | None = None,
+    tokens_needed: int | None = None,
+) -> Corpus:
+    """The same corpus on every rank that asks; no communication.
+
+    Args:
+        spec: the data, as the module's docstring lists them.
+        tokenizer: ``bytes``, ``bpe:SIZE`` or the path of a pretrained one, for text.
+        held_out: fraction of the bytes (or tokens) that is never trained on.
+        cache: directory for what is costly to make (learned pieces and the tokens made with them).
+            A rank that finds them there does not make them again: let one rank per machine go
+            first.
+        tokens_needed: how many tokens of a dataset (``hf:``) are read at the most.
+    """
+    if not 0 < held_out <= 0.5:
+        raise DataError(f"held out fraction {held_out}: use more than 0 and at most 0.5")
+    sources = sources_of(spec)
+    kinds = {source: _is_tokens(source) for source in sources}
+    if len(set(kinds.values())) > 1:
+        text = next(source for source, tokens in kinds.items() if not tokens)
+        raise DataError(
+            f"{spec!r} names both tokens and text: make tokens of {text} with the same tokenizer "
+            f"first (shardwise data {text} --out FILE.bin)"
+        )
+    if all(kinds.values()):
+        return _token_corpus(spec, sources, held_out, tokenizer)
+    streamed = [source for source in sources if source.startswith("hf:")]
+    if streamed and cache is not None:
+        if len(sources) > 1:
+            raise DataError(
+                f"{spec!r}: a dataset is read alone; mix it as tokens (shardwise data "
+                f"{streamed[0]} --out FILE.bin)"
+            )
+        return _dataset_corpus(spec, tokenizer, held_out, Path(cache), tokens_needed)
+    documents = {source: read_documents(source) for source in sources}
+    sha256 = _mixed_digest({name: digest_of(found) for name, found in documents.items()}, sources)
+    parts = [hold_out(found, held_out) for found in documents.values()]
+    codec = open_codec(tokenizer)
+    if codec is None:
+        codec, tokens = _learned(parts, codec_named(tokenizer)[1], cache)
+    else:
+        tokens = _encoded(parts, codec)
+        if not isinstance(codec, Bytes):
+            sha256 = hashlib.sha256(f"{sha256}{digest_of_codec(codec)}".encode()).hexdigest()
+    return _corpus_of(spec, sha256, tokens, sources, codec)
+
+
+Documents = tuple[list[Document], list[Document]]  # to train on, held out
+TokenParts = list[tuple[Tokens, Tokens]]  # by source, likewise
+
+
+def _encoded(parts: Sequence[Documents], codec: Codec) -> TokenParts:
+    return [
+        (codec.encode([one.data for one in train]), codec.encode([one.data for one in held]))
+        for train, held in parts
+    ]
+
+
+def _mixed_digest(digests: dict[str, str], sources: dict[str, float | None]) -> str:
+    """The digest of one source, or of several and their weights."""
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    words = [f"{digest}:{sources[name]}" for name, digest in digests.items()]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def _corpus_of(
+    name: str,
+    sha256: str,
+    parts: TokenParts,
+    sources: dict[str, float | None],
+    codec: Codec | None,
+    vocab_size: int | None = None,
+    rates: Sequence[float | None] = (),
+) -> Corpus:
+    """A corpus of one or several sources.
+
+    Args:
+        vocab_size: the number of tokens where it is not the codec's.
+        rates: bytes of text for a token of each source, where known; else the codec counts.
+    """
+    shares: tuple[tuple[int, float], ...] = ()
+    trained, held = [part[0] for part in parts], [part[1] for part in parts]
+    weights = [weight for weight in sources.values() if weight is not None]
+    if len(parts) > 1 and weights:
+        shares = tuple(zip(map(len, trained), weights, strict=True))
+        most = min(len(tokens) / share for tokens, share in zip(held, weights, strict=True))
+        held = [
+            tokens[: max(2, int(share * most))] for tokens, share in zip(held, weights, strict=True)
+        ]
+
+    def count(arrays: Sequence[Tokens]) -> int | None:
+        known = [rate for rate in rates if rate is not None]
+        if len(known) == len(arrays):
+            each = zip(known, arrays, strict=True)
+            return round(sum(rate * len(tokens) for rate, tokens in each))
+        return None if codec is None else sum(num_bytes(codec, tokens) for tokens in arrays)
+
+    size = vocab_size if codec is None or vocab_size is not None else codec.vocab_size
+    assert size is not None
+    return Corpus(
+        name=name,
+        train=join(trained),
+        held_out=join(held),
+        vocab_size=size,
+        sha256=sha256,
+        codec=codec,
+        train_bytes=count(trained),
+        held_out_bytes=count(held),
+        shares=shares,
+    )
+
+
+# ----------------------------------------------------------------------------------- learned pieces
+
+
+def _learned(
+    parts: Sequence[Documents], size: int, cache: str | Path | None
+) -> tuple[Codec, TokenParts]:
+    """Pieces learned from the training parts alone, and the tokens made with them."""
+
+    def learn() -> Pieces:
+        return Pieces.train((one.data for train, _ in parts for one in train), size)
+
+    if cache is None:
+        codec = learn()
+        return codec, _encoded(parts, codec)
+    # The digest of both parts: another fraction held out learns other pieces.
+    digests = "".join(digest_of(train) + digest_of(held) for train, held in parts)
+    folder = Path(cache) / f"bpe-{size}-{hashlib.sha256(digests.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        codec = learn()
+        with _new_folder(folder) as partial:
+            codec.save(partial / FILE)
+            for number, tokens in enumerate(_encoded(parts, codec)):
+                for name, array in zip(_names(number), tokens, strict=True):
+                    count = num_bytes(codec, array)
+                    write_tokens(partial / name, array, codec.vocab_size, num_bytes=count)
+    found = [tuple(open_tokens(folder / name)[0] for name in _names(n)) for n in range(len(parts))]
+    return Pieces.load(folder / FILE, size), found  # type: ignore[return-value]
+
+
+def _names(number: int) -> tuple[str, str]:
+    """The cached files of a source."""
+    suffix = f"-{number}" if number else ""
+    return f"train{suffix}.bin", f"held_out{suffix}.bin"
+
+
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A cache folder to fill; it appears whole or not at all. Two writers write the same."""
+    if folder.parent.is_dir():
+        for left in filter(is_abandoned, folder.parent.iterdir()):
+            shutil.rmtree(left, ignore_errors=True)  # of a writer that was killed
+    partial = temporary(folder)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # not another rank that was quicker
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------ datasets
+
+
+def _dataset_corpus(
+    spec: str, tokenizer: str, held_out: float, cache: Path, needed: int | None
+) -> Corpus:
+    """Rows of a dataset as they come, until ``needed`` tokens are there to train on; they are kept,
+    so a resumed run reads no row again. A row is held out by the hash of its number."""
+    key = hashlib.sha256(f"{spec}\0{tokenizer}\0{held_out}".encode()).hexdigest()[:16]
+    folder = cache / f"dataset-{key}"
+    codec = open_codec(tokenizer)
+    if not folder.is_dir():
+        if codec is None:
+            codec = Pieces.train(_first_bytes(spec), codec_named(tokenizer)[1])
+        with _new_folder(folder) as partial:
+            write_codec(partial, codec)
+            _write_rows(spec, codec, held_out, partial, needed)
+    if codec is None:
+        codec = saved_codec(folder)
+    (train, first), (held, second) = (open_tokens(folder / name) for name in _names(0))
+    sha256 = hashlib.sha256(f"{first.sha256}{second.sha256}".encode()).hexdigest()
+    rate = (first.num_bytes or 0) / first.count
+    return _corpus_of(spec, sha256, [(train, held)], {spec: None}, codec, rates=[rate])
+
+
+def _first_bytes(spec: str) -> Iterator[bytes]:
+    left = _LEARNED_FROM
+    for document in dataset_documents(spec):
+        yield document.data
+        left -= len(document.data)
+        if left <= 0:
+            return
+
+
+def _write_rows(spec: str, codec: Codec, held_out: float, folder: Path, needed: int | None) -> None:
+    writers = [TokenWriter(folder / name, codec.vocab_size) for name in _names(0)]
+    counts = [0, 0]
+    try:
+        for document in dataset_documents(spec):
+            draw = int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8], "big")
+            part = int(draw < held_out * 2**64)
+            tokens = codec.encode([document.data])
+            writers[part].add(tokens)
+            counts[part] += num_bytes(codec, tokens)
+            if needed is not None and writers[0].count > needed and writers[1].count > 1:
+                break
+        for writer, count in zip(writers, counts, strict=True):
+            writer.close(count)
+    finally:
+        for writer in writers:
+            writer.discard()
+
+
+# ------------------------------------------------------------------------------------ token files
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenSource:
+    """Tokens that were made before: of the files of one source, or of a generator."""
+
+    arrays: list[Tokens]
+    vocab_size: int
+    sha256: str
+    codec: Codec | None = None
+    rate: float | None = None  # bytes of text for each token
+
+
+def _token_corpus(
+    spec: str, sources: dict[str, float | None], held_out: float, tokenizer: str
+) -> Corpus:
+    kind, _ = codec_named(tokenizer)
+    if kind == "bpe":
+        raise DataError(f"{spec!r} holds tokens already: --tokenizer {tokenizer} is for text")
+    found = {source: _open_source(source) for source in sources}
+    sizes = {one.vocab_size for one in found.values()}
+    codecs = {None if one.codec is None else digest_of_codec(one.codec) for one in found.values()}
+    if len(sizes) > 1 or len(codecs) > 1:
+        raise DataError(
+            f"{spec!r} mixes tokens of different tokenizers (vocabularies of "
+            f"{', '.join(f'{one.vocab_size} in {name}' for name, one in found.items())}): make "
+            f"them with one tokenizer"
+        )
+    first = next(iter(found.values()))
+    codec = first.codec
+    if kind == "file":  # for tokens whose files do not name it
+        codec = open_codec(tokenizer)
+        assert codec is not None
+        if codec.vocab_size > first.vocab_size:
+            raise DataError(
+                f"--tokenizer {tokenizer} has {codec.vocab_size} tokens and {spec!r} "
+                f"{first.vocab_size}: it is not the one that they were made with"
+            )
+    parts = [_cut_ends(name, one.arrays, held_out) for name, one in found.items()]
+    sha256 = _mixed_digest({name: one.sha256 for name, one in found.items()}, sources)
+    rates = [one.rate for one in found.values()]
+    return _corpus_of(spec, sha256, parts, sources, codec, first.vocab_size, rates)
+
+
+def _open_source(source: str) -> _TokenSource:
+    if source.startswith("random:"):
+        return _random_tokens(source)
+    if source.startswith("raw"):
+        return _raw_tokens(source)
+    files = token_files(source)
+    opened = [open_tokens(file) for file in files]
+    headers = [header for _, header in opened]
+    first, codec = headers[0], _codec_beside(files[0], headers[0].tokenizer)
+    for file, header in zip(files, headers, strict=True):
+        if (header.vocab_size, header.tokenizer) != (first.vocab_size, first.tokenizer):
+            raise DataError(
+                f"{file} has another tokenizer than {files[0]} (vocab_size={header.vocab_size}, "
+                f"{header.tokenizer!r}; {first.vocab_size}, {first.tokenizer!r}): make all files "
+                f"of a source with one tokenizer"
+            )
+    if isinstance(codec, Bytes) and first.vocab_size != codec.vocab_size:
+        raise DataError(
+            f"{files[0]} says that its tokens are bytes, but vocab_size={first.vocab_size} and "
+            f"bytes have {codec.vocab_size}: write it again"
+        )
+    counts = [header.num_bytes for header in headers if header.num_bytes is not None]
+    total = sum(header.count for header in headers)
+    return _TokenSource(
+        arrays=[tokens for tokens, _ in opened],
+        vocab_size=first.vocab_size,
+        sha256=first.sha256
+        if len(headers) == 1
+        else hashlib.sha256("".join(header.sha256 for header in headers).encode()).hexdigest(),
+        codec=codec,
+        rate=sum(counts) / total if len(counts) == len(headers) and total else None,
+    )
+
+
+def _codec_beside(file: Path, tokenizer: str | None) -> Codec | None:
+    """The codec that a header names; ``None`` if it names none, or its file is not there."""
+    if tokenizer is None or tokenizer == "bytes":
+        return None if tokenizer is None else Bytes()
+    name, _, digest = tokenizer.partition(":")
+    codec = saved_codec(file.parent) if name == FILE else None
+    if codec is None:
+        logger.warning(
+            "%s was made with a tokenizer (%s) that does not lie beside it: texts are shown as "
+            "numbers, and exports have no tokenizer",
+            file,
+            name,
+        )
+    elif digest_of_codec(codec) != digest:
+        raise DataError(
+            f"{file.parent / name} is not the tokenizer that {file.name} was made with: put that "
+            f"one there, or make the tokens again"
+        )
+    return codec
+
+
+def _raw_tokens(source: str) -> _TokenSource:
+    """The tokens of ``raw16:PATH:VOCAB``. The digest is of the size and both ends of the file."""
+    kind, _, rest = source.partition(":")
+    name, _, vocab = rest.rpartition(":")
+    if not name or not vocab.isdecimal() or int(vocab) < 1:
+        raise DataError(f"{source!r}: write {kind}:PATH:VOCAB, for example {kind}:train.bin:50257")
+    tokens = open_raw_tokens(Path(name).expanduser(), int(kind.removeprefix("raw")), int(vocab))
+    digest = hashlib.sha256(str(len(tokens)).encode())
+    for end in (tokens[: 1 << 20], tokens[-(1 << 20) :]):
+        digest.update(np.ascontiguousarray(end).data)
+    return _TokenSource(arrays=[tokens], vocab_size=int(vocab), sha256=digest.hexdigest())
+
+
+def _random_tokens(source: str) -> _TokenSource:
+    vocab = source.partition(":")[2]
+    if not vocab.isdecimal() or not 1 <= int(vocab) <= 1 << 32:
+        raise DataError(f"{source!r}: write random:VOCAB, for example random:50304")
+    size = int(vocab)
+    tokens = np.random.default_rng(0).integers(0, size, _RANDOM_TOKENS, dtype=np.uint32)
+    sha256 = hashlib.sha256(source.encode()).hexdigest()
+    return _TokenSource(arrays=[tokens.astype(dtype_for(size))], vocab_size=size, sha256=sha256)
+
+
+def _cut_ends(name: str, arrays: Sequence[Tokens], fraction: float) -> tuple[Tokens, Tokens]:
+    """Hold out the end of every file: token files do not say where documents begin."""
+    total = sum(map(len, arrays))
+    if total == 0:
+        raise DataNotFoundError(f"{name} holds no tokens: write it again")
+    train, held = [], []
+    for tokens in arrays:
+        most = _MOST_HELD_OUT * len(tokens) // total
+        at = max(0, len(tokens) - min(max(2, round(fraction * len(tokens))), most))
+        train.append(tokens[:at])
+        held.append(tokens[at:])
+    return join(train), join(held)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from elsewhere: a Hugging Face folder to begin a run with, a run to write text with.
+
+    config.json, model.safetensors                       a folder in the layout of the hub
+    config.json, model.safetensors.index.json, ...       the same in several files
+    RUN/checkpoints/step-000300                          a checkpoint of ``shardwise train``
+
+Tensors are read one at a time, so a rank never holds more than one whole parameter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import CheckpointError, load
+from shardwise.checkpoint.values import parse_json
+from shardwise.models.gpt import GPT, generate
+from shardwise.models.gpt_config import GPTConfig
+from shardwise.models.hugging_face import config_from_hf, parameters_from_hf
+from shardwise.shard.state_dict import load_full_state_dict
+from shardwise.train.codecs import (
+    Bytes,
+    Codec,
+    codec_named,
+    decode_text,
+    encode_text,
+    open_codec,
+    saved_codec,
+)
+from shardwise.train.config import TrainConfig
+from shardwise.train.folder import TOKENIZER, newest_checkpoint, saved_run
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class HubFolder(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face folder by name, read when they are asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        index = self.folder / _INDEX
+        if not (self.folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} holds no Hugging Face model: config.json is not there; give the folder "
+                f"of one, with its safetensors"
+            )
+        if index.is_file():
+            self._files: dict[str, str] = dict(_json_of(index).get("weight_map", {}))
+        elif (self.folder / _SINGLE).is_file():
+            with self._open(_SINGLE) as file:
+                self._files = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise ValueError(
+                f"{folder} holds neither {_SINGLE} nor {_INDEX}: other formats are not read; save "
+                f"the model with safetensors"
+            )
+
+    @property
+    def config(self) -> GPTConfig:
+        """The GPT that computes the same."""
+        try:
+            return config_from_hf(_json_of(self.folder / "config.json"))
+        except ValueError as error:
+            raise ValueError(f"{self.folder}: {error}") from None
+
+    def _open(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(self.folder / name, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.folder / name} cannot be read ({error})") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._open(self._files[name]) as file:
+            found: Tensor = file.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    found = parse_json(path.read_bytes(), str(path))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def begin_from(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """A configuration whose model and tokenizer are those of ``init_from``.
+
+    The context is the shorter of the recipe's and the weights'; ``changes`` (flags) come last.
+    """
+    assert config.init_from is not None
+    folder = HubFolder(config.init_from)
+    values = folder.config.__dict__ | {
+        "context": min(folder.config.context, config.model.context),
+        "recompute": config.model.recompute,
+        **changes.get("model", {}),
+    }
+    tokenizer = config.tokenizer
+    if "tokenizer" not in changes and (folder.folder / "tokenizer.json").is_file():
+        tokenizer = config.init_from
+    return TrainConfig.from_json(config.to_json() | {"model": values, "tokenizer": tokenizer})
+
+
+def load_weights(model: nn.Module, config: TrainConfig) -> None:
+    """Fill a wrapped model with the weights of ``init_from``, one parameter at a time. No
+    communication: every rank reads and keeps its pieces."""
+    assert config.init_from is not None
+    folder = HubFolder(config.init_from)
+    try:
+        for state in parameters_from_hf(folder, config.model):
+            load_full_state_dict(model, state, strict=False)
+    except (RuntimeError, ValueError) as error:  # names, shapes
+        raise ValueError(
+            f"init_from={config.init_from!r}: its weights do not fit the model of this run "
+            f"({' '.join(str(error).split())}): leave the sizes of the model as they are there"
+        ) from error
+
+
+# ------------------------------------------------------------------------------ a model to ask
+
+
+def open_model(path: str | Path) -> tuple[GPT, Codec | None]:
+    """The model and the tokenizer of a run, a checkpoint or an exported folder, in this process."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        raise ValueError(f"{path}: there is no such run, checkpoint or exported folder")
+    if (place / _SINGLE).is_file() or (place / _INDEX).is_file():
+        folder = HubFolder(place)
+        model = GPT(folder.config)
+        for state in parameters_from_hf(folder, folder.config):
+            load_full_state_dict(model, state, strict=False)
+        return model, saved_codec(place)
+    checkpoint = newest_checkpoint(place)
+    config = saved_run(checkpoint).config
+    model = GPT(config.model)
+    load(checkpoint, model, restore_random=False)
+    return model, codec_of_run(checkpoint, config)
+
+
+def codec_of_run(checkpoint: Path, config: TrainConfig) -> Codec | None:
+    """The tokenizer of the run that wrote a checkpoint: kept in the run's folder, or known from its
+    configuration; ``None`` for tokens of an unknown tokenizer."""
+    found = saved_codec(checkpoint.parent.parent / TOKENIZER)
+    if found is not None:
+        return found
+    kind, size = codec_named(config.tokenizer)
+    if kind == "bytes":
+        return Bytes() if config.model.vocab_size == size else None
+    if kind == "file":
+        return open_codec(config.tokenizer)
+    raise CheckpointError(
+        f"{checkpoint} was trained with learned pieces ({config.tokenizer}), and the run's folder, "
+        f"where they are kept ({TOKENIZER}/), is not around it: put the checkpoint back there"
+    )
+
+
+def tokenizer_files(codec: Codec | None) -> dict[str, bytes]:
+    """The files of a tokenizer for an export: transformers reads them beside the weights."""
+    if codec is None:
+        return {}
+    ends = {"eos_token_id": codec.end, "pad_token_id": codec.end}
+    return {**codec.files(), "generation_config.json": json.dumps(ends, indent=2).encode()}
+
+
+@torch.no_grad()
+def write_text(
+    model: GPT,
+    codec: Codec,
+    prompt: str,
+    num_tokens: int,
+    **options: Any,
+) -> Iterator[str]:
+    """The text that a model writes after ``prompt``, piece by piece, up to the end of a document.
+
+    ``options`` are those of :func:`shardwise.models.gpt.generate`.
+    """
+    tokens = encode_text(codec, prompt) or [codec.end]
+    device = model.embedding.weight.device
+    drawn = torch.tensor([tokens], device=device)
+    shown = len(decode_text(codec, tokens))
+    for _ in range(num_tokens):
+        drawn = generate(model, drawn, 1, **options)
+        if int(drawn[0, -1]) == codec.end:
+            return
+        text = decode_text(codec, drawn[0].tolist())
+        if not text.endswith("\ufffd"):  # the rest of a character is still to come
+            yield text[shown:]
+            shown = len(text)
