@@ -150,6 +150,15 @@ class ShardedTensor(DTensor):
             f"process; save its full_tensor(), or use torch.distributed.checkpoint"
         )
 
+    def data_ptr(self) -> int:
+        """The address of a parameter's piece, by which accelerate finds the parameter again in an
+        optimizer; 0 for any other tensor: torch's staging takes anything else for memory."""
+        if not isinstance(self, torch.nn.Parameter):
+            return 0
+        if not self._local_tensor.numel():  # torch has one address for all tensors without elements
+            self._local_tensor.data_ptr = functools.partial(int, id(self.cut))  # type: ignore[method-assign]
+        return self._local_tensor.data_ptr()
+
     @property  # type: ignore[override]
     def data(self) -> ShardedTensor:
         return self.detach()  # type: ignore[return-value]

@@ -137,7 +137,7 @@ def _below(unit: Wrapped) -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     while waiting:
         path, module = waiting.pop()
-        if id(module) in seen or getattr(module, "_shardwise_unit", unit) is not unit:
+        if id(module) in seen or vars(module).get("_shardwise_unit", unit) is not unit:
             continue
         seen.add(id(module))
         yield path, module

@@ -24,8 +24,9 @@ from shardwise.shard.unit import Unit
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a wrapped module, or None."""
-    return getattr(module, "_shardwise_unit", None)
+    """The unit of a wrapped module, or None; not that of the module inside a CheckpointWrapper or
+    an OptimizedModule, which pass attributes on."""
+    return vars(module).get("_shardwise_unit")
 
 
 def units_of(module: nn.Module) -> Iterator[Unit]:

@@ -34,13 +34,20 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """The state dict with whole, plain tensors, gathered one parameter at a time. Collective.
 
-    With ``only_first_rank`` all ranks take part, and the others return an empty dictionary.
+    With ``only_first_rank`` all ranks take part, and the others return an empty dictionary. Tied
+    parameters are one tensor, as in the state dict of a plain model.
     """
     keep = not only_first_rank or torch.distributed.get_rank() == 0
     spread = _spread_linears(model)
     result: dict[str, Any] = {}
+    first: dict[int, str] = {}  # the first name of each piece
     for name, value in model.state_dict().items():
-        if isinstance(value, ShardedTensor):
+        sharded = isinstance(value, ShardedTensor)
+        if sharded and (tied := first.setdefault(id(value._local_tensor), name)) != name:
+            if keep:
+                result[clean(name)] = result[clean(tied)]
+            continue
+        if sharded:
             value = value.full_tensor()
         values = {name: value}
         path, _, last = name.rpartition(".")
@@ -48,8 +55,8 @@ def full_state_dict(
             values = _gather_experts(name, last, value, *spread[path])
         for key, each in values.items() if keep else ():
             if isinstance(each, Tensor):
-                # A copy: training goes on to change the original.
-                each = each.detach().to(device or each.device, copy=True)
+                # A copy, unless it is one: training goes on to change the original.
+                each = each.detach().to(device or each.device, copy=not sharded)
             result[clean(key)] = each
     return result
 

@@ -28,6 +28,7 @@ from shardwise.mesh import Ranks
 from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
+from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.tensor import ShardedTensor
 
@@ -253,8 +254,17 @@ _classes: dict[type, type] = {}
 
 def _wrapped_class(original: type) -> type:
     if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (ShardedModule, original), {})
+        more = {"save_pretrained": _save_pretrained} if hasattr(original, "save_pretrained") else {}
+        _classes[original] = type(f"FSDP{original.__name__}", (ShardedModule, original), more)
     return _classes[original]
+
+
+def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' and peft's own, given whole weights: call it on every rank; rank 0 writes."""
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = full_state_dict(self, only_first_rank=True)
+    kwargs.setdefault("is_main_process", torch.distributed.get_rank() == 0)
+    return super(ShardedModule, self).save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:

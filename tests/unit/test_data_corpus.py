@@ -318,7 +318,7 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
 
     made = [one.name for one in cache.iterdir()]
     assert len(made) == 1 and made[0].startswith("bpe-290-")
-    monkeypatch.setattr(Pieces, "train", None)  # nobody trains again
+    monkeypatch.setattr(type(corpus.codec), "train", None)  # nobody trains again
     again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
     assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
     assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frameworks that call torch's ``fully_shard`` by themselves: accelerate, transformers.Trainer.
+
+with in_place_of_torch():                          # or in_place_of_torch(placements=sw.zero(2))
+    model, optimizer = accelerator.prepare(model, optimizer)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.distributed import fsdp
+
+from shardwise.shard.fully_shard import fully_shard
+
+
+@contextmanager
+def in_place_of_torch(**options: Any) -> Iterator[None]:
+    """Give shardwise's ``fully_shard`` to every module that has imported torch's, or imports it
+    inside the block. ``options`` are arguments that the framework does not pass itself."""
+    ours: Any = partial(fully_shard, **options)
+    ours.state = fully_shard.state  # type: ignore[attr-defined]
+    theirs = fsdp.fully_shard
+    holders = [
+        vars(module)
+        for module in list(sys.modules.values())
+        if getattr(module, "__dict__", {}).get("fully_shard") is theirs
+    ]
+    try:
+        for holder in holders:
+            holder["fully_shard"] = ours
+        yield
+    finally:
+        for holder in holders:
+            holder["fully_shard"] = theirs
