@@ -38,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Results are pages of the site; other files outside docs/ are named, not linked."""
     markdown = re.sub(r"\]\(\.\./benchmarks/results/([\w-]+\.md)\)", r"](results/\1)", markdown)
-    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
+    return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (\2)", markdown)
 
 
 def index() -> str:
@@ -75,25 +75,22 @@ def entry(name: str, value: Any) -> str:
     if callable(value):
         with contextlib.suppress(ValueError, TypeError):
             lines.append(f"```text\nsw.{name}{signature(value)}\n```\n")
-    own = (
-        inspect.ismodule(value) or callable(value) or type(value).__module__.startswith("shardwise")
-    )
+    own = inspect.ismodule(value) or callable(value) or "shardwise" in type(value).__module__
     words = inspect.getdoc(value) if own else None
     lines.append(prose(words or f"A value: `{value!r}`.") + "\n")
     return "\n".join(lines)
 
 
 def signature(value: Any) -> str:
-    found = inspect.signature(value)
-    parameters = [str(one).replace("'", "") for one in found.parameters.values()]
-    if not parameters:
-        return "()"
-    stars = next(
-        (i for i, one in enumerate(found.parameters.values()) if one.kind is one.KEYWORD_ONLY), None
-    )
-    if stars is not None:
-        parameters.insert(stars, "*")
-    return "(\n    " + ",\n    ".join(parameters) + ",\n)"
+    parameters: list[str] = []
+    for one in inspect.signature(value).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        kind = "" if one.annotation is one.empty else f": {one.annotation}"
+        default = "" if one.default is one.empty else f" = {one.default!r}"
+        parameters.append(f"{stars}{one.name}{kind}{default}")
+    return "(\n    " + ",\n    ".join(parameters) + ",\n)" if parameters else "()"
 
 
 def prose(words: str) -> str:
@@ -108,7 +105,7 @@ def prose(words: str) -> str:
         if rest or (line and not line.startswith(" ") and not re.match(r"[\w, ]+:", line)):
             rest.append(line)
         elif match := re.match(r"([\w, ]+): (.*)", line):
-            listed.append(f"- **{match[1]}**: {match[2]}")
+            listed.append(f"- **{match[1].strip()}**: {match[2]}")
         elif line.strip():
             listed.append("  " + line.strip())
         else:
