@@ -124,6 +124,10 @@ class Canvas:
             f'<rect class="paper" width="100%" height="100%"/>\n{body}\n</svg>'
         )
 
+    def _repr_svg_(self) -> str:
+        """The picture in a notebook."""
+        return self.render()
+
     def _add(self, name: str, attributes: dict[str, Any], tip: str = "") -> None:
         if tip:
             attributes = attributes | {"data-tip": tip}
