@@ -18,13 +18,14 @@ BIN := $(VENV)/bin
 # One thread per rank: two ranks with a pool of threads each fight over the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint format types contracts pytest bench soak clean
+.PHONY: help train test lint format types contracts pytest docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train      train a small GPT on 2 CPU ranks and draw what happened"
 	@echo "make test       lint, types, import contracts, tests"
 	@echo "make lint       ruff alone; 'make format' repairs what it can"
+	@echo "make docs       the site in build/site, strictly: a broken link is an error"
 	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
 	@echo "make soak       1,000 kills during saves, and a run of 2,000 steps killed again and again"
 	@echo "make clean      remove the virtual environment and caches"
@@ -62,6 +63,13 @@ contracts: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.fsdp

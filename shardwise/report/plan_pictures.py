@@ -35,7 +35,7 @@ def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     units = [(unit, unit.get("rows") or shard_map["rows"]) for unit in shard_map["units"]]
     shown = units[:MAX_UNITS]
     margin = 24 + max(text_width(row["ranks"], 12) for _, rows in units for row in rows)
-    heights = [_height(rows) for _, rows in shown]
+    heights = [unit_height(rows) for _, rows in shown]
     about = f"main weights over {shard_map['num_ranks']:,} ranks in {shard_map['num_shards']:,} "
     about += "shards; one colour a parameter, to scale"
     keys = [Key("padding", "")]
@@ -44,14 +44,14 @@ def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     canvas = Canvas(WIDTH, height, "shard map")
     at = draw_title(canvas, "Shard map", about, keys) + 6
     for (unit, rows), block in zip(shown, heights, strict=True):
-        _draw_unit(canvas, unit, rows, at, margin)
+        draw_unit(canvas, unit, rows, at, margin)
         at += block
     if hidden:
         canvas.text(16, at + 8, f"and {hidden} more kinds of units", class_="faint")
     return canvas
 
 
-def _height(rows: Sequence[Mapping[str, Any]]) -> float:
+def unit_height(rows: Sequence[Mapping[str, Any]]) -> float:
     gaps = sum(_skips(rows, position) for position in range(len(rows)))
     return 22 + len(rows) * (ROW + ROW_GAP) + gaps * 14 + 26
 
@@ -60,7 +60,7 @@ def _skips(rows: Sequence[Mapping[str, Any]], position: int) -> bool:
     return position > 0 and rows[position]["shard"] != rows[position - 1]["shard"] + 1
 
 
-def _draw_unit(
+def draw_unit(
     canvas: Canvas,
     unit: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],

@@ -104,11 +104,14 @@ class Canvas:
         attributes = {"x": x, "y": y, "font-size": size, "text-anchor": anchor} | style
         self.shapes.append(f"<text{_attributes(attributes)}>{escape(text)}</text>")
 
-    def render(self, *, standalone: bool = True) -> str:
-        """The SVG; a file of its own, or a part of the page."""
+    def render(self, *, standalone: bool = True, dark: bool | None = None) -> str:
+        """The SVG; a file of its own, or a part of the page. ``dark=None``: a file of its own has
+        both themes, and the reader's setting chooses."""
         style = f"<style>text{{font-family:{escape(FONT, quote=False)}}}"
-        style += theme_css("svg", False)
-        style += f"@media(prefers-color-scheme:dark){{{theme_css('svg', True)}}}</style>"
+        style += theme_css("svg", bool(dark))
+        if dark is None:
+            style += f"@media(prefers-color-scheme:dark){{{theme_css('svg', True)}}}"
+        style += "</style>"
         body = "\n".join(map(_with_titles, self.shapes) if standalone else self.shapes)
         size = f'viewBox="0 0 {_number(self.width)} {_number(self.height)}"'
         if standalone:
@@ -120,6 +123,10 @@ class Canvas:
             f"{style + HATCHES if standalone else ''}\n"
             f'<rect class="paper" width="100%" height="100%"/>\n{body}\n</svg>'
         )
+
+    def _repr_svg_(self) -> str:
+        """The picture in a notebook."""
+        return self.render()
 
     def _add(self, name: str, attributes: dict[str, Any], tip: str = "") -> None:
         if tip:

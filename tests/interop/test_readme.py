@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README says to type for experts does what it says."""
+"""What docs/experts.md says to type for experts does what it says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.shard.wrapping import wrap_units
 from tests.ranks import on_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 CONFIG = GPTConfig(
     vocab_size=64, dim=32, num_layers=2, num_heads=2, context=8, num_experts=4,
     expert_hidden_dim=32, balance_coefficient=0.0,
@@ -24,7 +24,7 @@ CONFIG = GPTConfig(
 
 def snippet() -> str:
     """For 8 GPUs there, for 4 CPU ranks here."""
-    block = next(b for b in README.read_text().split("```") if "layer.spread" in b)
+    block = next(b for b in PAGE.read_text().split("```") if b.startswith("python\n"))
     code = block.removeprefix("python\n")
     for old, new in (("dp=8", "dp=4"), ("(4, 2)", "(2, 2)"), ('"cuda"', '"cpu"')):
         assert old in code

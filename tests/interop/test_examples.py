@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs, learns, and is short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+RANKS = {"03_experts.py": 4, "04_tensor_parallel.py": 4}
+
+
+def run_example(rank: int, world_size: int, name: str, *arguments: Any) -> float:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main(*arguments)  # type: ignore[no-any-return]
+
+
+def test_examples_are_short() -> None:
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".py", ".sh"):
+            assert len(path.read_text().splitlines()) <= 80, path.name
+
+
+@pytest.mark.parametrize("name", SCRIPTS[1:])
+def test_an_example_learns(name: str) -> None:
+    losses = run_ranks(run_example, RANKS.get(name, 2), name)
+    assert all(loss < 4.6 for loss in losses), losses  # log 256 is 5.5
+
+
+def test_the_script_that_moved_computes_what_it_computed() -> None:
+    ours, theirs = (
+        run_ranks(run_example, 2, SCRIPTS[0], ["--steps", "10", *more])[0]
+        for more in ([], ["--torch"])
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5) and ours < 5.2
+
+
+def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    held = json.loads((EXAMPLES / "06_shard_map.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in held["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]), names)
+    assert "blocks.0 and 1 alike" in capsys.readouterr().out
+    assert names["map_canvas"](names["shard_map"](names["whole"]))._repr_svg_().startswith("<svg")
