@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,20 +104,23 @@ def measure(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     step = (_trainer if case.system == "trainer" else _loop)(case, config, world)
     cuda = world.device.type == "cuda"
-    times, loss = [], 0.0
-    for number in range(WARMUPS + STEPS):
-        if number == WARMUPS and cuda:
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        loss = step()  # waits for the device
-        times.append(time.perf_counter() - started)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    for number in range(WARMUPS):
+        step()
+        wait()
         if number == 0:
             first = time.perf_counter() - began
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        loss = step()
+    wait()
     return {
-        "seconds": statistics.median(times[WARMUPS:]),
+        "seconds": (time.perf_counter() - started) / STEPS,
         "first_step": first,
         "peak": torch.cuda.max_memory_allocated() / GIB if cuda else None,
-        "loss": loss,
+        "loss": float(loss),
         "flops": config.model.flops_per_token() * config.batch * config.model.context,
     }
 
@@ -145,14 +147,12 @@ def _trainer(case: Case, config: TrainConfig, world: World) -> Callable[[], floa
 
     def step() -> float:
         trainer._train_step(guard)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
         return losses.value
 
     return step
 
 
-def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], float]:
+def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], Any]:
     device = world.device
     with torch.device("meta"):
         model = GPT(config.model)
@@ -178,7 +178,7 @@ def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], float]:
     pieces = words.chunk(config.num_microbatches)
     autocast = case.system == "loop"  # fp32 weights, as the trainer's main weights
 
-    def step() -> float:
+    def step() -> Tensor:
         total = torch.zeros((), device=device)
         for number, piece in enumerate(pieces):
             if case.system == "fsdp2":
@@ -193,9 +193,7 @@ def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], float]:
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return float(total)
+        return total
 
     return step
 
