@@ -105,9 +105,8 @@ def traced_linear(x: Tensor, parameter: Tensor, bias: Tensor | None, recipe: Rec
 def _autocast(value: Tensor) -> Tensor:
     """``value`` as torch casts operands of ``F.linear``: checks, decoding and what is saved for
     backward then all have the dtype that is computed in."""
-    kind = value.device.type
-    known = torch.amp.is_autocast_available(kind)  # not for a dry run's tensors, of no device
-    if not known or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
+    kind = value.device.type  # a dry run's tensors are on none that autocast knows
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
         return value
     return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
 
