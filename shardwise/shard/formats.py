@@ -6,7 +6,7 @@
     shard 0  main |w rows 0-63  |   --encode-->  codes |w 0-63  |  scales |w|   --all-gather-->
     shard 1  main |w rows 64-127|   --encode-->  codes |w 64-127|  scales |w|       1.03 bytes
 
-    blocks are cut, or both planes are needed at once (2.06 bytes, where bf16 takes 2):
+    blocks are cut, or two planes are needed at once (2.06 bytes, where bf16 takes 2):
 
     shard 0  main |w rows 0-40  |   --cast-->  bf16 |w 0-40  |   --all-gather-->  encode everywhere
     shard 1  main |w rows 41-127|   --cast-->  bf16 |w 41-127|
