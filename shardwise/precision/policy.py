@@ -230,6 +230,7 @@ class Stored:
     format: Format | None  # None: stored in ``dtype``
     dtype: torch.dtype  # the dtype that is computed in
     why: str  # under an fp8 precision: the reason why this weight stays in a dtype
+    products: str = ""  # how linear layers multiply by it, once its device is known
 
 
 def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class GroupPlane:
             nbytes = sum(each.numel() for each in self.ranges(first, last))
             device = self.memory.tensor.device
             self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
-        return self.part_filled == state
+        return bool(self.part_filled == state)
 
     def copy_part(self, first: int, last: int, state: Any) -> None:
         """Keep what outer axes brought, or take it from there."""
