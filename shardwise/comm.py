@@ -229,6 +229,36 @@ def all_gather(out: Tensor, shard: Tensor, group: GroupLike) -> Pending:
     return _DONE
 
 
+def all_gather_together(parts: Sequence[tuple[Tensor, Tensor]], group: GroupLike) -> Pending:
+    """:func:`all_gather` of several (out, shard) of one device, as one collective."""
+    axis = as_axis(group)
+    if len(parts) == 1 or axis.size == 1:
+        return [all_gather(out, shard, axis) for out, shard in parts][-1]
+    first = parts[0][0]
+    ticket = _count("all_gather", axis, sum(out.nbytes for out, _ in parts))
+    if _imagined(axis, first):
+        return _DONE
+    if _elsewhere(axis, first) is not None:
+        with uncounted():
+            for out, shard in parts:
+                all_gather(out, shard, axis).wait()
+        return _DONE
+    if _by_messages(axis, first):
+        assert len(parts) == 2, "messages of one collective have two tags"
+        pending = _DONE
+        for second_round, (out, shard) in enumerate(parts):
+            pieces = list(out.view(-1).chunk(axis.size))
+            if pieces[axis.rank].data_ptr() != shard.data_ptr():
+                pieces[axis.rank].copy_(shard)
+            mine = [pieces[axis.rank]] * axis.size
+            finish = pending.wait if second_round else None
+            pending = _messages(ticket, axis, mine, pieces, finish, second_round=bool(second_round))
+        return pending
+    outs, shards = ([pair[side] for pair in parts] for side in (0, 1))
+    axis.group.allgather_into_tensor_coalesced(outs, shards).wait()
+    return _DONE
+
+
 def reduce_scatter(
     out: Tensor, full: Tensor, group: GroupLike, *, divisor: float | None = None
 ) -> Pending:

@@ -199,7 +199,7 @@ def linear() -> None:
     x = torch.randn(4, 100, 512, device=DEVICE, generator=generator).bfloat16()
     grad = torch.randn(4, 100, 1024, device=DEVICE, generator=generator).bfloat16()
     parameter = torch.nn.Parameter(weight)
-    for format in ("mxfp8", "mxfp8_2d"):
+    for format in ("mxfp8_rowcol", "mxfp8_2d"):
         stored = FP8Tensor.encode(weight, format)  # type: ignore[arg-type]
         on_cpu = FP8Tensor.encode(weight.cpu(), format)  # type: ignore[arg-type]
         assert stored.to("cpu").equal(on_cpu)
@@ -233,7 +233,7 @@ def looked_up(device: torch.device = DEVICE) -> None:
     ids = torch.randint(4096, (7, 33), generator=generator)
     ids[0, :20] = 3
     grad = torch.randn(7, 33, 512, generator=generator).bfloat16().to(device)
-    for format in ("mxfp8", "mxfp8_2d", "mxfp8_rows"):
+    for format in ("mxfp8_rowcol", "mxfp8_2d", "mxfp8_rows"):
         on_cpu = FP8Tensor.encode(weight, format).dequantise()  # type: ignore[arg-type]
         stored = FP8Tensor.encode(weight.to(device), format)  # type: ignore[arg-type]
         for kind in (torch.int64, torch.int32):
@@ -303,7 +303,7 @@ def training_is_that_of_weights_quantised_at_use(device: torch.device = DEVICE) 
                 model, found = trained(device, mesh, stage, helpers.STEPS, **options)
                 helpers.assert_same_bits(found, expected, f"zero({stage}) {options}")
                 planes = helpers.planes_seen(model)
-                wanted = helpers.expected_planes(model, "mxfp8")
+                wanted = helpers.expected_planes(model, "mxfp8_rowcol")
                 helpers.assert_same_bits(planes, wanted, f"planes, zero({stage}) {options}")
 
 
@@ -353,7 +353,7 @@ def eight_ranks_pretended(device: torch.device = DEVICE) -> None:
         mesh = init_device_mesh(device.type, (8,), mesh_dim_names=("dp",))
         cases: list[tuple[str, dict[str, Any]]] = [("codes", each) for each in MEMORIES]
         cases += [("codes", {"reshard_after_forward": 2}), ("bf16", {})]
-        for format in ("mxfp8", "mxfp8_2d"):
+        for format in ("mxfp8_rowcol", "mxfp8_2d"):
             seen: list[dict[str, Tensor]] = []
             for travels, options in cases:
                 model = helpers.make(True, format)  # type: ignore[arg-type]

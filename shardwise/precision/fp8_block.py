@@ -68,11 +68,11 @@ def quantise(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quanti
     codes, scales, turned, turned_scales = empty(x, rows, columns)
     whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
     if rows:
-        codes, found = encode_reference(whole, ROW_128, rounding)
-        scales = found.t().contiguous()
+        codes, each = encode_reference(whole, ROW_128, rounding)
+        scales = each.t().contiguous()
     if columns:
-        turned, found = encode_reference(whole.t().contiguous(), ROW_128, rounding)
-        turned_scales = found.t().contiguous()
+        turned, each = encode_reference(whole.t().contiguous(), ROW_128, rounding)
+        turned_scales = each.t().contiguous()
     return codes, scales, turned, turned_scales
 
 

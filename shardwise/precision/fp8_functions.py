@@ -172,6 +172,7 @@ class _Linear(torch.autograd.Function):
         if wants_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if by_codes:
+            assert turned is not None and turned_scales is not None
             gradient = ops.fp8_weight_gradient if named is not None else fp8_block.weight_gradient
             of_weight = gradient(turned, turned_scales, kept, kept_scales, ctx.weight_dtype)
         elif wants_weight:

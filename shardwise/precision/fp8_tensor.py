@@ -7,7 +7,7 @@ numbers. To recognise one, use ``isinstance(value, FP8Tensor)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -26,13 +26,16 @@ from shardwise.precision.fp8 import (
     encode,
 )
 
-Matrices = Literal["mxfp8", "mxfp8_2d", "fp8_block"]  # of weights that are multiplied, both ways
+# Of weights that are multiplied, both ways. "mxfp8_rowcol" is "mxfp8" for products of hardware,
+# which sum over what a block lies along.
+Matrices = Literal["mxfp8", "mxfp8_rowcol", "mxfp8_2d", "fp8_block"]
 Lookups = Literal["mxfp8_rows", "fp8_block_rows"]  # of weights whose rows are looked up
 Format = Literal[Matrices, Lookups]
 Reads = Literal["forward", "backward"]
 
 FORMATS: dict[Format, tuple[Block, ...]] = {
-    "mxfp8": (ROW, COLUMN),
+    "mxfp8": (ROW,),
+    "mxfp8_rowcol": (ROW, COLUMN),
     "mxfp8_2d": (SQUARE,),
     "mxfp8_rows": (ROW,),
     "fp8_block": (SQUARE_128,),
@@ -40,13 +43,14 @@ FORMATS: dict[Format, tuple[Block, ...]] = {
 }
 LOOKUPS: dict[Matrices, Format] = {
     "mxfp8": "mxfp8_rows",
+    "mxfp8_rowcol": "mxfp8_rows",
     "mxfp8_2d": "mxfp8_rows",
     "fp8_block": "fp8_block_rows",
 }
-# The plane that each phase reads: forward sums over columns, backward over rows. The gradient of a
-# lookup needs no weight.
+# The plane that each phase reads. The gradient of a lookup needs no weight.
 READS: dict[Format, dict[Reads, Block]] = {
-    "mxfp8": {"forward": ROW, "backward": COLUMN},
+    "mxfp8": {"forward": ROW, "backward": ROW},
+    "mxfp8_rowcol": {"forward": ROW, "backward": COLUMN},
     "mxfp8_2d": {"forward": SQUARE, "backward": SQUARE},
     "mxfp8_rows": {"forward": ROW},
     "fp8_block": {"forward": SQUARE_128, "backward": SQUARE_128},
@@ -68,7 +72,6 @@ class FP8Tensor:
 
     def __init__(self, *planes: Plane) -> None:
         found = {plane.block: plane for plane in planes}
-        formats = {_format_of(block) for block in found}
         shapes = {tuple(plane.codes.shape) for plane in planes}
         devices = {str(plane.codes.device) for plane in planes}
         problems = []
@@ -76,8 +79,8 @@ class FP8Tensor:
             problems.append("no planes: give at least one")
         if len(found) != len(planes):
             problems.append(f"two planes in the same blocks: {[p.block for p in planes]}")
-        if len(formats) > 1:
-            both = " and of ".join(sorted(formats))
+        if found and not any(set(found) <= set(blocks) for blocks in FORMATS.values()):
+            both = " and of ".join(sorted({_format_of([block]) for block in found}))
             problems.append(f"planes of {both}: a matrix is stored in one of them")
         for what, values in (("shapes", shapes), ("devices", devices)):
             if len(values) > 1:
@@ -113,8 +116,8 @@ class FP8Tensor:
 
     @property
     def format(self) -> Format:
-        """The format; a tensor with only a row plane is ``mxfp8_rows``."""
-        return "mxfp8_rows" if set(self.planes) == {ROW} else _format_of(self._any.block)
+        """The format of matrices that holds these planes."""
+        return _format_of(self.planes)
 
     @property
     def nbytes(self) -> int:
@@ -124,8 +127,7 @@ class FP8Tensor:
         """The plane that ``phase`` reads."""
         if phase not in get_args(Reads):
             raise FP8Error(f"phase {phase!r}: choose from {', '.join(get_args(Reads))}")
-        # A row plane on its own counts as "mxfp8" here: backward names the missing column plane.
-        block = READS[_format_of(self._any.block)][phase]
+        block = READS[_format_of(self.planes)][phase]
         if block not in self.planes:
             raise FP8Error(
                 f"the {phase} of a matrix of shape {tuple(self.shape)} reads its {NAMES[block]} "
@@ -232,9 +234,10 @@ class FP8Tensor:
         self.planes = FP8Tensor.from_state_dict(state).planes
 
 
-def _format_of(block: Block) -> Format:
-    """The format of matrices that are multiplied in which this block occurs."""
-    return next((each for each in get_args(Matrices) if block in FORMATS[each]), "fp8_block")
+def _format_of(blocks: Collection[Block]) -> Format:
+    """The first format of matrices that has all of these planes."""
+    known = (each for each in get_args(Matrices) if set(blocks) <= set(FORMATS[each]))
+    return next(known, "fp8_block")
 
 
 def _few(names: Sequence[str]) -> str:

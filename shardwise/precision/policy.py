@@ -30,6 +30,7 @@ _FORMATS = ", ".join(map(repr, get_args(Matrices)))
 # The products of each format; the first is the default.
 _PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
     "mxfp8": ("emulated", "native"),
+    "mxfp8_rowcol": ("emulated", "native"),
     "mxfp8_2d": ("emulated", "native"),
     "fp8_block": ("fp8", "emulated"),
 }
@@ -62,13 +63,15 @@ class Precision:
     parameter's own dtype, except for ``main``.
 
     Args:
-        weights: dtype of the compute weights that forward and backward read. ``"mxfp8"`` (a plane
-            of 1x32 blocks for each direction) and ``"mxfp8_2d"`` (one plane of 32x32 blocks) store
-            the weights of linear layers in MXFP8 where both sides are multiples of 32, and compute
-            in bf16. ``"fp8_block"`` (one plane of 128x128 blocks with fp32 scales, sides that are
-            multiples of 128) multiplies in fp8 too. Embeddings are stored so where ``include``
-            names them, and with ``"fp8_block"`` output heads; all other weights stay bf16.
-            ``sw.precision_report(model)`` lists the choice and its reasons.
+        weights: dtype of the compute weights that forward and backward read. ``"mxfp8"`` (one plane
+            of 1x32 blocks) and ``"mxfp8_2d"`` (32x32) store the weights of linear layers in MXFP8
+            where both sides are multiples of 32, and compute in bf16. ``"mxfp8_rowcol"`` has a
+            second plane of 32x1 blocks for backward: what hardware with MXFP8 products reads, and
+            what ``products="native"`` makes of ``"mxfp8"``. ``"fp8_block"`` (one plane of 128x128
+            blocks with fp32 scales, sides that are multiples of 128) multiplies in fp8 too.
+            Embeddings are stored so where ``include`` names them, and with ``"fp8_block"`` output
+            heads; all other weights stay bf16. ``sw.precision_report(model)`` lists the choice and
+            its reasons.
         reduce: dtype of gradients on the wire. ``None``: the dtype of ``weights``.
         main: dtype of the main weights, their gradients and (through them) the optimizer state.
             ``None``: fp32 for a trained parameter that came in bf16 or fp16 (as in Hugging Face
@@ -153,6 +156,8 @@ class Precision:
     @property
     def format(self) -> Matrices | None:
         """The fp8 format of the weights of linear layers; None where they have a dtype."""
+        if self.weights == "mxfp8" and self.products == "native":
+            return "mxfp8_rowcol"
         return self.weights if self.weights in get_args(Matrices) else None  # type: ignore[return-value]
 
     @property
@@ -225,6 +230,7 @@ class Stored:
     format: Format | None  # None: stored in ``dtype``
     dtype: torch.dtype  # the dtype that is computed in
     why: str  # under an fp8 precision: the reason why this weight stays in a dtype
+    products: str = ""  # how linear layers multiply by it, once its device is known
 
 
 def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:

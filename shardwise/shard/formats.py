@@ -6,7 +6,7 @@
     shard 0  main |w rows 0-63  |   --encode-->  codes |w 0-63  |  scales |w|   --all-gather-->
     shard 1  main |w rows 64-127|   --encode-->  codes |w 64-127|  scales |w|       1.03 bytes
 
-    blocks are cut, or both planes are needed at once (2.06 bytes, where bf16 takes 2):
+    blocks are cut, or two planes are needed at once (2.06 bytes, where bf16 takes 2):
 
     shard 0  main |w rows 0-40  |   --cast-->  bf16 |w 0-40  |   --all-gather-->  encode everywhere
     shard 1  main |w rows 41-127|   --cast-->  bf16 |w 41-127|
@@ -22,12 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
 from shardwise.precision.fp8 import SCALES, Block, side_of
+from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
 from shardwise.precision.policy import Stored, format_of, ineligible, short_name
@@ -140,6 +142,7 @@ class PrecisionReport:
     """The format of every parameter of a wrapped model, in registration order; printable."""
 
     rows: tuple[Stored, ...]
+    notes: tuple[str, ...] = ()  # why products are not made by hardware that multiplies fp8
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -179,16 +182,17 @@ class PrecisionReport:
         }
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "stored as", "why")] + [
+        table = [("parameter", "shape", "stored as", "products", "why")] + [
             (
                 row.name,
                 "x".join(map(str, row.shape)) or "scalar",
                 row.format or short_name(row.dtype),
+                row.products,
                 row.why,
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        widths = [max(len(line[column]) for line in table) for column in range(5)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in table
@@ -198,7 +202,7 @@ class PrecisionReport:
             f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "
             f"elements, are stored in fp8"
         )
-        return "\n".join(lines)
+        return "\n".join(lines + [f"products: {note}" for note in self.notes])
 
 
 def precision_report(model: nn.Module) -> PrecisionReport:
@@ -208,12 +212,13 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored = {
-        (id(parameters), name): unit.stored[number, index]
-        for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules())
-        if unit is not None
-        for parameters, name, number, index in unit.places
-    }
+    stored, notes = {}, {}
+    for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules()):
+        for parameters, name, number, index in () if unit is None else unit.places:
+            one, group = unit.stored[number, index], unit.groups[number]
+            products, note = _products(one, group.precision, group.device)
+            stored[id(parameters), name] = replace(one, products=products)
+            notes |= {note: None} if note else {}
     found: dict[int, Stored] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -221,4 +226,21 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             if parameter is not None and key in stored:
                 full = f"{path}.{name}" if path else name
                 found.setdefault(id(parameter), replace(stored[key], name=full))
-    return PrecisionReport(tuple(found.values()))
+    return PrecisionReport(tuple(found.values()), tuple(notes))
+
+
+def _products(one: Stored, precision: Precision, device: torch.device) -> tuple[str, str | None]:
+    """How linear layers multiply by a weight on a device, and why not in fp8 by its hardware."""
+    if one.format is None or "backward" not in READS[one.format]:
+        return "", None
+    if len(one.shape) == 3:
+        return "decoded", "experts multiply by decoded weights"
+    if precision.products == "native":
+        return "mxfp8", None
+    if precision.recipe.activations is None:
+        return "decoded", None
+    gradient = "" if precision.weight_gradient == "fp8" else ", dW in bf16"
+    problem = scaled_problem(device)
+    if problem is None:
+        return f"fp8{gradient}", None
+    return f"fp8 by decoding{gradient}", f"{problem}; the same numbers are made by decoding"

@@ -6,11 +6,11 @@
                                         a row and a column plane, or one of squares, or of rows
     whole     bf16, all replicated      scratch that lives inside a gather which sends bf16
 
-    zero(3)   forward   main |##| --encode--> |#| --all-gather--> row plane     1.03 bytes
-              backward  main |##| --encode--> |#| --all-gather--> column plane  1.03 bytes
-              a backward that runs forward again (activation checkpointing) gathers both
-    zero(1)   main |##| --cast, all-gather--> whole --encode--> both planes, kept; whole released
-              one plane (of squares or blocks): encoded, gathered as codes and kept
+    zero(3)   forward   main |##| --encode--> |#| --all-gather--> plane     1.03 bytes in MXFP8
+              backward  main |##| --encode--> |#| --all-gather--> plane     1.03 bytes
+    zero(1)   main |##| --encode--> |#| --all-gather--> plane, kept         1.03 bytes
+    of two planes (mxfp8_rowcol) each phase of zero(3) gathers one, and both where a backward runs
+    forward again (activation checkpointing); zero(1) gathers bf16 and encodes both from it
     embeddings have only a row plane: their backward gathers nothing
 
 Planes are always encoded from main rounded to bf16, never from a decoded plane. An optimizer writes
@@ -56,6 +56,8 @@ class GroupPlane:
         self.memory = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
         self.memory.moved = weakly(self._drop_views)
         self.filled: Any = None  # main.state when it was encoded; None: never, or released since
+        self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
+        self.part_filled: Any = None  # main.state when they did
         self.views: list[Plane] | None = None
 
     def view(self, index: int, low: int, high: int) -> Plane:
@@ -77,6 +79,26 @@ class GroupPlane:
         low, high = (begin + end // self.share * self.width for end in (first, last))
         return memory[first:last], memory[low:high]
 
+    def keeps(self, first: int, last: int, state: Any) -> bool:
+        """Whether the part at addresses [first, last) is kept as main is now."""
+        if self.part is None:
+            nbytes = sum(each.numel() for each in self.ranges(first, last))
+            device = self.memory.tensor.device
+            self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
+        return bool(self.part_filled == state)
+
+    def copy_part(self, first: int, last: int, state: Any) -> None:
+        """Keep what outer axes brought, or take it from there."""
+        assert self.part is not None
+        codes, scales = self.ranges(first, last)
+        kept = self.part.tensor[: codes.numel()], self.part.tensor[codes.numel() :]
+        for mine, there in zip(kept, (codes, scales), strict=True):
+            if self.part_filled == state:
+                there.copy_(mine)
+            else:
+                mine.copy_(there)
+        self.part_filled = state
+
     def whole(self, index: int) -> Plane:
         """The plane of one whole weight."""
         if self.views is None:
@@ -92,7 +114,7 @@ class GroupPlane:
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
     """Encode the elements of ``source`` into the same places of each plane, in one read."""
     for index, (low, high, _) in enumerate(source.pieces):
-        if high > low:
+        if high > low and planes:
             into = [plane.view(index, low, high) for plane in planes]
             codes = into[0].codes
             value = source.view(index).view(codes.shape)
@@ -112,6 +134,11 @@ class FP8Group(Group):
         self.whole.block.release(CACHING)
         self.rounding = self.precision.rounding
         self.direct = sends_codes(self.layout, self.format, self.persistent)
+        # Axes that are gathered once for each change of main: codes too, where codes are sent.
+        self._outer = 0
+        if self.direct and self.compute is not None:
+            self._outer = len(self.main.gather_steps(self.compute))
+            self.compute = None
         layout, parts = plane_layout(self.layout, self.direct), self.layout.num_shards
         device = self._whole_device
         self.planes = {
@@ -183,7 +210,7 @@ class FP8Group(Group):
                 self._gathers = [comm.all_gather(kept.memory.tensor, part, self._kept_axis)]
                 self._kept_in_use = True
             if rest and self.direct:
-                self._gathers += self._gather_codes(rest, self._source())
+                self._gathers += self._gather_codes(rest)
             elif rest:
                 self._gather_staged(rest, runtime)
         comm.purpose = ""
@@ -201,17 +228,25 @@ class FP8Group(Group):
                 plane.filled = None
             raise
 
-    def _gather_codes(self, planes: Sequence[GroupPlane], source: Buffer) -> list[comm.Pending]:
-        """Encode this rank's shard, then gather codes and scales, axis by axis."""
-        encode_planes(planes, source, self.rounding)
+    def _gather_codes(self, planes: Sequence[GroupPlane]) -> list[comm.Pending]:
+        """Encode this rank's shard, then gather codes and scales, axis by axis. What outer axes
+        brought is kept until main changes."""
+        state, steps = self.main.state, self.main.gather_steps(self.whole)
+        mine = steps[self._outer][1] if self._outer else (0, 0)
+        new = [plane for plane in planes if not (self._outer and plane.keeps(*mine, state))]
+        encode_planes(new, self.main, self.rounding)
         gathers: list[comm.Pending] = []
-        for axis, shard, whole in source.gather_steps(self.whole):
+        for number, (axis, shard, whole) in enumerate(steps):
             for pending in gathers:
                 pending.wait()  # the next axis sends what this one received
+            if self._outer and number == self._outer:
+                for plane in planes:
+                    plane.copy_part(*mine, state)
             gathers = [
-                comm.all_gather(into, part, axis)
-                for plane in planes
-                for part, into in zip(plane.ranges(*shard), plane.ranges(*whole), strict=True)
+                comm.all_gather_together(
+                    list(zip(plane.ranges(*whole), plane.ranges(*shard), strict=True)), axis
+                )
+                for plane in (new if number < self._outer else planes)
             ]
         return gathers
 

@@ -26,6 +26,8 @@ from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.optimizers import optimizer
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.precision import Precision
+from shardwise.precision.fp8 import side_of
+from shardwise.precision.fp8_tensor import FORMATS
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
 from shardwise.shard.wrapping import wrap_units
@@ -163,8 +165,8 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         reasons = dict.fromkeys(stored.kept.values())
         raise ValueError(
             f"precision={config.precision!r}: none of the {len(stored.rows)} parameters can be "
-            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of 32, or train "
-            f"in bf16"
+            f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of "
+            f"{side_of(FORMATS[precision.format])}, or train in bf16"
         )
     model.to_empty(device=world.device)
     model.init_weights(config.seed)
@@ -189,11 +191,10 @@ def spread_experts(
 
 
 def compiles(config: TrainConfig, world: World) -> bool:
-    """Whether the model runs through torch.compile. Products of MXFP8 weights and the hooks of
-    tensor parallelism are not traced yet, so ``auto`` leaves such models as they are."""
+    """Whether the model runs through torch.compile. The hooks of tensor parallelism are not traced
+    yet, so ``auto`` leaves such models as they are."""
     if config.compile == "auto":
-        plain = precision_of(config, world).format is None and config.tp == 1
-        return world.device.type == "cuda" and plain
+        return world.device.type == "cuda" and config.tp == 1
     return config.compile == "on"
 
 

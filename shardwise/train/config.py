@@ -24,7 +24,7 @@ OptimizerName = Literal[
     "scion",
     "spectral_lion",
 ]
-PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
+PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d", "fp8_block"]
 CompileChoice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
 
@@ -81,9 +81,9 @@ class TrainConfig:
         decay: fraction of the steps, at the end, in which learning rates fall (``wsd``).
         final: fraction of the learning rates at which they stop falling.
         clip: the largest norm of the gradient; larger ones are scaled down.
-        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8`` and
-            ``mxfp8_2d`` store linear layers so and leave the rest bf16; the run says which and
-            why. Main weights are fp32.
+        precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``,
+            ``mxfp8_2d`` and ``fp8_block`` store linear layers so and leave the rest bf16; the run
+            says which and why. ``fp8_block`` multiplies in fp8 too. Main weights are fp32.
         compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs.
         seed: seed of the weights, of the order of the samples and of the random generators.
         eval_every: steps between evaluations of the held-out loss; 0: none.

@@ -26,9 +26,9 @@ PRECISIONS = {
     "fp32": sw.Precision(),
     "bf16": sw.Precision(weights="bf16", reduce="fp32"),
     "bf16 wire": sw.Precision(weights="bf16"),
-    "mxfp8": sw.Precision(weights="mxfp8", reduce="fp32"),
+    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol", reduce="fp32"),
     "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
-    "mxfp8 rows": sw.Precision(weights="mxfp8", reduce="fp32", include=("*", "embedding.*")),
+    "mxfp8 rows": sw.Precision(weights="mxfp8_rowcol", reduce="fp32", include=("*", "embedding.*")),
 }
 Facts = dict[str, Any]
 
@@ -315,11 +315,11 @@ def test_plan_is_exact_for_parts_kept() -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
 def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
-    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8", 2), ("mxfp8_2d", 1)])
+    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8_rowcol", 2), ("mxfp8_2d", 1)])
 
 
 def test_plan_is_exact_for_parts_of_planes_kept() -> None:
-    cases: list[Case] = [("mxfp8", 2), ("mxfp8_2d", 1)]
+    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8_2d", 1)]
     assert_planned(4, "blocks of 32", "zero3", cases, reshard_after_forward=2)
     assert_planned(4, "words", "zero3", [("mxfp8 rows", 1)], reshard_after_forward=2)
 
@@ -334,7 +334,7 @@ def test_plan_is_exact_for_embeddings_in_mxfp8(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
     world_size = 4 if strategy == "hfsdp" else 3
-    cases: list[Case] = [("mxfp8", 2), ("mxfp8_2d", 1), ("mxfp8 rows", 1), ("bf16", 1)]
+    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8_2d", 1), ("mxfp8 rows", 1), ("bf16", 1)]
     assert_planned(world_size, "recomputing", strategy, cases)
     if strategy == "zero3":
         assert_planned(4, "recomputing", strategy, cases, reshard_after_forward=2)
@@ -344,14 +344,14 @@ def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
 
 def test_backward_gathers_no_embedding() -> None:
     sent = {}
-    for name in ("mxfp8", "mxfp8 rows"):
+    for name in ("mxfp8_rowcol", "mxfp8 rows"):
         with torch.device("meta"):
             model = with_words()
         made = plan(model, {"dp": 2}, precision=PRECISIONS[name], reshard_after_forward=True)
         sent[name] = {phase: nbytes for phase, (_, nbytes, _) in made.gathered.items()}
     rows, columns = 128, 32
     for phase, coded in (("forward", 33 / 32), ("backward", 0)):
-        others = sent["mxfp8"][phase] - 2 * rows * columns
+        others = sent["mxfp8_rowcol"][phase] - 2 * rows * columns
         assert sent["mxfp8 rows"][phase] == others + coded * rows * columns > 0
     assert made.formats["mxfp8_rows"] == (1, rows * columns, (rows * columns * 33 // 32,))
 
@@ -364,14 +364,14 @@ def gathered_in_backward(facts: Facts) -> int:
 
 def test_a_phase_of_zero3_gathers_half_the_bytes_of_bf16() -> None:
     """One plane, 1.03 bytes against 2; norms and biases, 0.4 % of these layers, stay bf16."""
-    cases: list[Case] = [("bf16", 1), ("mxfp8", 1), ("mxfp8_2d", 1)]
+    cases: list[Case] = [("bf16", 1), ("mxfp8_rowcol", 1), ("mxfp8_2d", 1)]
     for result in run_ranks(check_all, 2, "wide", "zero3", cases, {}):
         bf16, rows, squares = (gathered_in_backward(steps[1]) for _, _, steps, _ in result)
         assert 0.50 < rows / bf16 <= 0.52
         assert 0.50 < squares / bf16 <= 0.51
     with torch.device("meta"):
-        made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8"])
-    parameters, elements, planes = made.formats["mxfp8"]
+        made = plan(MODELS["wide"](), {"dp": 2}, "zero3", precision=PRECISIONS["mxfp8_rowcol"])
+    parameters, elements, planes = made.formats["mxfp8_rowcol"]
     assert parameters == 4 and planes == (elements * 33 // 32,) * 2, "a row and a column plane"
     assert made.as_dict()["gathered"]["backward"]["nbytes"] == rows == made.gathered["backward"][1]
     assert "stored as mxfp8" in str(made) and "gathered in backward" in str(made)
@@ -490,7 +490,7 @@ def test_even_parts_of_replicas_are_planned_to_the_byte(early: Facts) -> None:
 @pytest.mark.parametrize(
     ("strategy", "world_size", "model_name", "precision"),
     [("zero0", 2, "uneven", "bf16"), ("zero1", 3, "uneven", "fp32")]
-    + [("zero2", 3, "blocks of 32", "mxfp8")],
+    + [("zero2", 3, "blocks of 32", "mxfp8_rowcol")],
 )
 def test_a_step_that_gathers_is_planned_to_the_byte(
     strategy: str, world_size: int, model_name: str, precision: str
@@ -532,7 +532,7 @@ def test_plan_is_exact_for_buckets(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "model_name", "precision", "options"),
     [("zero0", "uneven", "bf16", {}), ("zero1", "uneven", "fp32", {"gather_in_step": True})]
-    + [("zero2", "blocks of 32", "mxfp8", {"gather_in_step": True})]
+    + [("zero2", "blocks of 32", "mxfp8_rowcol", {"gather_in_step": True})]
     + [("zero1", "stacked", "fp32", {"bucket_mb": 1})],
 )
 def test_buckets_under_muon_are_planned_to_the_byte(

@@ -103,15 +103,15 @@ def dropped(
     for where in WHERE[1:]:
         assert all(map(torch.equal, grads[where], grads["nowhere"])), where
         more = gathered[where] > gathered["nowhere"]
-        by_codes = weights == "mxfp8" and not cut
+        by_codes = weights == "mxfp8_rowcol" and not cut
         assert more == by_codes, "a second plane is gathered where one is not both"
     return issued
 
 
 @pytest.mark.parametrize(
     ("strategy", "weights", "kept", "cut"),
-    [(s, w, None, False) for s in ("zero3", "hfsdp") for w in ("bf16", "mxfp8", "mxfp8_2d")]
-    + [("zero3", "mxfp8", None, True), ("zero3", "mxfp8", 2, False)],
+    [(s, w, None, False) for s in ("zero3", "hfsdp") for w in ("bf16", "mxfp8_rowcol", "mxfp8_2d")]
+    + [("zero3", "mxfp8_rowcol", None, True), ("zero3", "mxfp8_rowcol", 2, False)],
 )
 def test_ranks_whose_backward_passes_units_by_issue_what_others_do(
     strategy: str, weights: str, kept: int | None, cut: bool

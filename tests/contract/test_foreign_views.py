@@ -177,7 +177,7 @@ def test_weights_that_forward_shows_to_numpy(strategy: str, options: dict[str, A
     assert min(run_ranks(dump_weights, ranks_for(strategy), strategy, options)) > 20
 
 
-@pytest.mark.parametrize("weights", ["mxfp8", "mxfp8_2d"])
+@pytest.mark.parametrize("weights", ["mxfp8_rowcol", "mxfp8_2d"])
 @on_ranks(2)
 def test_codes_that_forward_shows_to_numpy(rank: int, world_size: int, weights: str) -> None:
     """The planes of MXFP8 weights, too."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Precision(weights="mxfp8")`` as users meet it: what is stored, refused, read."""
+"""``Precision(weights="mxfp8_rowcol")`` as users meet it: what is stored, refused, read."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from tests.parity.mxfp8_helpers import (
 )
 from tests.ranks import on_ranks, run_ranks
 
-MXFP8 = sw.Precision(weights="mxfp8", reduce="fp32")
+MXFP8 = sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
 
 # --------------------------------------------------------------------------------------- the value
 
 
 def test_precision_knows_its_format() -> None:
-    assert MXFP8.format == "mxfp8" and MXFP8.weights == "mxfp8"
+    assert MXFP8.format == "mxfp8_rowcol" and MXFP8.weights == "mxfp8_rowcol"
     assert MXFP8.compute_dtype(torch.float32) == MXFP8.input_dtype == torch.bfloat16
-    assert sw.Precision(weights="mxfp8").wire_dtype(torch.float32) == torch.bfloat16
+    assert sw.Precision(weights="mxfp8_rowcol").wire_dtype(torch.float32) == torch.bfloat16
     assert MXFP8.wire_dtype(torch.float32) == MXFP8.main_dtype(torch.float32) == torch.float32
     assert sw.Precision(weights="bf16").format is None
     again = replace(MXFP8, exclude=["head.*"])
-    assert again.format == "mxfp8" and again.exclude == ("head.*",), "no silent bf16"
+    assert again.format == "mxfp8_rowcol" and again.exclude == ("head.*",), "no silent bf16"
 
 
 def test_precision_refuses() -> None:
-    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8', 'mxfp8_2d', 'fp8_block'"):
+    with pytest.raises(ValueError, match=r"mxfp4.*'mxfp8_rowcol', 'mxfp8_2d', 'fp8_block'"):
         sw.Precision(weights="mxfp4")
-    with pytest.raises(ValueError, match="reduce='mxfp8'"):
-        sw.Precision(reduce="mxfp8")
+    with pytest.raises(ValueError, match="reduce='mxfp8_rowcol'"):
+        sw.Precision(reduce="mxfp8_rowcol")
     with pytest.raises(ValueError, match="they say which weights are stored in fp8"):
         sw.Precision(weights="bf16", exclude=("head.*",))
     with pytest.raises(FP8Error, match="give a sequence of patterns"):
-        sw.Precision(weights="mxfp8", include="*.mlp.*")
+        sw.Precision(weights="mxfp8_rowcol", include="*.mlp.*")
     with pytest.raises(FP8Error, match=r"include=\(\): nothing would be stored in mxfp8"):
-        sw.Precision(weights="mxfp8", include=())
-    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8'"):
+        sw.Precision(weights="mxfp8_rowcol", include=())
+    with pytest.raises(ValueError, match=r"products='native'.*'native' for 'mxfp8_rowcol'"):
         sw.Precision(weights="bf16", products="native")
 
 
@@ -79,7 +79,7 @@ def matrices(grain: Any, *shapes: tuple[int, int]) -> list[Item]:
 def test_blocks_are_never_cut_where_rows_may_be() -> None:
     shapes = ((64, 32), (96, 64), (32, 96), (256, 32), (32, 32))
     for num_shards in (1, 2, 3, 4, 7, 16):
-        layout = lay_out(matrices(in_blocks(sw.ROW), *shapes), num_shards, "mxfp8")
+        layout = lay_out(matrices(in_blocks(sw.ROW), *shapes), num_shards, "mxfp8_rowcol")
         assert encodes_locally(layout), num_shards
         assert layout.payload == sum(a * b for a, b in shapes)
         assert lay_out(layout.items, num_shards, None) == plan(layout.items, num_shards)
@@ -87,12 +87,12 @@ def test_blocks_are_never_cut_where_rows_may_be() -> None:
 
 
 def test_transport_is_chosen_by_layout_and_bytes() -> None:
-    whole = lay_out(matrices(rows(32), (64, 64), (64, 64)), 4, "mxfp8")
-    assert sends_codes(whole, "mxfp8", persistent=False), "one plane: 1.03 bytes against 2"
-    assert not sends_codes(whole, "mxfp8", persistent=True), "two planes: 2.06"
+    whole = lay_out(matrices(rows(32), (64, 64), (64, 64)), 4, "mxfp8_rowcol")
+    assert sends_codes(whole, "mxfp8_rowcol", persistent=False), "one plane: 1.03 bytes against 2"
+    assert not sends_codes(whole, "mxfp8_rowcol", persistent=True), "two planes: 2.06"
     assert sends_codes(whole, "mxfp8_2d", persistent=True), "one plane of squares: 1.001"
-    cut = lay_out(matrices(ELEMENT, (64, 64), (64, 64)), 3, "mxfp8")
-    assert not sends_codes(cut, "mxfp8", persistent=False)
+    cut = lay_out(matrices(ELEMENT, (64, 64), (64, 64)), 3, "mxfp8_rowcol")
+    assert not sends_codes(cut, "mxfp8_rowcol", persistent=False)
     shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
     assert not encodes_locally(shifted), "its scales would have no address"
 
@@ -116,17 +116,17 @@ def test_the_report_says_what_is_stored_and_why_the_rest_is_not(rank: int, world
     assert report.kept["layers.0.up.bias"] == "a bias"
     assert set(report.kept) | STORED == {name for name, _ in model.named_parameters()}
     for unit in units_of(model):
-        assert {group.format for group in unit.groups} == {"mxfp8", None}
+        assert {group.format for group in unit.groups} == {"mxfp8_rowcol", None}
         for number, group in enumerate(unit.groups):
             rows_ = [unit.stored[number, index] for index in range(len(group.items))]
             assert {row.format for row in rows_} == {group.format}, "groups are split by format"
-    few = sw.Precision(weights="mxfp8", include=("up.*", "first.*"), exclude=("*first*",))
+    few = sw.Precision(weights="mxfp8_rowcol", include=("up.*", "first.*"), exclude=("*first*",))
     chosen = sw.precision_report(wrap(make(True), "zero3", world_size, precision=few))
     assert set(chosen.stored) == {"layers.0.up.weight", "layers.1.up.weight"}
     assert chosen.kept["first.weight"] == "excluded by '*first*'"
-    assert "mxfp8" in sw.describe(model)
+    assert "mxfp8_rowcol" in sw.describe(model)
     lines = {line.split()[0]: line.split() for line in str(report).splitlines()}
-    assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8"
+    assert lines["head.weight"][2] == "bf16" and lines["first.weight"][2] == "mxfp8_rowcol"
     text = str(report)
     assert "6 of 17 parameters" in text and "layers.1.down.weight" in text
 
@@ -193,7 +193,7 @@ def test_a_model_that_stores_nothing_in_mxfp8_is_refused(rank: int, world_size: 
 # ---------------------------------------------------------------------- parts kept for backward
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d"])
+@pytest.mark.parametrize("format", ["mxfp8_rowcol", "mxfp8_2d"])
 @on_ranks(4)
 def test_a_part_of_what_backward_reads_can_be_kept(rank: int, world_size: int, format: Any) -> None:
     """Backward's plane comes back from two neighbours, recomputed or not; not a bit changes."""
@@ -259,7 +259,7 @@ def test_whoever_reads_the_weight_reads_its_codes(rank: int, world_size: int) ->
     assert model.one.weight.grad.full_tensor().abs().sum() > 0
     assert model.two.weight.grad.full_tensor().abs().sum() > 0
     coded, text = model.seen
-    assert text == "FP8Parameter(64x64, mxfp8)" and isinstance(coded, FP8Tensor)
+    assert text == "FP8Parameter(64x64, mxfp8_rowcol)" and isinstance(coded, FP8Tensor)
     model.unshard()
     assert coded.dequantise().equal(FP8Tensor.encode(first).dequantise())
     model.reshard()
@@ -284,7 +284,7 @@ def test_meta_init(rank: int, world_size: int, strategy: str) -> None:
         for each in (model, expected_model)
     ]
     assert_same_bits(runs[0], runs[1], "made on the meta device")
-    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "planes")
+    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8_rowcol"), "planes")
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -44,7 +44,7 @@ class Writer(nn.Module):
 def build(way: str, strategy: str, world_size: int) -> Any:
     model: Any = nn.Sequential(Writer(way), nn.Linear(64, 64))
     mesh = mesh_of(world_size)
-    weights = "mxfp8" if strategy.endswith("mxfp8") else "bf16"
+    weights = "mxfp8_rowcol" if strategy.endswith("mxfp8_rowcol") else "bf16"
     precision = sw.Precision(weights=weights, reduce="fp32")
     if strategy.startswith("data_parallel"):
         return sw.data_parallel(model, mesh=mesh, precision=precision)

@@ -66,7 +66,7 @@ class Words(nn.Module):
         return self.head(hidden)
 
 
-def make(on: bool, format: Format = "mxfp8", tied: bool = False, **options: Any) -> Any:
+def make(on: bool, format: Format = "mxfp8_rowcol", tied: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Words(on, format, tied, **options)
     with torch.no_grad():  # as different from row to row as words are
@@ -74,7 +74,7 @@ def make(on: bool, format: Format = "mxfp8", tied: bool = False, **options: Any)
     return model
 
 
-def precision_of(on: bool, format: Format = "mxfp8") -> sw.Precision:
+def precision_of(on: bool, format: Format = "mxfp8_rowcol") -> sw.Precision:
     if not on:
         return sw.Precision(weights="bf16", reduce="fp32")
     return sw.Precision(weights=format, reduce="fp32", include=NAMED)

@@ -33,7 +33,7 @@ def recipe_of(format: Format) -> Recipe:
 class QuantisedAtUse(nn.Linear):
     """fp8 off: the weight is whole and bf16, and is encoded where it is multiplied by."""
 
-    format: Format = "mxfp8"
+    format: Format = "mxfp8_rowcol"
 
     def forward(self, input: Tensor) -> Tensor:
         planes = FP8Tensor.encode(self.weight.detach(), self.format)
@@ -49,7 +49,7 @@ class AtUse(Group):
     collective by collective.
     """
 
-    format: Format = "mxfp8"
+    format: Format = "mxfp8_rowcol"
     matmul = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> FP8Parameter:
@@ -134,14 +134,14 @@ STORED = {
 }
 
 
-def make(on: bool, format: Format = "mxfp8", **options: Any) -> Model:
+def make(on: bool, format: Format = "mxfp8_rowcol", **options: Any) -> Model:
     """The same values on every rank and in every call; ``on``: for fp8 storage."""
     torch.manual_seed(0)
     off = type("Off", (QuantisedAtUse,), {"format": format})
     return Model(nn.Linear if on else off, width=WIDTHS.get(format, WIDTH), **options)
 
 
-def precision_of(on: bool, format: Format = "mxfp8") -> sw.Precision:
+def precision_of(on: bool, format: Format = "mxfp8_rowcol") -> sw.Precision:
     return sw.Precision(weights=format if on else "bf16", reduce="fp32")
 
 

@@ -28,7 +28,7 @@ class AtUse(ExpertTensor):
         value = super().value(dtype)
         if value.dim() == 2:  # biases
             return value
-        coded = [FP8Tensor.encode(member, "mxfp8") for member in value]
+        coded = [FP8Tensor.encode(member, "mxfp8_rowcol") for member in value]
         return torch.stack([one.dequantise(phase) for one in coded])
 
 
@@ -81,7 +81,7 @@ def train(
         options: Any = {"placements": sw.zero(int(strategy[-1])), "precision": precision}
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)
         sw.fully_shard(net, mesh=flat, **options)
-    if weights == "mxfp8":
+    if weights == "mxfp8_rowcol":
         stored = sw.precision_report(model).stored
         assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
         expected = 2 if layout == "grouped" else 2 * EXPERTS // ep
@@ -100,7 +100,7 @@ def train(
         values[f"loss {step}"] = loss.detach()
     for name, parameter in net.named_parameters():
         values[name] = parameter.full_tensor().detach().clone()  # type: ignore[attr-defined]
-    if weights == "mxfp8" and layout == "grouped" and strategy == "zero3":
+    if weights == "mxfp8_rowcol" and layout == "grouped" and strategy == "zero3":
         members_are_coded_one_by_one(net)
     return values
 
@@ -111,7 +111,7 @@ def members_are_coded_one_by_one(net: Net) -> None:
     members = net.moe.experts.fc1.weight.quantised.members()  # type: ignore[union-attr]
     assert len(members) == len(whole) == net.moe.experts.num_experts
     for member, value in zip(members, whole, strict=True):
-        alone = FP8Tensor.encode(value, "mxfp8")
+        alone = FP8Tensor.encode(value, "mxfp8_rowcol")
         for block, plane in member.planes.items():
             assert torch.equal(plane.codes, alone.planes[block].codes)
             assert torch.equal(plane.scales, alone.planes[block].scales)
@@ -119,7 +119,9 @@ def members_are_coded_one_by_one(net: Net) -> None:
 
 
 def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any) -> None:
-    on, off = (train(world_size, rank, strategy, ep, layout, kind) for kind in ("mxfp8", "bf16"))
+    on, off = (
+        train(world_size, rank, strategy, ep, layout, kind) for kind in ("mxfp8_rowcol", "bf16")
+    )
     assert on.keys() == off.keys() and len(on) >= 2 * STEPS + 9
     for name, value in off.items():
         assert torch.equal(on[name], value), name

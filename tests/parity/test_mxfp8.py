@@ -71,7 +71,7 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     assert set(sw.precision_report(coded).stored) == STORED
     found = planes_seen(coded)
     assert_same_bits(found, expected_planes(coded, format), "codes and scales")
-    assert len(found) == len(STORED) * (4 if format == "mxfp8" else 2)
+    assert len(found) == len(STORED) * (4 if format == "mxfp8_rowcol" else 2)
     first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
     assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
     return len(on)
@@ -80,8 +80,8 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
 # "muon" has AdamW beside it, for all that is no matrix; "adamw" is torch's own.
 @pytest.mark.parametrize(
     ("strategy", "kind", "format"),
-    [(strategy, "muon", "mxfp8") for strategy in STRATEGIES]
-    + [(strategy, "adamw", "mxfp8") for strategy in ("zero1", "zero3")]
+    [(strategy, "muon", "mxfp8_rowcol") for strategy in STRATEGIES]
+    + [(strategy, "adamw", "mxfp8_rowcol") for strategy in ("zero1", "zero3")]
     + [("zero1", "muon", "mxfp8_2d"), ("zero3", "muon", "mxfp8_2d")]
     + [(strategy, "muon", "fp8_block") for strategy in STRATEGIES],
 )
@@ -139,10 +139,10 @@ def test_overlap_memory_and_recomputation_do_not_change_a_bit(
 ) -> None:
     """Two microbatches a step and an evaluation after it: planes come, go and come again."""
     often: dict[str, Any] = {"microbatches": 2, "evaluate": True, "steps": range(3)}
-    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8", **often)
+    _, expected = run(rank, world_size, strategy, "muon", False, "mxfp8_rowcol", **often)
     assert "evaluation 2" in expected
     for options in OPTIONS:
-        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8", **often, **options)
+        _, found = run(rank, world_size, strategy, "muon", True, "mxfp8_rowcol", **often, **options)
         assert_same_bits(found, expected, str(options))
     runs = []
     for change in (without_prefetch, lambda model: None):
@@ -171,7 +171,8 @@ def check_transport(rank: int, world_size: int, strategy: str, format: Any) -> t
 
 
 @pytest.mark.parametrize(
-    ("strategy", "format"), [("zero3", "mxfp8"), ("zero1", "mxfp8_2d"), ("hfsdp", "mxfp8")]
+    ("strategy", "format"),
+    [("zero3", "mxfp8_rowcol"), ("zero1", "mxfp8_2d"), ("hfsdp", "mxfp8_rowcol")],
 )
 def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, format: str) -> None:
     for direct, staged in run_ranks(
@@ -183,11 +184,18 @@ def test_codes_that_travel_are_those_that_everybody_encodes(strategy: str, forma
 def check_any_grain(rank: int, world_size: int) -> list[list[bool]]:
     """Layouts that cut blocks, or keep matrices whole, compute the same."""
     few: dict[str, Any] = {"steps": range(5)}
-    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8", **few)
+    _, expected = run(rank, world_size, "zero3", "muon", False, "mxfp8_rowcol", **few)
     chosen = []
     for grain in (ROW, ELEMENT, TENSOR, tensor_fraction(3)):
         model, found = run(
-            rank, world_size, "zero3", "muon", True, "mxfp8", grain=lambda *_, g=grain: g, **few
+            rank,
+            world_size,
+            "zero3",
+            "muon",
+            True,
+            "mxfp8_rowcol",
+            grain=lambda *_, g=grain: g,
+            **few,
         )
         assert_same_bits(found, expected, str(grain))
         chosen.append([g.direct for unit in units_of(model) for g in unit.groups if g.format])
@@ -204,7 +212,8 @@ def test_every_grain_trains_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "format"), [(0, "mxfp8"), (1, "mxfp8"), (2, "mxfp8"), (1, "mxfp8_2d")]
+    ("stage", "format"),
+    [(0, "mxfp8_rowcol"), (1, "mxfp8_rowcol"), (2, "mxfp8_rowcol"), (1, "mxfp8_2d")],
 )
 @on_ranks(2, timeout=180)
 def test_data_parallel_trains_to_the_same_bits(
@@ -230,7 +239,7 @@ def test_data_parallel_trains_to_the_same_bits(
     for overlap in (False, True):
         assert_same_bits(runs[True, overlap], runs[False, False], f"overlap_gather={overlap}")
     assert len(direct) >= 3, "several buckets"
-    if (stage, format) == (1, "mxfp8"):
+    if (stage, format) == (1, "mxfp8_rowcol"):
         assert not any(direct), "both planes of an element weigh more than its bf16 value"
     if format == "mxfp8_2d":
         assert any(direct), "owners of whole matrices send their codes"
@@ -360,7 +369,7 @@ RIGHT = fp8_group.FP8Group._gather_staged
 @on_ranks(2, timeout=180)
 def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
     few: dict[str, Any] = {"steps": range(4)}  # each of them shows at once, and stays
-    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8", **few)
+    _, off = run(rank, world_size, "zero1", "adamw", False, "mxfp8_rowcol", **few)
     with ExitStack() as stack:
         if mistake == "re-stage":
             stack.enter_context(mock.patch.object(fp8_group.FP8Group, "_missing", never_made_anew))

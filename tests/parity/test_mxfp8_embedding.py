@@ -75,12 +75,18 @@ def check_on_and_off(
 
 @pytest.mark.parametrize(
     ("strategy", "format", "tied", "options"),
-    [(strategy, "mxfp8", False, {"padding_idx": 3}) for strategy in ("zero1", "zero3", "hfsdp")]
-    + [(strategy, "mxfp8", False, {"steps": range(4)}) for strategy in ("zero0", "zero2", "hsdp")]
+    [
+        (strategy, "mxfp8_rowcol", False, {"padding_idx": 3})
+        for strategy in ("zero1", "zero3", "hfsdp")
+    ]
+    + [
+        (strategy, "mxfp8_rowcol", False, {"steps": range(4)})
+        for strategy in ("zero0", "zero2", "hsdp")
+    ]
     + [
         ("zero3", "mxfp8_2d", False, {"kind": "muon", "scale_grad_by_freq": True}),
-        ("zero1", "mxfp8", True, {}),
-        ("zero3", "mxfp8", True, {"kind": "muon"}),
+        ("zero1", "mxfp8_rowcol", True, {}),
+        ("zero3", "mxfp8_rowcol", True, {"kind": "muon"}),
         ("zero3", "mxfp8_2d", True, {"padding_idx": -93}),
     ],
 )
@@ -105,7 +111,7 @@ def test_data_parallel(rank: int, world_size: int, stage: int, tied: bool) -> No
         runs.append(train(model, rank, optimizer=optimizer_of(model, "muon")))
         if on:
             assert set(sw.precision_report(model).stored) == STORED
-            assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "planes")
+            assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8_rowcol"), "planes")
     assert_same_bits(runs[0], runs[1], f"data_parallel zero({stage})")
 
 
@@ -116,7 +122,7 @@ def check_traffic(rank: int, world_size: int) -> list[list[int]]:
     """Bytes of each gather in forward, and in backward, of a unit that is released in between."""
     model = sw.fully_shard(
         make(True).embedding, mesh=mesh_of(world_size), reshard_after_forward=True,
-        precision=sw.Precision(weights="mxfp8", include=("weight",)),
+        precision=sw.Precision(weights="mxfp8_rowcol", include=("weight",)),
     )  # fmt: skip
     sent = []
     with sw.comm.record() as calls:
@@ -161,13 +167,13 @@ def check_resume(rank: int, world_size: int, path: str) -> int:
 def check_load(rank: int, world_size: int, path: str, on: bool) -> dict[str, Tensor]:
     """Into another number of ranks, and into a bf16 embedding."""
     model = make(True)
-    precision = precision_of(True) if on else sw.Precision(weights="mxfp8", reduce="fp32")
+    precision = precision_of(True) if on else sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
     wrap(model, "zero3", world_size, precision=precision)
     with torch.no_grad():
         model(tokens(0, 0, rank))  # codes of what is about to be replaced
     sw.load(path, model, optimizer_of(model, "muon"))
     assert ("embedding.weight" in sw.precision_report(model).stored) == on
-    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8"), "planes")
+    assert_same_bits(planes_seen(model), expected_planes(model, "mxfp8_rowcol"), "planes")
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
@@ -255,7 +261,7 @@ def through_codes(model: Any) -> None:
 @on_ranks(2, timeout=180)
 def test_the_comparison_notices(rank: int, world_size: int, mistake: str) -> None:
     few = range(4)  # each of them shows at once, and stays
-    _, off = run(rank, world_size, "zero1", False, "mxfp8", False, steps=few)
+    _, off = run(rank, world_size, "zero1", False, "mxfp8_rowcol", False, steps=few)
     wrong = {
         "stale rows": (fp8_group.FP8Group, "_missing", never_made_anew),
         "scales": (fp8_functions, "rows_of", next_scales),

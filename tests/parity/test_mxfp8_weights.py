@@ -25,7 +25,7 @@ from tests.ranks import on_ranks, run_ranks
 WIDTH = 64
 
 
-def shard(model: nn.Module, world_size: int, format: str = "mxfp8") -> nn.Module:
+def shard(model: nn.Module, world_size: int, format: str = "mxfp8_rowcol") -> nn.Module:
     placements = sw.zero(3)
     return sw.fully_shard(
         model,
@@ -54,7 +54,7 @@ class Recomputed(nn.Module):
         return self.linear(x).tanh()
 
 
-@pytest.mark.parametrize("format", ["bf16", "mxfp8", "mxfp8_2d"])
+@pytest.mark.parametrize("format", ["bf16", "mxfp8_rowcol", "mxfp8_2d"])
 @on_ranks(2)
 def test_a_recomputation_never_mixes_two_versions(rank: int, world_size: int, format: str) -> None:
     """A recomputation would mix two versions of a weight: refused before it begins."""
@@ -190,7 +190,7 @@ def test_a_compiled_model_computes_with_its_codes(
         torch.manual_seed(0)
         net = Tagged()
         options = options_for(strategy.removesuffix(" buckets"), world_size)
-        precision = sw.Precision(weights="mxfp8", reduce="fp32", include=("*", "words.*"))
+        precision = sw.Precision(weights="mxfp8_rowcol", reduce="fp32", include=("*", "words.*"))
         wrap = sw.data_parallel if strategy.endswith("buckets") else sw.fully_shard
         wrap(net, **options, precision=precision)
         model = torch.compile(net, backend="eager") if compile else net
@@ -214,7 +214,7 @@ def test_a_compiled_model_computes_with_its_codes(
 def mistyped(rank: int, world_size: int) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     options = options_for("zero3", world_size)
-    precision = sw.Precision(weights="mxfp8", include=("net.0.weight",))
+    precision = sw.Precision(weights="mxfp8_rowcol", include=("net.0.weight",))
     for layer in net:
         sw.fully_shard(layer, **options, precision=precision)
     sw.fully_shard(net, **options, precision=precision)
@@ -222,7 +222,7 @@ def mistyped(rank: int, world_size: int) -> None:
         net(torch.ones(2, WIDTH))
     half = sw.fully_shard(
         nn.Linear(WIDTH, WIDTH), **options,
-        precision=sw.Precision(weights="mxfp8", exclude=("head.*",)),
+        precision=sw.Precision(weights="mxfp8_rowcol", exclude=("head.*",)),
     )  # fmt: skip
     half(torch.ones(2, WIDTH))  # a part of a model, run alone: a warning, and it is in MXFP8
     assert sw.precision_report(half).stored == ("weight",)
@@ -231,6 +231,6 @@ def mistyped(rank: int, world_size: int) -> None:
 def test_a_pattern_that_matches_nothing_is_refused_before_anything_runs() -> None:
     run_ranks(mistyped, 2)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    precision = sw.Precision(weights="mxfp8", exclude=("up.*",))
+    precision = sw.Precision(weights="mxfp8_rowcol", exclude=("up.*",))
     with pytest.raises(ValueError, match=r"plan: .*'up\.\*' matches none of the 4 parameters"):
         sw.plan(model, {"dp": 2}, precision=precision)

@@ -23,7 +23,9 @@ from tests.races.checker import Checker
 
 NUM_RANKS = 4
 WIDTH = 32  # the side of an MXFP8 block
-PRECISIONS = models.PRECISIONS | {"mxfp8": sw.Precision(weights="mxfp8", reduce="fp32")}
+PRECISIONS = models.PRECISIONS | {
+    "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
+}
 
 
 @contextmanager

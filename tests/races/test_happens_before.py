@@ -242,7 +242,7 @@ def test_no_lane_uses_what_another_may_be_using(meshes: Meshes, strategy: str) -
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8"), ("zero3", "mxfp8")],
+    [("zero1", "fp32"), ("zero3", "fp32"), ("zero1", "mxfp8_rowcol"), ("zero3", "mxfp8_rowcol")],
 )
 def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -> None:
     runs = [accumulate, unshard_ahead, call_submodule, keep_graphs]
@@ -253,11 +253,11 @@ def test_no_format_changes_that(meshes: Meshes, strategy: str, precision: str) -
     ("strategy", "precision", "options"),
     [
         ("zero3", "bf16", {"memory": "trace"}),
-        ("hfsdp", "mxfp8", {"memory": "trace"}),
+        ("hfsdp", "mxfp8_rowcol", {"memory": "trace"}),
         ("zero3", "bf16", {"unify_streams": True}),
         ("zero3", "bf16", {"reshard_after_forward": False}),
         ("zero3", "bf16", {"reshard_after_forward": 2}),
-        ("zero3", "mxfp8", {"reshard_after_forward": 2}),
+        ("zero3", "mxfp8_rowcol", {"reshard_after_forward": 2}),
         ("zero3", "bf16", {"unused_parameters": "zeros"}),
     ],
     ids=str,
@@ -287,7 +287,7 @@ def step_and_write(model: Model, optimizer: torch.optim.Optimizer) -> None:
     evaluate(model)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8_rowcol"])
 def test_gathers_inside_a_step_are_ordered(meshes: Meshes, precision: str) -> None:
     for run in (train, step_and_write):
         found = races(meshes, run, "zero1", precision, ours, gather_in_step=True)

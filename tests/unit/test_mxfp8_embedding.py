@@ -40,7 +40,7 @@ def test_a_row_is_what_the_whole_matrix_says(block: Block, dtype: torch.dtype) -
     assert rows_of(plane, every).codes.equal(plane.codes)
 
 
-@pytest.mark.parametrize("format", ["mxfp8", "mxfp8_2d", "mxfp8_rows"])
+@pytest.mark.parametrize("format", ["mxfp8_rowcol", "mxfp8_2d", "mxfp8_rows"])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"padding_idx": -90}])
 @pytest.mark.parametrize("scale", [False, True])
 def test_values_and_gradient_are_those_of_torch(

@@ -130,7 +130,7 @@ def test_a_dry_run_of_buckets_agrees(experts: int) -> None:
         with torch.device("meta"):
             return GPT(GPTConfig(num_layers=3, num_experts=experts, tied=not experts))
 
-    for strategy, precision in (("zero1", BF16), ("zero2", sw.Precision(weights="mxfp8"))):
+    for strategy, precision in (("zero1", BF16), ("zero2", sw.Precision(weights="mxfp8_rowcol"))):
         options: dict[str, Any] = {"microbatches": 2, "optimizer": "muon", "bucket_mb": 0.05}
         planned = plan(build(), {"dp": 64}, strategy, rank=5, precision=precision, **options)
         measured = dry_run(build(), {"dp": 64}, strategy, rank=5, precision=precision, **options)
@@ -527,10 +527,10 @@ def test_a_dry_run_agrees_on_mxfp8_planes(strategy: str) -> None:
             return Model(64, 3)
 
     for weights, options in (
-        ("mxfp8", {}),
+        ("mxfp8_rowcol", {}),
         ("mxfp8_2d", {"microbatches": 3}),
-        ("mxfp8", {"reshard_after_forward": False}),
-        ("mxfp8", {"grain": lambda name, parameter: layout.ELEMENT}),
+        ("mxfp8_rowcol", {"reshard_after_forward": False}),
+        ("mxfp8_rowcol", {"grain": lambda name, parameter: layout.ELEMENT}),
     ):
         options = {"precision": sw.Precision(weights=weights, reduce="fp32"), **options}
         planned = plan(build(), MESHES[strategy], strategy, **options)
@@ -546,7 +546,7 @@ def test_a_dry_run_agrees_on_mxfp8_planes(strategy: str) -> None:
 
 def test_a_dry_run_agrees_on_planes_that_are_read_again() -> None:
     """Blocks that are recomputed read both planes in backward: three gathers where two were."""
-    precision = sw.Precision(weights="mxfp8", reduce="fp32")
+    precision = sw.Precision(weights="mxfp8_rowcol", reduce="fp32")
     gathered = {}
     for recompute in ("none", "block"):
         config = GPTConfig(
@@ -563,14 +563,14 @@ def test_a_dry_run_agrees_on_planes_that_are_read_again() -> None:
         assert facts(measured) == facts(planned), recompute
         gathered[recompute] = {phase: sent for phase, (_, sent, _) in planned.gathered.items()}
     assert gathered["block"]["forward"] == gathered["none"]["forward"]
-    row, column = planned.formats["mxfp8"][2]  # of blocks alone: the rest is bf16
+    row, column = planned.formats["mxfp8_rowcol"][2]  # of blocks alone: the rest is bf16
     assert gathered["block"]["backward"] - gathered["none"]["backward"] == row == column > 0
 
 
 def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
     """The weights of 8 ranks' zero(3) against bf16's: 1.03 bytes against 2 in both directions."""
     sent = {}
-    for weights in ("bf16", "mxfp8", "mxfp8_2d"):
+    for weights in ("bf16", "mxfp8_rowcol", "mxfp8_2d"):
         with torch.device("meta"):
             model = Llama(2048, 512, 8192, 4, vocabulary=64)
         precision = sw.Precision(weights=weights, reduce="fp32")
@@ -580,5 +580,5 @@ def test_mxfp8_halves_the_bytes_on_the_wire() -> None:
             for call, count in made.calls.items()
             if call.operation == "all_gather"
         )
-    assert sent["mxfp8"] / sent["bf16"] < 0.52
+    assert sent["mxfp8_rowcol"] / sent["bf16"] < 0.52
     assert sent["mxfp8_2d"] / sent["bf16"] < 0.505

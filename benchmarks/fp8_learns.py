@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise bench mxfp8-learns``: the same runs with bf16 and with MXFP8 weights, Muon in both.
+"""``shardwise bench fp8-learns``: the same runs in bf16 and with weights in fp8, Muon in all.
 
 Each is a `shardwise train` of its own, one after another; what counts is held-out bits per byte at
-the end, averaged over seeds. The bar: MXFP8 ends within 0.5 % of bf16.
+the end, averaged over seeds. The bar: fp8 ends within 0.5 % of bf16.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ Runs = Mapping[str, Mapping[int, Curve]]  # by precision and seed
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="shardwise bench mxfp8-learns", description=__doc__)
+    parser = argparse.ArgumentParser(prog="shardwise bench fp8-learns", description=__doc__)
     add = parser.add_argument
     add("recipe", nargs="?", default="default")
     add("--steps", type=int, help="default: the recipe's")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--formats", nargs="+", choices=("mxfp8", "mxfp8_2d"), default=["mxfp8"])
+    formats = ("mxfp8", "mxfp8_2d", "fp8_block")
+    add("--formats", nargs="+", choices=formats, default=["mxfp8_2d", "fp8_block"])
+    add("--optimizer", default="muon")
     add("--strategy", default="zero3")
     add("--nproc", type=int, help="ranks; default: two, or one per GPU")
-    add("--name", help="of the result files; default: mxfp8-learns-<recipe>")
+    add("--name", help="of the result files; default: fp8-learns-<recipe>")
     add("--results", type=Path, default=report.RESULTS, help="folder for .md and .json")
     return parser.parse_args(arguments)
 
@@ -56,11 +58,11 @@ def table(runs: Runs, words: str) -> report.Table:
     off = {p: float(rows[-1][f"{p} off"]) for p in list(bits)[1:]}  # type: ignore[arg-type]
     verdict = ", ".join(f"{p} {'within' if v <= BAR else 'NOT within'} it" for p, v in off.items())
     note = (
-        f"`{words}`, Muon for matrices, {curve.tokens[-1] / 1e6:.2f}M tokens each. Bigram model\n"
+        f"`{words}`, {curve.tokens[-1] / 1e6:.2f}M tokens each. Bigram model\n"
         f"of the same text: {curve.bigram:.3f} bits/byte. Bar: {BAR} % worse at most, over the "
         f"mean; {verdict}."
     )
-    return report.Table(title="MXFP8 learns", note=note, columns=columns, rows=rows)
+    return report.Table(title="fp8 learns", note=note, columns=columns, rows=rows)
 
 
 def _row(bits: Mapping[str, float]) -> report.Row:
@@ -74,8 +76,8 @@ def _row(bits: Mapping[str, float]) -> report.Row:
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     facts = report.circumstances(arguments)
-    facts["command"] = "shardwise bench mxfp8-learns " + shlex.join(arguments)
-    words = [options.recipe, "--optimizer", "muon", "--strategy", options.strategy]
+    facts["command"] = "shardwise bench fp8-learns " + shlex.join(arguments)
+    words = [options.recipe, "--optimizer", options.optimizer, "--strategy", options.strategy]
     for flag in ("steps", "nproc"):
         if getattr(options, flag):
             words += [f"--{flag}", str(getattr(options, flag))]
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
                 more = [*words, "--precision", precision, "--seed", str(seed)]
                 done[seed] = train(precision, more, Path(scratch) / f"{precision}-{seed}")
                 print(f"  {done[seed].bits[-1]:.4f} bits/byte", flush=True)
-    name = options.name or f"mxfp8-learns-{options.recipe}"
+    name = options.name or f"fp8-learns-{options.recipe}"
     made = table(runs, shlex.join(["shardwise", "train", *words]))
     paths = report.write([made], facts, name, options.results)
     print(paths[0].read_text())

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of fp8 in blocks of 128, by definition: what is rounded, what is read, what is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.precision import fp8_block
+from shardwise.precision.fp8 import (
+    ROW_128,
+    SQUARE_128,
+    FP8Error,
+    Rounding,
+    decode_reference,
+    encode,
+    encode_reference,
+)
+from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
+from shardwise.precision.fp8_tensor import FP8Tensor
+
+ROWS, COLUMNS, TOKENS = 256, 384, 150  # 22 tokens of a second block
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    """Over some powers of two, so that scales matter."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-6, 3, shape, generator=generator)
+    return torch.randn(shape, generator=generator) * torch.exp2(powers)
+
+
+def through(x: Tensor, rounding: Rounding, along: int = 1) -> Tensor:
+    """x [n, m] in fp32 as blocks of 128 along a dimension hold it; that dimension is padded."""
+    turned = x if along == 1 else x.t()
+    whole = F.pad(turned, (0, -turned.shape[1] % 128))
+    codes, scales = encode_reference(whole, ROW_128, rounding)
+    values = decode_reference(codes, scales, ROW_128, torch.float32)[:, : turned.shape[1]]
+    return values if along == 1 else values.t()
+
+
+@pytest.mark.parametrize("rounding", ["exact", "rceil"])
+def test_scales_bring_the_largest_to_448_and_codes_are_the_nearest(rounding: Rounding) -> None:
+    x = made(128, 256).bfloat16()
+    x[:, 128:] = 0.0
+    codes, scales = encode_reference(x, SQUARE_128, rounding)
+    assert scales.dtype == torch.float32 and scales.shape == (1, 2)
+    largest = x[:, :128].abs().max().float()
+    if rounding == "exact":
+        assert torch.equal(scales[0, 0], largest * torch.tensor(1 / 448))
+    else:
+        assert scales[0, 0].log2() == scales[0, 0].log2().round()
+        assert 224 < largest / scales[0, 0] <= 448
+    values = decode_reference(codes, scales, SQUARE_128, torch.float32)
+    assert not values[:, 128:].any()
+    near = (x[:, :128].float() - values[:, :128]).abs()
+    step = values[:, :128].abs().clamp(min=2.0**-6 * float(scales[0, 0])) * 2.0**-4
+    assert (near <= step * 1.001).all(), "half a unit in the last place of 4 bits"
+
+
+def test_a_block_with_a_nan_or_an_infinity_is_nan_and_no_other() -> None:
+    x = torch.ones(256, 256)
+    x[3, 5], x[200, 250] = float("nan"), float("inf")
+    (plane,) = encode(x, (SQUARE_128,))
+    bad = decode_reference(plane.codes, plane.scales, SQUARE_128, torch.float32).isnan()
+    assert bad[:128, :128].all() and bad[128:, 128:].all()
+    assert not bad[:128, 128:].any() and not bad[128:, :128].any()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe("exact", "fp8"), Recipe("rceil", "fp8"), Recipe("exact", "bf16"), DECODED],
+    ids=str,
+)
+def test_each_product_is_that_of_what_its_operands_were_rounded_to(
+    recipe: Recipe, bias: bool
+) -> None:
+    rounding = recipe.activations or "exact"
+    weight, shift = made(ROWS, COLUMNS), made(ROWS, seed=1).bfloat16()
+    stored = FP8Tensor.encode(weight, "fp8_block", rounding=rounding)
+    x = made(3, TOKENS // 3, COLUMNS, seed=2).bfloat16().requires_grad_()
+    grad = made(3, TOKENS // 3, ROWS, seed=3).bfloat16()
+    parameter = nn.Parameter(weight)
+    y = fp8_linear(x, stored, shift if bias else None, parameter=parameter, recipe=recipe)
+    y.backward(grad)
+    w = stored.dequantise(dtype=torch.float32)
+    flat, g = x.detach().view(-1, COLUMNS).float(), grad.view(-1, ROWS).float()
+    if recipe is DECODED:
+        expected = F.linear(x.detach(), w.bfloat16(), shift if bias else None).view(-1, ROWS)
+        of_x, of_weight = g.bfloat16() @ w.bfloat16(), g.t() @ flat
+    else:
+        expected = (through(flat, rounding) @ w.t()).bfloat16()
+        expected = expected + shift if bias else expected
+        of_x = (through(g, rounding) @ w).bfloat16()
+        of_weight = g.t() @ flat
+        if recipe.weight_gradient == "fp8":
+            of_weight = through(g, rounding, along=0).t() @ through(flat, rounding, along=0)
+    assert x.grad is not None and parameter.grad is not None
+    assert torch.equal(y.detach().view(-1, ROWS), expected)
+    assert torch.equal(x.grad.view(-1, COLUMNS), of_x)
+    torch.testing.assert_close(parameter.grad, of_weight, rtol=1e-5, atol=1e-4)
+    exact = g.double().t() @ flat.double()
+    off = float((parameter.grad.double() - exact).norm() / exact.norm())
+    assert (1e-3 < off < 0.08) == (recipe.weight_gradient == "fp8"), off
+
+
+def test_x_is_saved_as_codes_unless_the_gradient_is_bf16() -> None:
+    stored = FP8Tensor.encode(made(ROWS, COLUMNS), "fp8_block")
+    parameter = nn.Parameter(made(ROWS, COLUMNS))
+    x = made(256, COLUMNS).bfloat16().requires_grad_()
+    for recipe, width in ((Recipe("exact", "fp8"), 1), (Recipe("exact", "bf16"), 2)):
+        y: Any = fp8_linear(x, stored, parameter=parameter, recipe=recipe)
+        held = [each for each in y.grad_fn.saved_tensors if each is not None]
+        nbytes = sum(each.nbytes for each in held)
+        assert width <= nbytes / x.numel() < width + 0.04
+    frozen: Any = fp8_linear(x, stored, recipe=Recipe("exact", "fp8"))
+    assert not any(each is not None for each in frozen.grad_fn.saved_tensors)
+
+
+def test_no_tokens() -> None:
+    stored = FP8Tensor.encode(made(ROWS, COLUMNS), "fp8_block")
+    parameter = nn.Parameter(made(ROWS, COLUMNS))
+    x = torch.empty(0, COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+    y = fp8_linear(x, stored, parameter=parameter, recipe=Recipe("exact", "fp8"))
+    y.sum().backward()
+    assert y.shape == (0, ROWS) and parameter.grad is not None and not parameter.grad.any()
+
+
+def test_what_a_user_may_say() -> None:
+    plain = sw.Precision(weights="fp8_block")
+    assert plain.recipe == Recipe("exact", "fp8") and plain.rounding == "exact"
+    assert sw.Precision(weights="fp8_block", products="emulated").recipe == DECODED
+    powers = sw.Precision(weights="fp8_block", scales="power_of_two", weight_gradient="bf16")
+    assert powers.recipe == Recipe("rceil", "bf16") and powers.rounding == "rceil"
+    other = dataclasses.replace(sw.Precision(weights="mxfp8"), weights="fp8_block")
+    assert other.recipe == plain.recipe, "a default stays one"
+    assert sw.Precision(weights="mxfp8", products="native").format == "mxfp8_rowcol"
+    for options, words in (
+        ({"weights": "fp8_block", "products": "native"}, "'fp8', 'emulated' for 'fp8_block'"),
+        ({"weights": "mxfp8", "products": "fp8"}, "'emulated', 'native' for 'mxfp8'"),
+        ({"weights": "mxfp8", "scales": "power_of_two"}, "only weights='fp8_block'"),
+        ({"weights": "bf16", "weight_gradient": "bf16"}, "only weights='fp8_block'"),
+        ({"weights": "fp8_block", "scales": "fp16"}, "one of fp32, power_of_two"),
+        ({"weights": "fp8_blocks"}, "'fp8_block'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            sw.Precision(**options)  # type: ignore[arg-type]
+    with pytest.raises(FP8Error, match="130 columns do not divide into blocks of 128"):
+        FP8Tensor.encode(made(128, 130), "fp8_block")
+    assert "cpu multiplies no fp8" in str(fp8_block.scaled_problem(torch.device("cpu")))
