@@ -438,16 +438,6 @@ class Unit(Wrapped):
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
             self.groups[number].gather(runtime)
 
-    def _prefetch(
-        self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
-    ) -> None:
-        """Prefetch the units that the user listed, or else the one that the recorded order
-        expects."""
-        units = [reference() for reference in wanted] if wanted is not None else [guess]
-        for unit in units:
-            if unit is not None and unit is not self:
-                unit.prefetch(reads)
-
     def expose(self, reads: Reads) -> None:
         """Gather, wait, and put the whole weights in the modules' hands."""
         self.weights.expose(self.runtime, reads, by_and_by=self.phase is Phase.FORWARD)
