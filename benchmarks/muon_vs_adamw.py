@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -37,18 +37,26 @@ class Curve:
     bigram: float
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """The words that every comparison of runs takes."""
     parser = argparse.ArgumentParser(
-        prog="shardwise bench muon-vs-adamw",
-        description=__doc__,
+        prog=f"shardwise bench {name}",
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("recipe", nargs="?", default="default")
+    parser.add_argument("--steps", type=int, help="default: the recipe's")
+    parser.add_argument(
+        "--results", type=Path, default=report.RESULTS, help="folder for .md, .json and .svg"
+    )
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = parser_of("muon-vs-adamw", __doc__)
     add = parser.add_argument
-    add("recipe", nargs="?", default="default")
-    add("--steps", type=int, help="default: the recipe's")
     add("--adamw-lr", type=float, nargs="+", default=[2e-3, 5e-3, 1e-2])
     add("--name", help="of the result files; default: muon-vs-adamw-<recipe>")
-    add("--results", type=Path, default=report.RESULTS, help="folder for .md, .json and .svg")
     return parser.parse_args(arguments)
 
 
@@ -77,14 +85,16 @@ def train(name: str, words: Sequence[str], folder: Path) -> Curve:
     )
 
 
-def picture(muon: Curve, adamw: Curve) -> str:
-    """Two panels, one axis of loss: against tokens, and against the time that they took."""
-    keys = [Key("Muon", BLUE), Key(adamw.name, ORANGE), Key("bigram", GREEN, dashed=True)]
-    about = f"held-out bits per byte: Muon {muon.bits[-1]:.3f}, {adamw.name} {adamw.bits[-1]:.3f}"
+def picture(title: str, about: str, curves: Mapping[str, Curve]) -> str:
+    """Two panels, one axis of loss: against tokens, and against the time that they took. ``curves``
+    are by colour, the last drawn on top."""
+    keys = [Key(curve.name, colour) for colour, curve in curves.items()]
+    keys.append(Key("bigram", GREEN, dashed=True))
     top = title_height(about, keys, WIDTH)
     canvas = Canvas(WIDTH, top + 2 * (PANEL + 70), about)
-    draw_title(canvas, "Muon and AdamW", about, keys)
-    values = [*muon.bits, *adamw.bits, muon.bigram]
+    draw_title(canvas, title, about, keys)
+    bigram = next(iter(curves.values())).bigram
+    values = [bits for curve in curves.values() for bits in curve.bits] + [bigram]
     panels: list[tuple[Callable[[Curve], list[float]], str, Callable[[float], str]]] = [
         (lambda curve: curve.tokens, "tokens", lambda value: tick_text(count_text(value))),
         (lambda curve: curve.seconds, "seconds of training", lambda value: f"{value:g}"),
@@ -94,16 +104,16 @@ def picture(muon: Curve, adamw: Curve) -> str:
             canvas,
             top=top + number * (PANEL + 70),
             height=PANEL,
-            x_range=(0, max(along(muon) + along(adamw))),
+            x_range=(0, max(x for curve in curves.values() for x in along(curve))),
             y_range=(min(values) - 0.1, max(values) + 0.1),
             x_label=label,
             y_label="bits per byte",
             x_text=text,
             y_text=lambda value: f"{value:g}",
         )
-        level = frame.y(muon.bigram)
+        level = frame.y(bigram)
         canvas.line(frame.x.begin, level, frame.x.end, level, stroke=GREEN, stroke_dasharray="6 4")
-        for curve, colour in ((adamw, ORANGE), (muon, BLUE)):
+        for colour, curve in curves.items():
             points = [
                 (frame.x(x), frame.y(y)) for x, y in zip(along(curve), curve.bits, strict=True)
             ]
@@ -171,7 +181,8 @@ def main(arguments: Sequence[str]) -> None:
     name = options.name or f"muon-vs-adamw-{options.recipe}"
     paths = report.write([table([muon, *others], best)], facts, name, options.results)
     drawing = options.results / f"{name}.svg"
-    drawing.write_text(picture(muon, best))
+    about = f"held-out bits per byte: Muon {muon.bits[-1]:.3f}, {best.name} {best.bits[-1]:.3f}"
+    drawing.write_text(picture("Muon and AdamW", about, {ORANGE: best, BLUE: muon}))
     print(paths[0].read_text())
     print("written:", *paths, drawing)
 

@@ -19,12 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.muon_vs_adamw import PANEL, Curve, train
+from benchmarks.muon_vs_adamw import Curve, parser_of, picture, train
 from shardwise.models.gpt import GPT
-from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
 from shardwise.report.plan import plan
-from shardwise.report.sizes import count_text, tick_text
-from shardwise.report.svg import Canvas
 from shardwise.train.recipes import find_recipe
 
 RATES = {
@@ -43,17 +40,10 @@ COLOURS += ("#7f3fbf",)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="shardwise bench optimizers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("optimizers", __doc__)
     add = parser.add_argument
-    add("recipe", nargs="?", default="default")
-    add("--steps", type=int, help="default: the recipe's")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
-    add("--results", type=Path, default=report.RESULTS, help="folder for .md, .json and .svg")
     return parser.parse_args(arguments)
 
 
@@ -74,40 +64,6 @@ def state_bytes(recipe: str, name: str) -> int:
     with torch.device("meta"):
         model = GPT(find_recipe(recipe)().model)
     return plan(model, {"dp": 1}, "zero3", optimizer=name, device="cpu").optimizer_bytes
-
-
-def picture(curves: Sequence[Curve]) -> str:
-    """Two panels, one axis of loss: against tokens, and against the time that they took."""
-    colours = dict(zip([curve.name for curve in curves], COLOURS, strict=False))
-    best = min(curves, key=lambda curve: curve.bits[-1])
-    about = f"held-out bits per byte, mean over seeds; lowest: {best.name} {best.bits[-1]:.3f}"
-    keys = [Key(name, colour) for name, colour in colours.items()]
-    top = title_height(about, keys, WIDTH)
-    canvas = Canvas(WIDTH, top + 2 * (PANEL + 70), about)
-    draw_title(canvas, "Matrix optimizers", about, keys)
-    values = [bits for curve in curves for bits in curve.bits]
-    panels: list[tuple[Callable[[Curve], list[float]], str, Callable[[float], str]]] = [
-        (lambda curve: curve.tokens, "tokens", lambda value: tick_text(count_text(value))),
-        (lambda curve: curve.seconds, "seconds of training", lambda value: f"{value:g}"),
-    ]
-    for number, (along, label, text) in enumerate(panels):
-        frame = draw_axes(
-            canvas,
-            top=top + number * (PANEL + 70),
-            height=PANEL,
-            x_range=(0, max(x for curve in curves for x in along(curve))),
-            y_range=(min(values) - 0.1, max(values) + 0.1),
-            x_label=label,
-            y_label="bits per byte",
-            x_text=text,
-            y_text=lambda value: f"{value:g}",
-        )
-        for curve in curves:
-            points = [
-                (frame.x(x), frame.y(y)) for x, y in zip(along(curve), curve.bits, strict=True)
-            ]
-            canvas.path(points, stroke=colours[curve.name], stroke_width=2.0)
-    return canvas.render()
 
 
 COLUMNS = {
@@ -154,7 +110,10 @@ def main(arguments: Sequence[str]) -> None:
     table = report.Table(title="Matrix optimizers", note=note, columns=COLUMNS, rows=rows)
     paths = report.write([table], facts, f"optimizers-{options.recipe}", options.results)
     drawing = options.results / f"optimizers-{options.recipe}.svg"
-    drawing.write_text(picture(curves))
+    best = min(curves, key=lambda curve: curve.bits[-1])
+    about = f"held-out bits per byte, mean over seeds; lowest: {best.name} {best.bits[-1]:.3f}"
+    coloured = dict(zip(COLOURS, curves, strict=False))
+    drawing.write_text(picture("Matrix optimizers", about, coloured))
     print(paths[0].read_text())
     print("written:", *paths, drawing)
 

@@ -23,6 +23,11 @@ LONG = (
     "parity/test_scaling.py",
     "parity/test_mxfp8_embedding.py",
     "contract/test_accumulation.py",
+    "interop/test_fsdp2_contract.py",
+    "parity/test_matrix_function.py",
+    "comm/test_plan_experts.py",
+    "interop/test_tensor_parallel_wrapped.py",
+    "unit/test_plan.py",
 )
 
 

@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardwise.models.cut_vocabulary import IGNORED, cut_cross_entropy
+from shardwise.moe.weights import QuantisedParameter
 
-CHUNK = 1 << 27  # logits of one chunk: 256 MiB in bf16
+CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient
 
 Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -45,15 +46,17 @@ def linear_cross_entropy(
         hidden: [..., C]; ``targets``: [...], -100 where a target is not scored; ``head``: [V, C].
         z_coefficient: weight of the squared logarithm of the softmax's denominator, which keeps
             logits from drifting.
-        chunk: logits that exist at a time. Fewer than that are computed whole, and so is this
-            rank's part of a vocabulary that is cut over ranks (``head`` a DTensor).
+        chunk: logits that exist at a time. Without ``softmax``, fewer than that are computed
+            whole; so is this rank's part of a vocabulary that is cut over ranks (``head`` a
+            DTensor), and so are logits of a quantised head.
         softmax: compiled :func:`softmax_and_gradient`, if there is one.
     """
     if isinstance(head, DTensor):
         return cut_cross_entropy(F.linear(hidden, head), targets, z_coefficient)
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
-    if rows.shape[0] * head.shape[0] <= chunk or type(head) not in (Tensor, torch.nn.Parameter):
+    few = rows.shape[0] * head.shape[0] <= chunk and softmax is None
+    if few or isinstance(head, QuantisedParameter):  # whose products are its own
         logits = F.linear(rows, head).float()
         total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
         if z_coefficient:

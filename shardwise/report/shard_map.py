@@ -21,9 +21,9 @@ from shardwise.report.planned import Figures, PlannedUnit
 MAX_ROWS = 8
 
 
-def shard_map(plan: Figures, max_rows: int = MAX_ROWS) -> dict[str, Any]:
+def shard_map(plan: Figures) -> dict[str, Any]:
     """Rows and units as JSON can hold them; ``start`` counts elements from the buffer's begin."""
-    rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
+    rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
     return {
         "num_ranks": plan.mesh.num_ranks,
         "num_shards": plan.mesh.num_shards(plan.options.placements.main),
@@ -57,21 +57,21 @@ def buffer_name(unit: PlannedUnit, number: int) -> str:
     return unit.name + several
 
 
-def chosen_shards(num_shards: int, max_rows: int) -> list[int]:
+def chosen_shards(num_shards: int) -> list[int]:
     """All, or the first ones and the last."""
-    if num_shards <= max_rows:
+    if num_shards <= MAX_ROWS:
         return list(range(num_shards))
-    return [*range(max_rows - 1), num_shards - 1]
+    return [*range(MAX_ROWS - 1), num_shards - 1]
 
 
-def rows_of(plan: Figures, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int, str]]:
+def rows_of(plan: Figures, ep: int) -> list[tuple[int, str]]:
     """(shard, the ranks that hold it): one, or one of each replica and of each share of experts."""
     main, mesh = plan.options.placements.main, plan.mesh.without(ep)
     shards, ranks = mesh.num_shards(main), plan.mesh.num_ranks
     each = ranks // shards
     if shards == 1:
         return [(0, "rank 0" if each == 1 else f"all {each} ranks")]
-    found: dict[int, list[int]] = {shard: [] for shard in chosen_shards(shards, max_rows)}
+    found: dict[int, list[int]] = {shard: [] for shard in chosen_shards(shards)}
     for rank in range(ranks):
         holders = found.get(mesh.shard(main, rank // ep))
         if holders is not None and len(holders) < 4:
@@ -83,9 +83,9 @@ def rows_of(plan: Figures, ep: int, max_rows: int = MAX_ROWS) -> list[tuple[int,
     ]
 
 
-def map_text(plan: Figures, width: int = 72, max_rows: int = MAX_ROWS) -> str:
+def map_text(plan: Figures, width: int = 72) -> str:
     """Strips to scale, for every kind of unit."""
-    rows = {ep: rows_of(plan, ep, max_rows) for ep in {1, plan.options.ep}}
+    rows = {ep: rows_of(plan, ep) for ep in {1, plan.options.ep}}
     margin = max(len(label) for every in rows.values() for _, label in every)
     lines = []
     for unit in plan.units:

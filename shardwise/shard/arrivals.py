@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import numpy
@@ -21,15 +21,10 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
+from shardwise.shard.member import Member
 
 Key = tuple[int, int]  # (group, index in it)
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class Listener(Protocol):
-    """A unit, as far as this is concerned."""
-
-    def arrived(self, key: Key) -> None: ...
 
 
 class Arrivals:
@@ -54,7 +49,7 @@ class Arrivals:
         self.elements = 0  # of the missing ones
         self._listeners: dict[Key, Any] = {}
 
-    def listen(self, told: ref[Listener]) -> None:
+    def listen(self, told: ref[Member]) -> None:
         """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
         self._follow()
@@ -159,7 +154,7 @@ class Arrivals:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
 
 
-def _tell(told: ref[Listener], key: Key, leaf: Tensor) -> None:
+def _tell(told: ref[Member], key: Key, leaf: Tensor) -> None:
     owner = told()
     if owner is not None:
         owner.arrived(key)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -14,23 +13,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.precision import Precision
-from shardwise.precision.policy import Stored, stores_nothing
+from shardwise.precision.policy import stores_nothing
+from shardwise.shard.member import Member
 
 logger = logging.getLogger(__name__)
 
 
-class CheckedUnit(Protocol):
-    """The parts of a unit that are checked here."""
-
-    precision: Precision
-    stored: dict[tuple[int, int], Stored]
-    originals: list[tuple[str, ref[Tensor]]]
-
-    @property
-    def groups(self) -> Sequence[Any]: ...
-
-
-def check_first_forward(units: Sequence[CheckedUnit], names: Sequence[str]) -> None:
+def check_first_forward(units: Sequence[Member], names: Sequence[str]) -> None:
     """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
     without_values = [
         f"{name}.{item.name}" if name else item.name
@@ -59,7 +48,7 @@ def check_first_forward(units: Sequence[CheckedUnit], names: Sequence[str]) -> N
         )
 
 
-def _check_patterns(precision: Precision, units: Sequence[CheckedUnit]) -> None:
+def _check_patterns(precision: Precision, units: Sequence[Member]) -> None:
     """Warn of patterns that match nothing, which may be meant for units that run elsewhere; raise
     where nothing is left in MXFP8."""
     stored = [one for unit in units for one in unit.stored.values()]
@@ -93,7 +82,7 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
                 )
 
 
-def refuse_ddp(units: Sequence[CheckedUnit]) -> None:
+def refuse_ddp(units: Sequence[Member]) -> None:
     """Raise inside a DistributedDataParallel that takes sharded parameters for its own: it would
     wait for their gradients and reduce none of the others."""
     around = DistributedDataParallel._active_ddp_module

@@ -8,22 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-
-class Wrapped(Protocol):
-    """A unit, as far as the modules below it are concerned."""
-
-    name: str
-    modules: list[ref[nn.Module]]
-    places: list[tuple[dict[str, Any], str, int, int]]
-
-    @property
-    def groups(self) -> Sequence[Any]: ...
+from shardwise.shard.member import Member
 
 
 class Members:
@@ -33,7 +24,7 @@ class Members:
     Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
     """
 
-    def __init__(self, unit: Wrapped) -> None:
+    def __init__(self, unit: Member) -> None:
         self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
         self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
         self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
@@ -41,7 +32,7 @@ class Members:
         self._kept: list[tuple[ref[nn.Module], str]] | None = None
         self._record(unit)
 
-    def _record(self, unit: Wrapped) -> None:
+    def _record(self, unit: Member) -> None:
         modules = [module for _, module in _below(unit)]
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
@@ -60,7 +51,7 @@ class Members:
 
     # Before every forward and backward, so without a loop of Python's.
 
-    def refuse_replaced(self, unit: Wrapped) -> None:
+    def refuse_replaced(self, unit: Member) -> None:
         """Raise where the modules do not hold the parameters that were wrapped."""
         held = list(map(dict.get, *self._places))
         for expected in (self._sharded, self._whole):
@@ -68,14 +59,14 @@ class Members:
                 return
         self._refuse_all(unit)  # unless each is one of both, where weights come by and by
 
-    def refuse_added(self, unit: Wrapped) -> None:
+    def refuse_added(self, unit: Member) -> None:
         """Raise where they hold more, or are others."""
         same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
         if not same or self._structure() != self._known:
             self._refuse_all(unit)
             self._record(unit)  # modules without parameters, or with units of their own
 
-    def side_outputs(self, unit: Wrapped) -> list[Any]:
+    def side_outputs(self, unit: Member) -> list[Any]:
         """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
         Looked for after the first forward, and from then on under the names found there."""
         if self._kept is None:
@@ -87,7 +78,7 @@ class Members:
             ]
         return [getattr(module(), name, None) for module, name in self._kept]
 
-    def _refuse_all(self, unit: Wrapped) -> None:
+    def _refuse_all(self, unit: Member) -> None:
         problems = []
         lost = {
             (id(parameters), name): (unit.groups[number], index)
@@ -130,7 +121,7 @@ class Members:
             )
 
 
-def _below(unit: Wrapped) -> Iterator[tuple[str, nn.Module]]:
+def _below(unit: Member) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit and those below that no inner unit owns, with the paths to them."""
     roots = [root for reference in unit.modules if (root := reference()) is not None]
     waiting = [("", root) for root in roots][::-1]
@@ -144,7 +135,7 @@ def _below(unit: Wrapped) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
 
 
-def refuse_written(unit: Wrapped, seen: Sequence[Any]) -> NoReturn:
+def refuse_written(unit: Member, seen: Sequence[Any]) -> NoReturn:
     """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
     names = [
         item.name
@@ -160,7 +151,7 @@ def refuse_written(unit: Wrapped, seen: Sequence[Any]) -> NoReturn:
     )
 
 
-def refuse_transforms(unit: Wrapped) -> None:
+def refuse_transforms(unit: Member) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -173,7 +164,7 @@ def refuse_transforms(unit: Wrapped) -> None:
         )
 
 
-def refuse_create_graph(unit: Wrapped) -> None:
+def refuse_create_graph(unit: Member) -> None:
     """Raise in a backward with ``create_graph=True`` whose weights will be released."""
     if any(group.comes_and_goes for group in unit.groups):
         raise RuntimeError(

@@ -13,34 +13,22 @@ gathers and reduces for them then, as the others do that enter them.
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
 from weakref import ref
 
-
-class InTurn(Protocol):
-    """A unit, as far as the order of units is concerned."""
-
-    @property
-    def holds_turn(self) -> bool:
-        """Whether others must wait for it: it is in backward, or other ranks may be."""
-
-    def reduce(self) -> None: ...
+from shardwise.shard.member import Member
 
 
-M = TypeVar("M", bound=InTurn)
-
-
-class Order(Generic[M]):
+class Order:
     """The order in which the units of one model ran, and will run."""
 
-    def __init__(self, units: list[M]) -> None:
+    def __init__(self, units: list[Member]) -> None:
         self._expected = [ref(unit) for unit in units]  # entries of the last forward
-        self._entries: list[ref[M]] = []
-        self._exits: list[ref[M]] = []
-        self._arrivals: list[ref[M]] = []
-        self._turns: list[ref[M]] = []
+        self._entries: list[ref[Member]] = []
+        self._exits: list[ref[Member]] = []
+        self._arrivals: list[ref[Member]] = []
+        self._turns: list[ref[Member]] = []
         self._turn = 0
-        self._ready: list[M] = []
+        self._ready: list[Member] = []
 
     # ------------------------------------------------------------------ forward
 
@@ -50,7 +38,7 @@ class Order(Generic[M]):
             self._expected = self._entries
         self._entries, self._exits = [], []
 
-    def entered(self, unit: M) -> M | None:
+    def entered(self, unit: Member) -> Member | None:
         """Note that ``unit`` runs now, and say which one is expected next."""
         position = len(self._entries)
         self._entries.append(ref(unit))
@@ -59,10 +47,10 @@ class Order(Generic[M]):
             return expected[position + 1]()
         return None
 
-    def left(self, unit: M) -> None:
+    def left(self, unit: Member) -> None:
         self._exits.append(ref(unit))
 
-    def ran(self) -> list[M]:
+    def ran(self) -> list[Member]:
         """The units of this forward, in order of entry."""
         return [unit for unit in map(_alive, self._entries) if unit is not None]
 
@@ -73,16 +61,16 @@ class Order(Generic[M]):
         self._turns = _once(self._entries)[::-1]
         self._turn, self._ready = 0, []
 
-    def after(self, unit: M) -> M | None:
+    def after(self, unit: Member) -> Member | None:
         """Which unit backward is expected to enter after ``unit``."""
         for position, reference in enumerate(self._arrivals[:-1]):
             if reference() is unit:
                 return self._arrivals[position + 1]()
         return None
 
-    def before(self, unit: M) -> list[M]:
+    def before(self, unit: Member) -> list[Member]:
         """Which units backward should have entered before ``unit``."""
-        earlier: list[M] = []
+        earlier: list[Member] = []
         for other in map(_alive, self._arrivals):
             if other is unit:
                 return earlier
@@ -90,7 +78,7 @@ class Order(Generic[M]):
                 earlier.append(other)
         return []
 
-    def ready(self, unit: M) -> None:
+    def ready(self, unit: Member) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
         if unit in (_alive(reference) for reference in self._turns[self._turn :]):
             self._ready.append(unit)
@@ -98,11 +86,11 @@ class Order(Generic[M]):
         else:  # not of this forward, or its turn was passed over
             unit.reduce()
 
-    def waiting(self) -> list[M]:
+    def waiting(self) -> list[Member]:
         """Units whose turn has not come, in turn."""
         return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
 
-    def unreached(self) -> list[M]:
+    def unreached(self) -> list[Member]:
         """The same, as backward would have entered them."""
         waiting = self.waiting()
         arrivals = map(_alive, self._arrivals)
@@ -121,10 +109,10 @@ class Order(Generic[M]):
             self._turn += 1
 
 
-def _alive(reference: ref[M]) -> M | None:
+def _alive(reference: ref[Member]) -> Member | None:
     return reference()
 
 
-def _once(references: list[ref[M]]) -> list[ref[M]]:
+def _once(references: list[ref[Member]]) -> list[ref[Member]]:
     """Each unit where it comes first."""
     return list(dict.fromkeys(references))

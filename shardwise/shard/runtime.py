@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -24,13 +24,11 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.memory import CACHING, Source, TracePool
-from shardwise.precision import Precision
 from shardwise.precision.fp8_products import Emulated, Workspace
-from shardwise.precision.fp8_tensor import Reads
-from shardwise.precision.policy import Stored
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
 from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
-from shardwise.shard.order import InTurn, Order
+from shardwise.shard.member import Member
+from shardwise.shard.order import Order
 from shardwise.streams import Lanes
 
 
@@ -62,63 +60,6 @@ class _Ending:
         except BaseException:
             runtime.hide_weights()
             raise
-
-
-class Member(InTurn, Protocol):
-    """A unit, as its runtime and the other units see it."""
-
-    name: str
-    unused: str
-    sync: bool
-    options: dict[str, Any]
-    shared: SharedLanes
-    precision: Precision
-    stored: dict[tuple[int, int], Stored]
-    originals: list[tuple[str, weakref.ref[Tensor]]]
-
-    @property
-    def groups(self) -> Sequence[Any]: ...
-
-    @property
-    def arrivals(self) -> Any:
-        """Its Arrivals."""
-
-    @property
-    def waits_for_delayed(self) -> bool: ...
-
-    def begin(self, runtime: Runtime, name: str, is_root: bool) -> None: ...
-
-    @property
-    def expects_backward(self) -> bool: ...
-
-    @property
-    def shows_at_rest(self) -> bool: ...
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        """Whether a forward of it waits for its backward, and that will read its weights."""
-
-    def tidy(self) -> None: ...
-
-    def prefetch(self, reads: Reads) -> None: ...
-
-    def end_forward(self) -> None: ...
-
-    def pass_by(self, ended: bool = False) -> None: ...
-
-    def end_backward(self) -> None: ...
-
-    def expect_waiting(self) -> None: ...
-
-    def reduce_waiting(self) -> None: ...
-
-    def release_unused(self, graph_kept: bool) -> None: ...
-
-    def drop_dead_calls(self, entering: bool) -> None: ...
-
-    def hide(self, force: bool = False) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class SharedLanes:

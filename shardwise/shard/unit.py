@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,14 +61,13 @@ from shardwise.shard.call import (
     recomputes_inside,
     will_come,
 )
-from shardwise.shard.group import Group, lost_writes
+from shardwise.shard.group import lost_writes
 from shardwise.shard.members import (
     refuse_create_graph,
     refuse_transforms,
     refuse_written,
 )
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.weights import Place
 from shardwise.shard.wrapped import Wrapped
 from shardwise.streams import annotate
 
@@ -93,15 +92,8 @@ class Unit(Wrapped):
 
     by_group = False  # whether groups are reduced one by one, as their gradients come
 
-    def __init__(
-        self,
-        name: str,
-        modules: Sequence[nn.Module],
-        groups: Sequence[Group],
-        places: Sequence[Place],
-        **settings: Any,
-    ) -> None:
-        super().__init__(name, modules, groups, places, **settings)
+    def __init__(self, *wrapped: Any, **settings: Any) -> None:
+        super().__init__(*wrapped, **settings)
         self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
         self.calls = Calls(self.modules)
         self.arrivals = Arrivals(self.groups)
@@ -437,16 +429,6 @@ class Unit(Wrapped):
         runtime = self._runtime  # none before the first forward, which gathers everything
         if runtime is not None and self.phase is Phase.RESTING and not self.expects_backward:
             self.groups[number].gather(runtime)
-
-    def _prefetch(
-        self, guess: Any, wanted: list[weakref.ref[Unit]] | None, reads: Reads = "forward"
-    ) -> None:
-        """Prefetch the units that the user listed, or else the one that the recorded order
-        expects."""
-        units = [reference() for reference in wanted] if wanted is not None else [guess]
-        for unit in units:
-            if unit is not None and unit is not self:
-                unit.prefetch(reads)
 
     def expose(self, reads: Reads) -> None:
         """Gather, wait, and put the whole weights in the modules' hands."""

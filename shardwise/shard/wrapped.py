@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.precision import Precision
+from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.group import Group
 from shardwise.shard.members import Members
@@ -97,13 +98,23 @@ class Wrapped:
         for group in self.groups:
             group.refuse_moved_apart()
         if self.members is not None:
-            self.members.refuse_replaced(self)
+            self.members.refuse_replaced(self)  # type: ignore[arg-type]
 
     @property
     def releases_after_forward(self) -> bool:
         if self.release_after_forward is None:
             return not self.is_root
         return self.release_after_forward
+
+    def _prefetch(
+        self, guess: Any, wanted: list[weakref.ref[Any]] | None, reads: Reads = "forward"
+    ) -> None:
+        """Prefetch the units that the user listed, or else the one that the recorded order
+        expects."""
+        units = [reference() for reference in wanted] if wanted is not None else [guess]
+        for unit in units:
+            if unit is not None and unit is not self:
+                unit.prefetch(reads)
 
     # ------------------------------------------------------------------ reductions
 

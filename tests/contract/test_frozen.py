@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from tests.cases import pairwise
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
@@ -189,10 +190,11 @@ def train_then_change(
 CASES = [("zero3", False), ("zero1", True), ("zero3", True), ("hfsdp", True)]
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["frozen first", "trained first"])
-@pytest.mark.parametrize("part", ["blocks.0", "up", "embedding"])
-@pytest.mark.parametrize(("strategy", "mixed"), CASES)
-def test_frozen_and_trained_in_turn(strategy: str, mixed: bool, first: bool, part: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "first", "part"), pairwise(CASES, [False, True], ["blocks.0", "up", "embedding"])
+)
+def test_frozen_and_trained_in_turn(case: tuple[str, bool], first: bool, part: str) -> None:
+    strategy, mixed = case
     run_ranks(train_then_change, ranks_for(strategy), strategy, mixed, first, part)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from tests.cases import pairwise
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     STRATEGIES,
@@ -129,9 +130,9 @@ def train_fused(
     assert_parameters_equal(net, plain, 0.02 if mixed else 1e-5)
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["adds", "overwrites when fresh"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "overwrite"), pairwise([*STRATEGIES], [1, 3], [False, True])
+)
 def test_gradients_written_by_a_kernel_train_like_autograds(
     strategy: str, microbatches: int, overwrite: bool
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from tests.cases import pairwise
 from tests.contract.helpers import (
     WIDTH,
     Block,
@@ -105,9 +106,12 @@ def checkpointed(
     assert_gradients_equal(net, plain)
 
 
-@pytest.mark.parametrize("where", ["around", "inside", "nested", "two units"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("strategy", ["zero0", "zero3", "hfsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "reentrant", "where"),
+    pairwise(
+        ["zero0", "zero3", "hfsdp"], [True, False], ["around", "inside", "nested", "two units"]
+    ),
+)
 def test_checkpointing_changes_no_bit_and_leaves_all_at_rest(
     strategy: str, reentrant: bool, where: str
 ) -> None:
@@ -204,9 +208,10 @@ def frozen_entry(rank: int, world_size: int, strategy: str, aside: bool, used: b
         assert_at_rest(net, before)
 
 
-@pytest.mark.parametrize("used", [True, False])
-@pytest.mark.parametrize("aside", [True, False])
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3", "hfsdp", "data_parallel"])
+@pytest.mark.parametrize(
+    ("strategy", "aside", "used"),
+    pairwise(["zero0", "zero1", "zero3", "hfsdp", "data_parallel"], [True, False], [True, False]),
+)
 def test_reentrant_checkpoints_that_unused_parameters_must_wait_for(
     strategy: str, aside: bool, used: bool
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from tests.cases import pairwise
 from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
 from tests.ranks import on_ranks
 
@@ -61,9 +62,9 @@ def trained(model: nn.Module, rank: int, world_size: int) -> tuple[list[Tensor],
     return [loss.detach() for loss in losses], weights
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "precision", "strategy"), pairwise([*WAYS], [*PRECISIONS], ["zero1", "zero3"])
+)
 @on_ranks(2)
 def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
     rank: int, world_size: int, way: str, precision: str, strategy: str

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
+from tests.cases import pairwise
 from tests.models import PRECISIONS, loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import on_ranks, run_ranks
 
@@ -91,9 +92,10 @@ def buckets_of(model: Any) -> list[Any]:
 # ------------------------------------------------------------------------------ one process
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("microbatches", [1, 3])  # three with overlapped gathers
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Three microbatches go with overlapped gathers.
+@pytest.mark.parametrize(
+    ("world_size", "microbatches", "stage"), pairwise([1, 2, 3, 4], [1, 3], [0, 1, 2])
+)
 @on_ranks()
 def test_the_same_bits_as_one_process(
     rank: int, world_size: int, stage: int, microbatches: int

@@ -61,24 +61,35 @@ def build(strategy: str, world_size: int, name: str, seed: int = 0) -> tuple[Mod
 
 
 WAYS = [*STRATEGIES, "data_parallel"]
+# The functions differ in the shapes of their states, the ways in who stores and sends what. These
+# two, with states of matrices and of vectors, go every way; the others go where most moves.
+EVERY_WAY = ("soap", "normuon")
+SOME_WAYS = ["zero0", "zero3", "hfsdp", "data_parallel"]
+
+
+def ways_of(name: str) -> list[tuple[bool, str]]:
+    """(whether replicas divide matrices evenly, strategy)."""
+    ways = WAYS if name in EVERY_WAY else SOME_WAYS
+    return [(False, way) for way in ways] + [(True, way) for way in ways if way in EVENLY]
+
+
+EVENLY = ("zero0", "hsdp")
 
 
 def check_strategies(rank: int, world_size: int, name: str) -> int:
     """Against the gradients of one process that adds the ranks' losses in their order."""
     expected = None
-    compared = 0
-    for evenly in (False, True):
+    steps = range(STEPS if name in OPTIONS else 2)  # four, where bases change every second step
+    for evenly, strategy in ways_of(name):
         muon_step.evenly_is_cheaper = lambda plan, evenly=evenly: evenly  # type: ignore[assignment]
-        for strategy in WAYS if not evenly else ["zero0", "hsdp"]:
-            model, optimizer = build(strategy, world_size, name)
-            train(model, optimizer, rank, world_size, range(STEPS))
-            found = everything(model, optimizer)
-            expected = expected or found
-            assert_same(found, expected, (strategy, evenly))
-            compared += 1
+        model, optimizer = build(strategy, world_size, name)
+        train(model, optimizer, rank, world_size, steps)
+        found = everything(model, optimizer)
+        expected = expected or found
+        assert_same(found, expected, (strategy, evenly))
     # One process: every rank by itself, with the mean of all ranks' gradients.
     model, optimizer = build("alone", world_size, name)
-    for step in range(STEPS):
+    for step in steps:
         grads = []
         for other in range(world_size):
             loss_of(model, tokens(step, 0, other, world_size)).backward()
@@ -93,12 +104,12 @@ def check_strategies(rank: int, world_size: int, name: str) -> int:
         optimizer.step()
         optimizer.zero_grad()
     assert_same(everything(model, optimizer), expected or {}, "one process")
-    return compared
+    return len(expected or {})
 
 
 @pytest.mark.parametrize("name", ANY)
 def test_every_strategy_gives_the_bits_of_one_process(name: str) -> None:
-    assert run_ranks(check_strategies, 3, name, timeout=PATIENCE) == [len(WAYS) + 2] * 3
+    assert min(run_ranks(check_strategies, 3, name, timeout=PATIENCE)) > 20
 
 
 # ------------------------------------------------------------------------------ checkpoints

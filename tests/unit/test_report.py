@@ -420,13 +420,13 @@ def test_damaged_events_are_left_out_with_a_note(
     count = 0
     for at in first.values():
         cases = list(damaged(whole[at]))
-        for case in rng.sample(cases, 25):
+        for case in rng.sample(cases, 12):
             lines = [json.dumps(event) for event in [*whole[:at], case, *whole[at + 1 :]]]
             (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
             reader = read(write_report(tmp_path).read_text())
             assert reader.problems == [] and reader.open == [], case
             count += 1
-    assert count >= 25 * 6 and any("left out" in record.message for record in caplog.records)
+    assert count >= 12 * 6 and any("left out" in record.message for record in caplog.records)
     caplog.clear()
     lines = [json.dumps(event) for event in whole]
     lines[1], lines[2] = "[" * 10**5, '{"kind": "step", "step": [1]}'

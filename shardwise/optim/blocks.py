@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on matrices that tensor parallelism cut into blocks: three forms of the iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.kernels.forms import Polynomial
+from shardwise.kernels.newton_schulz import iterate_direct
+from shardwise.optim.presets import Form, newton_schulz
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Matrices that tensor parallelism cut into blocks of rows (dim 0) or columns (1) over an axis.
+
+        duplicated    blocks --all-gather--> the whole matrix on every rank, orthogonalised t times;
+                      each rank keeps its block. Exact.
+        distributed   X' X (rows cut) or X X' (columns cut) is a sum over blocks: one all-reduce per
+                      step of the iteration, and blocks never move. Exact up to rounding.
+        blockwise     every block is orthogonalised as if it were the matrix. Another optimizer,
+                      with another scale.
+
+    Bytes per rank and matrix of m x n, t ranks: duplicated (t-1)/t m n; distributed 2 (t-1)/t m^2
+    per step, with m the side that is not cut.
+    """
+
+    axis: comm.Axis
+    dim: int
+    mode: str
+
+    def whole_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """The shape that decides the scale: the whole matrix's, or the block's if blockwise."""
+        if self.mode == "blockwise":
+            return rows, cols
+        size = self.axis.size
+        return (rows * size, cols) if self.dim == 0 else (rows, cols * size)
+
+    def orthogonalise(self, batch: Tensor, polynomial: Polynomial, form: Form) -> Tensor:
+        """This rank's blocks [count, rows, cols] of the orthogonalised matrices."""
+        if self.mode == "blockwise":
+            return newton_schulz(batch, polynomial, form=form)
+        if self.mode == "distributed":
+            return self._distributed(batch, polynomial)
+        gathered = batch.new_empty((self.axis.size, *batch.shape))
+        comm.all_gather(gathered.view(-1), batch.contiguous().view(-1), self.axis).wait()
+        whole = torch.cat(gathered.unbind(), dim=1 + self.dim)  # [count, m, n]
+        result = newton_schulz(whole, polynomial, form=form)
+        return result.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
+
+    def _distributed(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
+        """The direct form, with Gram matrices over the side that is not cut."""
+        x = batch.float()
+        if self.dim == 0:  # blocks of columns, seen transposed
+            x = x.mT
+        x = x.contiguous()  # [count, m, n / t]
+        largest = x.abs().amax(dim=(-2, -1)).clone()
+        comm.all_reduce(largest, self.axis, "max").wait()
+        exponent = torch.frexp(largest).exponent.clamp(-100, 126)
+        x = torch.ldexp(x, -exponent[:, None, None])
+        gram = self._gram(x)
+        if polynomial.norm == "schatten4":
+            bound = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt()
+        else:  # the trace of X X' is the sum of all squares
+            bound = gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()[:, None, None]
+        bound = torch.where(bound == 0, 1.0, bound * polynomial.safety)
+        x = iterate_direct(x / bound, gram / bound**2, polynomial, self._gram)
+        return (x.mT if self.dim == 0 else x).contiguous()
+
+    def _gram(self, x: Tensor) -> Tensor:
+        gram = (x @ x.mT).contiguous()  # [count, m, m], this rank's term
+        comm.all_reduce(gram.view(-1), self.axis).wait()
+        return gram
