@@ -64,7 +64,7 @@ from shardwise.shard.call import (
     recomputes_inside,
     will_come,
 )
-from shardwise.shard.group import Group, lost_writes
+from shardwise.shard.group import Group, lent_weights, lost_writes
 from shardwise.shard.members import (
     Members,
     refuse_create_graph,
@@ -130,9 +130,7 @@ class Unit(TorchState):
         self.members: Members | None = None  # of the modules, once they are wrapped
         self.phase, self.progress = Phase.RESTING, Progress.UNTOUCHED
         self.is_root = False
-        self.sync = True
-        self.last = True
-        self.reduce_outer = True
+        self.sync = self.last = self.reduce_outer = True
         self.forward_prefetch: list[weakref.ref[Unit]] | None = None
         self.backward_prefetch: list[weakref.ref[Unit]] | None = None
         self.assigns = False  # whether the load that runs now puts tensors in place of parameters
@@ -305,7 +303,7 @@ class Unit(TorchState):
         if not runtime.in_backward:
             runtime.order.left(self)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
-            self._end_forward(kept=call is not None and call.recorded)
+            self._end_forward(call is not None and call.recorded, output)
             if self.is_root:
                 runtime.end_forward()
         if call is not None and call.recorded and self._watch(call, output):
@@ -323,11 +321,12 @@ class Unit(TorchState):
                 raise TypeError(f"unit '{self.name}': {error}") from None
             return False
 
-    def _end_forward(self, kept: bool) -> None:
+    def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.refuse_changes()
         lost = lost_writes(self.groups)
         with annotate(self.name, "release after forward"):
             if self._releases_after_forward:
+                lost = lost or lent_weights(self.groups, output)
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -341,7 +340,7 @@ class Unit(TorchState):
         and so does a unit whose exception the model itself has caught."""
         if self.phase is Phase.FORWARD:
             self.calls.stop()
-            self._end_forward(kept=torch.is_grad_enabled())
+            self._end_forward(torch.is_grad_enabled())
 
     @property
     def _releases_after_forward(self) -> bool:
