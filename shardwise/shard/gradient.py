@@ -432,7 +432,8 @@ class Gradients:
             for parameter, whole, grad, brought in zip(
                 self.sharded, self.unsharded, self._dtensors, self.brought, strict=True
             ):
-                came = whole.requires_grad and (brought or self.shows_zeros)
+                # What waited for one that was frozen since is shown, as in plain torch.
+                came = brought or (whole.requires_grad and self.shows_zeros)
                 # One without a gradient in this step shows that of the steps before, if any.
                 if came or (whole.requires_grad and parameter.grad is not None):
                     parameter.grad = grad
@@ -532,14 +533,6 @@ class Gradients:
             self._waited = set(waiting)
         elif dropped:
             self._wait_no_more()
-        frozen = [index for index in sorted(waiting) if not self.unsharded[index].requires_grad]
-        if frozen:
-            names = [self.layout.items[index].name for index in frozen]
-            raise RuntimeError(
-                f"{names} were frozen while gradients of earlier microbatches wait to be reduced, "
-                f"and would lose these: freeze before the first microbatch or after the last, or "
-                f"drop the gradients (zero_grad)"
-            )
 
     def _wait_no_more(self) -> None:
         self._stamp, self._waited = None, set()
