@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import zlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -43,6 +44,8 @@ from shardwise.mesh import Ranks
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
+
+logger = logging.getLogger(__name__)
 
 
 GRAD: Any = Tensor.grad
@@ -337,15 +340,19 @@ _operations = Operations(ShardedTensor, _wrap)
 # ------------------------------------------------------------------------------ optimizers
 
 
+def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
+    return [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) is ShardedTensor
+    ]
+
+
 def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
     """The versions of the buffers that a step may write: those of trainable parameters."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = {
-            id(parameter.version): parameter.version
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if type(parameter) is ShardedTensor and parameter.requires_grad
-        }
+        found = {id(p.version): p.version for p in _ours(optimizer) if p.requires_grad}
     return [version for version in found.values() if version is not None]
 
 
@@ -385,54 +392,48 @@ def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gathers that still read main weights end before any optimizer writes those. A step before
-    the last microbatch would leave out what waits unreduced; a closure may bring the last one."""
+    """Gathers that still read main weights end before any optimizer writes those. A closure brings
+    gradients later, so nothing is said of them then."""
     _take_over_states(optimizer)
-    versions = _versions_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _check_gradients(optimizer)
-    if closure is None and any(version.waiting for version in versions):
-        names = [
-            parameter.cut.name
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if type(parameter) is ShardedTensor
-            and parameter.version is not None
-            and parameter.cut.index in parameter.version.waiting
-        ]
-        raise RuntimeError(
-            f"the optimizer steps before the last microbatch: gradients of {names} still wait "
-            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
-            f"them"
-        )
-    for version in versions:
+    for version in _versions_of(optimizer):
         version.await_readers()
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where forward ran and nothing has a gradient. Note the step, and the parameters that it
-    leaves out: ranks compare both, with their collectives, in the next backward."""
+    """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Note the
+    step, and the parameters that it leaves out: ranks compare both, with their collectives, in the
+    next backward."""
     with torch._C.DisableTorchFunctionSubclass():
-        ours = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if type(parameter) is ShardedTensor and parameter.requires_grad
-        ]
+        every = _ours(optimizer)
+        ours = [p for p in every if p.requires_grad]
         lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
+    waiting = [p.cut.name for p in every if p.version and p.cut.index in p.version.waiting]
+    if waiting:
+        raise RuntimeError(
+            f"the optimizer steps before the last microbatch: gradients of {waiting} still wait "
+            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
+            f"them"
+        )
     kind = f"{type(optimizer).__name__}.step()"
-    if ours and len(lacking) == len(ours):
-        for parameter in ours:
-            version = parameter.version
-            if version is not None and version.unanswered is not None and version.unanswered():
-                raise RuntimeError(
-                    f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward "
-                    f"has come to the forward that ran since. backward(inputs=...) with parameters "
-                    f"at rest reaches none of them, for forward computes with gathered weights: "
-                    f"call backward() without inputs=, and requires_grad_(False) on what shall "
-                    f"have no gradient. Without a backward, leave out the step"
-                )
+    if len(lacking) < len(ours):
+        _fed.setdefault(optimizer, False)
+    elif not _fed.get(optimizer) and any(
+        p.version and p.version.unanswered and p.version.unanswered() for p in ours
+    ):
+        said = (
+            f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
+            f"to the forward that ran since. backward(inputs=...) with parameters at rest reaches "
+            f"none of them, for forward computes with gathered weights: call backward() without "
+            f"inputs=, and requires_grad_(False) on what shall have no gradient. Without a "
+            f"backward, leave out the step"
+        )
+        if optimizer not in _fed:
+            raise RuntimeError(said)
+        logger.warning(said)  # gradients may be meant to come in some iterations only
+        _fed[optimizer] = True
     if lacking:
         more = f" and {len(lacking) - 3} more" if lacking[3:] else ""
         known = zlib.crc32(repr(lacking).encode())
@@ -440,6 +441,10 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     for mesh in {id(p.cut.full_mesh): p.cut.full_mesh for p in ours}.values():
         for axis in Ranks(mesh).axes:
             axis.journal.add(STEP, kind)
+
+
+# Optimizers that have had a gradient in a step; whether a step without one was spoken of since.
+_fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -61,6 +61,8 @@ class Operations:
             "_foreach_copy_": self._foreach_copy,
             "_foreach_norm": self._foreach_norm,
             "equal": self._equal,
+            # fill_diagonal_ writes to such a view inside of torch, where no copy can refuse it.
+            "as_strided": self._refuse,
             "_local_scalar_dense": self._item,
             "is_pinned": lambda func, args, kwargs: args[0]._local_tensor.is_pinned(),
             "record_stream": lambda func, args, kwargs: func(args[0]._local_tensor, *args[1:]),

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 60.0  # how long a process that wants to end still waits for the other ranks
 _LONGEST_PAUSE = 0.1
+_REASON_BYTES = 1024  # kept for the reason of a rank that fails, as the disk may be full then
 GIVEN_UP = "was given up by another rank"  # whose own error says why
 
 
@@ -67,14 +68,14 @@ class Attempt:
         return self.folder.name
 
     def begin(self) -> None:
-        self._marker("writing").touch()
+        self._marker("writing").write_bytes(b" " * _REASON_BYTES)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks, as well as a full disk permits: the reason is written before the
-        name that they look for, so a rank that sees the name can read the reason."""
+        """Tell the other ranks: the reason is written before the name that they look for, so a
+        rank that sees the name can read it. ``begin`` has made room for it, on a full disk too."""
         writing = self._marker("writing")
-        with contextlib.suppress(OSError):
-            writing.write_text(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError), writing.open("r+b", buffering=0) as file:
+            file.write(f"{type(error).__name__}: {error}".encode())
         try:
             writing.replace(self._marker("failed"))
         except OSError:  # no marker could be made: take the directory away from the others
@@ -165,7 +166,7 @@ class Attempt:
         for name in failed:
             text = ""
             with contextlib.suppress(OSError):
-                text = (self.folder / name).read_text()
+                text = (self.folder / name).read_text(errors="replace").strip()
             number = int(name.removeprefix("failed-"))
             reasons.append(f"rank {number}: {text or 'no reason could be written'}")
         return "; ".join(reasons)

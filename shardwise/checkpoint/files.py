@@ -83,6 +83,7 @@ class HashedFile(io.RawIOBase):
         if error is not None:
             with contextlib.suppress(OSError):  # the first error is raised
                 self._file.close()
+            self._give_back()
             if self._refused is not None and self._refused is not error:
                 # torch.save turns a full disk into an error about positions in its archive.
                 raise self._refused from error
@@ -93,8 +94,14 @@ class HashedFile(io.RawIOBase):
                 os.fsync(self._file.fileno())
         except OSError as refused:
             refused.filename = str(self._path)
+            self._give_back()
             raise
         self.record = File(self._path.name, self._size, self._hash.hexdigest())
+
+    def _give_back(self) -> None:
+        """Remove half a file: the disk may be full, and others write there too."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 def write_file(path: Path, data: bytes) -> File:

@@ -17,13 +17,15 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise import comm
@@ -45,6 +47,7 @@ from shardwise.checkpoint.torch_files import Chunk, Entry, Index, dump
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 
 log = logging.getLogger(__name__)
+_told: set[str] = set()  # the buffers that were spoken of: one line for a run
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -88,6 +91,7 @@ class Snapshot:
 
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
+    buffers: dict[str, int]  # by key: a checksum, as ranks may differ
     rank_values: bytes
     state_values: bytes
     placements: list[str]
@@ -139,6 +143,7 @@ def take_snapshot(
     return Snapshot(
         pieces=stored,
         keys=state.stored_keys,
+        buffers={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}},
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=placements_of(model),
@@ -177,7 +182,9 @@ def begin(
 
     try:
         taken, everyone = together(
-            work, ranks, facts=lambda made: (str(folder), str(final), step, made.digest)
+            work,
+            ranks,
+            facts=lambda made: (str(folder), str(final), step, made.digest, made.buffers),
         )
         _check_agreement(everyone)
     except Exception:
@@ -193,9 +200,25 @@ def begin(
     return attempt, taken
 
 
-def _check_agreement(everyone: list[tuple[str, str, int | None, str]]) -> None:
-    _, final, step, digest = everyone[0]
-    for rank, (_, other_final, other_step, other_digest) in enumerate(everyone):
+def _checksum(buffer: Tensor) -> int:
+    if isinstance(buffer, DTensor) or not buffer.numel():
+        return 0
+    values = buffer.detach().to("cpu").contiguous().reshape(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy())
+
+
+def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
+    _, final, step, digest, buffers = everyone[0]
+    apart = {key for *_, theirs in everyone for key in buffers if theirs.get(key) != buffers[key]}
+    if apart and not _told.issuperset(apart):
+        _told.update(apart)
+        log.warning(
+            "buffers differ between ranks, and a checkpoint holds those of rank 0, which a load "
+            "gives to every rank: %s%s. Nothing sums buffers over ranks (SyncBatchNorm: its own)",
+            ", ".join(sorted(apart)[:4]),
+            ", ..." if len(apart) > 4 else "",
+        )
+    for rank, (_, other_final, other_step, other_digest, _) in enumerate(everyone):
         if (other_final, other_step) != (final, step):
             raise MismatchError(
                 f"rank 0 saves {final} (step {step}), rank {rank} saves {other_final} (step "

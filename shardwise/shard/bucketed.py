@@ -99,9 +99,9 @@ class BucketedUnit(Unit):
     def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> BucketedWeights:
         return BucketedWeights(groups, places, self._staged)
 
-    def _end_forward(self, kept: bool) -> None:
+    def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.weights.wait(self.runtime)  # what no module asked for must have arrived too
-        super()._end_forward(kept)
+        super()._end_forward(kept, output)
 
     def awaited(self, numbers: list[int]) -> None:
         """A module that reads these buckets runs next."""

@@ -84,7 +84,7 @@ class Call:
         if isinstance(output, Tensor) and not more:
             return self._watch(output)
         watched, closed = False, []
-        for found in (*_look_into(output, set()), *_look_into(more, set())):
+        for found in (*look_into(output, set()), *look_into(more, set())):
             if isinstance(found, Tensor):
                 watched = self._watch(found) or watched
             else:
@@ -97,9 +97,10 @@ class Call:
         return watched
 
     def _watch(self, tensor: Tensor) -> bool:
-        if tensor.requires_grad:
-            tensor.register_hook(partial(_open, self))
-        return tensor.requires_grad
+        if tensor.is_leaf:  # a weight itself: its own gradient tells, and a hook would stay on it
+            return False
+        tensor.register_hook(partial(_open, self))
+        return True
 
 
 class Calls:
@@ -223,7 +224,7 @@ def reaches_all_leaves() -> bool:
     return bool(torch._C._will_engine_execute_node(_SENTINEL))  # type: ignore[attr-defined]
 
 
-def _look_into(value: Any, seen: set[int]) -> Iterator[Any]:
+def look_into(value: Any, seen: set[int]) -> Iterator[Any]:
     """The tensors inside ``value``, and objects that cannot be looked into."""
     if isinstance(value, Tensor):
         yield value
@@ -247,7 +248,7 @@ def _look_into(value: Any, seen: set[int]) -> Iterator[Any]:
         names = [*getattr(value, "__dict__", ()), *_slots(value)]
         inside = [getattr(value, name, None) for name in names]
     for item in inside:
-        yield from _look_into(item, seen)
+        yield from look_into(item, seen)
 
 
 def _slots(value: Any) -> list[str]:

@@ -77,6 +77,11 @@ def fully_shard(
     Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no
     inner call owns; they are gathered before the module's forward and released after it, together.
 
+    Ranks run the same units in the same order, and step any optimizer of these parameters alike,
+    with gradients of the same parameters: each backward compares what they did since the last one,
+    and raises on all of them. One thing cannot be told: a rank that leaves out a whole iteration,
+    its step too, looks like one with other data, until a save (of another step) or the end.
+
     Args:
         module: a module, or a list of modules that run one after another as one unit.
         mesh: any DeviceMesh; its ``dp_outer`` and ``dp`` axes where it names them, else all axes.

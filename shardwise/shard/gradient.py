@@ -414,14 +414,6 @@ class Gradients:
             self._waited = set(waiting)
         elif dropped:
             self._wait_no_more()
-        frozen = [index for index in sorted(waiting) if not self.unsharded[index].requires_grad]
-        if frozen:
-            names = [self.layout.items[index].name for index in frozen]
-            raise RuntimeError(
-                f"{names} were frozen while gradients of earlier microbatches wait to be reduced, "
-                f"and would lose these: freeze before the first microbatch or after the last, or "
-                f"drop the gradients (zero_grad)"
-            )
 
     def _wait_no_more(self) -> None:
         self._stamp, self._waited = None, set()

@@ -33,6 +33,7 @@ from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
+from shardwise.shard.call import look_into
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import LOST, Whole, WholeDTensor, WholeParameter
@@ -446,6 +447,22 @@ def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
     """The error for whole weights that somebody wrote to; asked before their release."""
     names = [name for group in groups for name in group.lost_writes()]
     return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
+
+
+def lent_weights(groups: Sequence[Group], output: Any) -> RuntimeError | None:
+    """The error for an output of forward that lies in weights which are released next."""
+    coming = [group for group in groups if group.comes_and_goes]
+    memory = {_storage(block.tensor) for group in coming for block in group.blocks}
+    for found in look_into(output, set()) if memory else ():
+        values = found.memory if isinstance(found, Whole) else found
+        stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
+        if stored and _storage(values) in memory:
+            return RuntimeError(
+                f"the forward of {coming[0].label} returns a tensor of shape {list(found.shape)} "
+                f"that lies in the memory of its weights, which is released now: return a clone, "
+                f"or wrap with reshard_after_forward=False"
+            )
+    return None
 
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")

@@ -159,7 +159,8 @@ class MainGrad:
             for parameter, leaf, grad, here in zip(
                 self._sharded, whole, self._shown, brought, strict=True
             ):
-                came = leaf.requires_grad and (here or zeros)
+                # What waited for one that was frozen since is shown, as in plain torch.
+                came = here or (leaf.requires_grad and zeros)
                 # One without a gradient in this step shows that of the steps before, if any.
                 if came or (leaf.requires_grad and parameter.grad is not None):
                     parameter.grad = grad

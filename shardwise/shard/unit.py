@@ -61,7 +61,7 @@ from shardwise.shard.call import (
     recomputes_inside,
     will_come,
 )
-from shardwise.shard.group import lost_writes
+from shardwise.shard.group import lent_weights, lost_writes
 from shardwise.shard.members import (
     refuse_create_graph,
     refuse_transforms,
@@ -235,7 +235,7 @@ class Unit(Wrapped):
         if not runtime.in_backward:
             runtime.order.left(self)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
-            self._end_forward(kept=call is not None and call.recorded)
+            self._end_forward(call is not None and call.recorded, output)
             if self.is_root:
                 runtime.end_forward()
         if call is not None and call.recorded and self._watch(call, output):
@@ -253,11 +253,12 @@ class Unit(Wrapped):
                 raise TypeError(f"unit '{self.name}': {error}") from None
             return False
 
-    def _end_forward(self, kept: bool) -> None:
+    def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.refuse_changes()
         lost = lost_writes(self.groups)
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
+                lost = lost or lent_weights(self.groups, output)
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -271,7 +272,7 @@ class Unit(Wrapped):
         and so does a unit whose exception the model itself has caught."""
         if self.phase is Phase.FORWARD:
             self.calls.stop()
-            self._end_forward(kept=torch.is_grad_enabled())
+            self._end_forward(torch.is_grad_enabled())
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""

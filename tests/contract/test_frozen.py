@@ -227,3 +227,29 @@ def test_freezing_gathered_weights_outlives_them(rank: int, world_size: int) -> 
     plain.embedding.requires_grad_(False)
     check_backward(net, plain, word_loss, rank, world_size)
     assert not net.embedding.weight.requires_grad
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(ranks_for)
+def test_microbatches_before_a_freeze_count(rank: int, world_size: int, strategy: str) -> None:
+    """As in plain torch, where gradients of earlier microbatches stay; not lost without a word."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.set_requires_gradient_sync(False)
+    word_loss(net, rank, 0).backward()
+    average_gradients(plain, lambda model, each: word_loss(model, each, 0), world_size)
+    for model in (net, plain):
+        model.blocks[1].up.requires_grad_(False)
+    assert "still wait unreduced" in raised(optimizer.step, RuntimeError)
+    net.set_requires_gradient_sync(True)
+    check_backward(net, plain, word_loss, rank, world_size, 1)
+    assert net.blocks[1].up.weight.grad is not None
+    net.zero_grad()
+    if strategy != "data_parallel":  # all of a unit frozen: what waits is named by the step
+        net.set_requires_gradient_sync(False)
+        word_loss(net, rank, 0).backward()
+        net.set_requires_gradient_sync(True)
+        net.blocks[0].requires_grad_(False)
+        word_loss(net, rank, 1).backward()
+        assert "'up.weight'" in raised(optimizer.step, RuntimeError)

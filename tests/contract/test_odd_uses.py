@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.contract.helpers import (
+    WIDTH,
     Net,
     assert_at_rest,
     assert_gradients_equal,
@@ -27,6 +28,7 @@ from tests.contract.helpers import (
     pair,
     raised,
     transient_bytes,
+    vector_loss,
     word_loss,
     words,
     wrap,
@@ -262,3 +264,46 @@ def test_hooks_from_before_wrapping_are_refused(rank: int, world_size: int, way:
         options = options_for("zero1" if way == "data_parallel" else way, world_size)
         verb = sw.data_parallel if way == "data_parallel" else sw.fully_shard
         assert "'head.weight' has hooks" in raised(partial(verb, net, **options), ValueError)
+
+
+class Lending(nn.Module):
+    """Blocks that return a weight beside their output, for a penalty."""
+
+    def __init__(self, view: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        for block in self.blocks:
+            block.forward = partial(self.lend, block, view)  # type: ignore[method-assign]
+
+    @staticmethod
+    def lend(block: Any, view: bool, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = block[0].weight
+        return block[0](x), weight.t()[1:] if view else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = torch.zeros(())
+        for block in self.blocks:
+            x, weight = block(x)
+            penalty = penalty + weight.square().sum()
+        return x.tanh() + penalty
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view: bool) -> None:
+    """Right where they stay, and named where their memory is given back: nobody may read that."""
+    net, plain = pair(partial(Lending, view))
+    wrap(net, world_size, way)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, plain)]
+    if way == "zero3":
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                message = raised(lambda: vector_loss(net, rank), RuntimeError)
+            assert "'blocks.0' returns a tensor" in message and "clone" in message
+        return
+    for step in range(3):
+        check_backward(net, plain, vector_loss, rank, world_size, step, tolerance=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -381,7 +381,7 @@ def test_a_backward_for_parameters_at_rest_is_named(
     net, plain = pair(Skipping)
     wrap(net, world_size, strategy)
     at_rest = list(net.parameters())
-    optimizer = torch.optim.SGD(at_rest, lr=0.1)
+    optimizer = torch.optim.SGD(at_rest, lr=0.0)
     sleeper = torch.optim.SGD([net.blocks[3].weight], lr=0.1)
     net.order = plain.order = (0, 1, 2)
     vector_loss(net, rank).backward(inputs=at_rest)
@@ -402,6 +402,11 @@ def test_a_backward_for_parameters_at_rest_is_named(
     optimizer.step()  # no gradient, and none was asked for
     vector_loss(net, rank).backward(retain_graph=True)
     sleeper.step()  # its parameter took no part
+    optimizer.step()  # from now on the optimizer may be one that gets gradients now and then
+    net.zero_grad()
+    net(x.detach())
+    optimizer.step()
+    vector_loss(net, rank).backward()
     for each in range(world_size):
         (vector_loss(plain, each) / world_size).backward()
     assert_gradients_equal(net, plain)

@@ -180,7 +180,7 @@ def mounted(folder: Path, size: str) -> bool:
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    if not mounted(disk, "256k"):
+    if not mounted(disk, "272k"):
         pytest.skip("only root can make a small file system")
     try:
         store = Store(disk / "store", keep=3)
@@ -233,12 +233,14 @@ def test_the_failure_of_one_rank_is_everybodys(broken: int, tmp_path: Path) -> N
 
 
 def test_a_failure_is_seen_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank may look at any moment: what it would read is asked at each rename."""
+    """Another rank may look at any moment: what it would read is asked at each rename. The reason
+    takes no more room than ``begin`` took: a full disk has none."""
     seen, original = [], Path.replace
 
     def looked_at(self: Path, target: Any) -> Path:
         if Path(target).name.startswith("failed-"):
             seen.append(self.read_text())
+            assert self.stat().st_size == attempt._REASON_BYTES
         return original(self, target)
 
     monkeypatch.setattr(Path, "replace", looked_at)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import Store
+from shardwise.checkpoint import Store, saving
+from tests.models import mesh_of
 from tests.ranks import run_ranks
 from tests.resume import helpers
 from tests.resume.helpers import Net, assert_equal, everything, make, train_step
@@ -206,3 +209,21 @@ def test_saving_before_the_first_step_changes_no_number(kind: str, tmp_path: Pat
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), (
                 key
             )
+
+
+def save_apart(rank: int, world_size: int, path: str, apart: bool) -> list[str]:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    sw.fully_shard(net, mesh=mesh_of(world_size))
+    net(torch.full((2, 4), rank * apart) + torch.eye(2, 4))
+    said: list[str] = []
+    with mock.patch.object(saving.log, "warning", lambda text, *args: said.append(text % args)):
+        sw.save(path, net)
+        sw.save(f"{path}-2", net)
+    return said
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_buffers_that_differ_between_ranks_are_named_once(apart: bool, tmp_path: Path) -> None:
+    for said in run_ranks(save_apart, 2, str(tmp_path / "saved"), apart, fresh=True):
+        assert len(said) == apart
+        assert not apart or ("those of rank 0" in said[0] and "model.1.running_mean" in said[0])

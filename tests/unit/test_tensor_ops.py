@@ -227,6 +227,7 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         lambda: tensor.index_put_((plain > 0,), torch.ones(())),
         lambda: tensor + torch.randn(5),
         lambda: tensor.resize_(3, 3),
+        lambda: tensor.fill_diagonal_(1.0),
         lambda: tensor.clone(memory_format=torch.channels_last),
         lambda: tensor.bernoulli_(torch.rand(7, 13)),
     ):
