@@ -88,6 +88,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         )
     )
     model = build_model(config, world)
+    model.document_end = world.together(lambda: document_end(config, corpus, world))  # type: ignore[assignment]
     made = build_optimizer(config, model)
     return Parts(
         config=config,
@@ -113,6 +114,22 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
             )
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | None:
+    """The token after which attention begins anew; None where documents see each other."""
+    if config.documents == "joined":
+        return None
+    if corpus.codec is None:
+        if config.documents == "apart":
+            raise ValueError(
+                f"documents='apart': {corpus.name!r} holds tokens of an unknown tokenizer, so "
+                f"nobody knows which of them ends a document: name it with --tokenizer"
+            )
+        return None
+    # A mask costs a GPU its fastest kernel.
+    apart = config.documents == "apart" or world.device.type == "cpu"
+    return corpus.codec.end if apart else None
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:

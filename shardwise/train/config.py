@@ -27,6 +27,7 @@ OptimizerName = Literal[
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d"]
 CompileChoice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
+DocumentChoice = Literal["auto", "apart", "joined"]
 
 # The groups of flags in the help, each by the field that it begins with.
 GROUPS = {
@@ -62,6 +63,9 @@ class TrainConfig:
         init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
             its weights, sizes and tokenizer; ``None``: fresh weights.
         held_out: fraction of the data that is evaluated and never trained on.
+        documents: whether the documents of one window see each other: ``joined``, or ``apart``,
+            where each token that ends a document begins the next; ``auto``: apart where that token
+            is known, on CPU (on GPUs joined).
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
         microbatches: pieces in which a rank computes its share of a batch, one after another;
@@ -102,6 +106,7 @@ class TrainConfig:
     tokenizer: str = "bytes"
     init_from: str | None = None
     held_out: float = 0.05
+    documents: DocumentChoice = "auto"
     steps: int = 300
     batch: int = 32
     microbatches: int | Literal["auto"] = "auto"
@@ -170,6 +175,7 @@ class TrainConfig:
             ("precision", get_args(PrecisionName)),
             ("compile", get_args(CompileChoice)),
             ("schedule", get_args(Schedule)),
+            ("documents", get_args(DocumentChoice)),
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")

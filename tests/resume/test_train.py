@@ -47,7 +47,8 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def compare(strategy: str, optimizer: str, world_size: int, tmp_path: Path, **changes: Any) -> None:
-    changes |= {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
+    usual = {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
+    changes = usual | changes
     first, second = tmp_path / "first", tmp_path / "second"
     expected = run_ranks(straight, world_size, str(first), changes)
     assert sorted(losses(first)) == list(range(1, 9))
@@ -92,6 +93,17 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     narrow = {"precision": "mxfp8_2d", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
         assert "none of the" in said and "can be stored so" in said and "multiples of 32" in said
+
+
+def test_with_a_mixture_of_many_short_documents_and_a_cosine(tmp_path: Path) -> None:
+    """Documents are apart in every window, and each source is in the middle of an epoch."""
+    (tmp_path / "short").mkdir()
+    for number in range(60):
+        (tmp_path / "short" / f"{number}.txt").write_text(
+            f"{number} ends soon; " * (1 + number % 3)
+        )
+    data = f"{tmp_path / 'short'}:0.7,{write_text(tmp_path)}:0.3"
+    compare("zero3", "muon", 2, tmp_path, data=data, schedule="cosine", final=0.0)
 
 
 def test_with_adamw_on_three_ranks(tmp_path: Path) -> None:
@@ -177,6 +189,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
 # What a resumed run is asked to change, field by field: the new value, and which of the figures of
 # ``seen`` must then differ. A new field of TrainConfig fails until it stands here or in FIXED.
 EFFECTS: dict[str, tuple[Any, str]] = {
+    "documents": ("joined", "documents"),
     "steps": (10, "steps"),
     "batch": (24, "tokens"),
     "microbatches": (2, "microbatches"),
@@ -288,6 +301,7 @@ def seen(
             "timeout": trainer.store.timeout,
             "sampled": len(events_of(folder, "sample")),
             "profiled": [event["step"] for event in events_of(folder, "profile")],
+            "documents": trainer.parts.model.document_end,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     finally:
