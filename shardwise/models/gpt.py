@@ -193,6 +193,10 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         return self.config.num_parameters
 
+    @property
+    def context(self) -> int:
+        return self.config.context
+
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the blocks, all equal ones into one graph, and the loss; before the first call.
 
@@ -282,7 +286,7 @@ def generate(
             f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
             f"least one token to go on from"
         )
-    context: int = model.config.context  # type: ignore[assignment, union-attr]
+    context: int = model.context  # type: ignore[assignment]
     was_training = model.training
     model.eval()
     try:

@@ -32,6 +32,7 @@ from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
+from shardwise.train.module import init_lora, make_model
 from shardwise.train.sampler import Batches, HeldOut, Sampler
 from shardwise.train.sources import load_corpus
 from shardwise.train.world import World
@@ -166,11 +167,15 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
     options: dict[str, Any] = {"placements": config.placements, "precision": precision}
-    with torch.device("meta"):
-        model = GPT(config.model)
+    # A module of one's own has the values that it is built with.
+    with torch.device("meta" if config.module is None else "cpu"):
+        model = make_model(config)
+    if config.module is not None:
+        model.to(world.device)
     if compiles(config, world):
         model.compile()
     if config.tp > 1:
+        assert isinstance(model, GPT)
         cut_over(model, mesh["tp"])
     spread_experts(model, config, world, options)
     for unit in wrap_units(model):
@@ -183,8 +188,11 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
             f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of 32, or train "
             f"in bf16"
         )
-    model.to_empty(device=world.device)
-    model.init_weights(config.seed)
+    if config.module is None:
+        model.to_empty(device=world.device)
+        model.init_weights(config.seed)  # type: ignore[operator]
+    if config.lora_rank:
+        init_lora(model, config.seed)
     return model
 
 
@@ -210,6 +218,7 @@ def compiles(config: TrainConfig, world: World) -> bool:
     tensor parallelism are not traced yet, so ``auto`` leaves such models as they are."""
     if config.compile == "auto":
         plain = precision_of(config, world).format is None and config.tp == 1
+        plain = plain and config.module is None
         return world.device.type == "cuda" and plain
     return config.compile == "on"
 
