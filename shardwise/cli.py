@@ -408,7 +408,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
 def generate(command: Generate, words: list[str]) -> int:
     import torch
 
-    from shardwise.train.weights import open_model, write_text
+    from shardwise.train.weights import open_model, text_after
 
     model, codec = open_model(command.path)
     if codec is None:
@@ -417,7 +417,7 @@ def generate(command: Generate, words: list[str]) -> int:
             f"tokenizer.json beside the exported weights"
         )
     print(command.prompt, end="")
-    for text in write_text(
+    for text in text_after(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),
         codec,
         command.prompt,
@@ -453,17 +453,19 @@ def export(command: Export, words: list[str]) -> int:
 
     from shardwise.checkpoint import export as write
     from shardwise.train.folder import newest_checkpoint, saved_run
-    from shardwise.train.weights import codec_of_run, tokenizer_files
+    from shardwise.train.weights import codec_of_run, export_options, tokenizer_files
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
     checkpoint = newest_checkpoint(command.path)
-    codec = codec_of_run(checkpoint, saved_run(checkpoint).config)
+    config = saved_run(checkpoint).config
+    codec = codec_of_run(checkpoint, config)
     files = write(
         checkpoint,
         command.out,
         dtype=dtype,
         end_token=None if codec is None else codec.end,
         beside=tokenizer_files(codec),
+        **export_options(config),
     )
     print(*files, sep="\n")
     return 0

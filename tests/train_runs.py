@@ -121,7 +121,7 @@ def values_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter and every optimizer state, whole."""
     found: dict[str, torch.Tensor] = {}
     # Not the model's parameters: some of its modules hold whole weights since a forward.
-    names = [name for name, _ in trainer.parts.model.named_parameters()]
+    names = [name for name, p in trainer.parts.model.named_parameters() if p.requires_grad]
     for parameter, state in trainer.parts.optimizer.state.items():
         name = trainer.parts.optimizer._name(parameter)
         for key, value in {"": parameter, **state}.items():

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 MAX_FILE_BYTES = 4 << 30
+_LORA = (".lora_a", ".lora_b")  # of a linear: see shardwise.train.module
 
 
 def export(
@@ -100,7 +101,8 @@ def _as_gpt(
 ) -> tuple[Convert | None, Mapping[str, Any] | None]:
     """The conversion and the configuration of a ``GPT``, if the checkpoint is of one."""
     path = checkpoint.path
-    described = (checkpoint.manifest.config or {}).get("model")
+    values = checkpoint.manifest.config or {}
+    described = None if values.get("module") else values.get("model")
     if described is None:
         log.warning("%s does not say what its model is: names stay as they are", path)
         return None, None
@@ -136,7 +138,11 @@ class _Converter:
     ) -> None:
         self._checkpoint, self._convert, self._dtype = checkpoint, convert, dtype
         keys = [key for key in checkpoint.index if key.startswith("model.")]
-        self.names = sorted(key.removeprefix("model.") for key in keys)
+        every = sorted(key.removeprefix("model.") for key in keys)
+        self.names = [name for name in every if not name.endswith(_LORA)]
+        self._products = {name for name in every if name.endswith(_LORA[0])}
+        values = checkpoint.manifest.config or {}
+        self._scale = values.get("lora_alpha", 0.0) / (values.get("lora_rank") or 1)
 
     def sketch(self, name: str) -> dict[str, Tensor]:
         """The results of one tensor, on the meta device."""
@@ -144,7 +150,12 @@ class _Converter:
         return self._apply(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
 
     def read(self, name: str) -> dict[str, Tensor]:
-        return self._apply(name, self._checkpoint.read_whole(model_key(name)))
+        tensor = self._checkpoint.read_whole(model_key(name))
+        stem = name.removesuffix(".weight")
+        if f"{stem}{_LORA[0]}" in self._products:  # a trained product of low rank: add it
+            a, b = (self._checkpoint.read_whole(model_key(stem + last)) for last in _LORA)
+            tensor = tensor + self._scale * (b @ a)
+        return self._apply(name, tensor)
 
     def _apply(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         made = {name: tensor} if self._convert is None else self._convert(name, tensor)

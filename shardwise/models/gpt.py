@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
-from shardwise.models.layers import RMSNorm, Rotary, rotate
+from shardwise.models.layers import RMSNorm, Rotary, attend, documents_mask, rotate
 from shardwise.models.loss import Softmax, linear_cross_entropy, softmax_and_gradient
 from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
 
@@ -46,19 +46,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         q = self.wq(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, H, D]
         k = self.wk(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         v = self.wv(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # [B, H, T, D]
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        return self.wo(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # [B, T, C]
+        mixed = attend(q, k, v, mask)  # [B, T, H, D]
+        return self.wo(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, T, C]
 
 
 class FeedForward(nn.Module):
@@ -107,16 +101,18 @@ class Block(nn.Module):
             else FeedForward(config.dim, config.hidden_width)
         )
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden, normed = self.attend(hidden, rotary)
+    def forward(
+        self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, normed = self.attend(hidden, rotary, mask)
         if isinstance(self.feed_forward, MixtureOfExperts):
             change, routes = self.feed_forward(normed)
             return hidden + change, routes.loss
         return hidden + self.feed_forward(normed), None
 
-    def attend(self, hidden: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The hidden states after attention, and the same normed for the feed-forward."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary)  # [B, T, C]
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, mask)  # [B, T, C]
         return hidden, self.feed_forward_norm(hidden)
 
     def compile_forward(self, **options: Any) -> None:
@@ -140,6 +136,7 @@ class GPT(nn.Module):
     sequence_parts = 1  # of each sequence, one on each rank of tensor parallelism between products
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
     softmax: Softmax | None = None  # compiled
+    document_end: int | None = None  # the token after which attention begins anew; None: never
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -196,6 +193,10 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         return self.config.num_parameters
 
+    @property
+    def context(self) -> int:
+        return self.config.context
+
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the blocks, all equal ones into one graph, and the loss; before the first call.
 
@@ -224,15 +225,16 @@ class GPT(nn.Module):
             targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
         hidden = self.embedding(tokens)  # [B, T, C], or a part of T: see sequence_parts
         rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
+        mask = documents_mask(tokens, self.document_end)
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
         for block in self.blocks:
             if recompute:  # there is no dropout, so no random state to keep
                 hidden, term = checkpoint(
-                    block, hidden, rotary, use_reentrant=False, preserve_rng_state=False
+                    block, hidden, rotary, mask, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden, term = block(hidden, rotary)
+                hidden, term = block(hidden, rotary, mask)
             if term is not None:
                 terms.append(term)
         hidden = self.norm(hidden)
@@ -284,7 +286,7 @@ def generate(
             f"tokens of shape {list(tokens.shape)}: generate needs [sequences, tokens] with at "
             f"least one token to go on from"
         )
-    context: int = model.config.context  # type: ignore[assignment, union-attr]
+    context: int = model.context  # type: ignore[assignment]
     was_training = model.training
     model.eval()
     try:

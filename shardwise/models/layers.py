@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the reference model: RMSNorm, and rotary positions.
+"""Layers of the reference model: RMSNorm, attention inside documents, and rotary positions.
 
 torch fuses `rms_norm` on GPUs; on a CPU it is a chain of ten small operations whose gradients make
 twice as many passes over memory as needed, which is a tenth of a small model's step.
@@ -7,6 +7,10 @@ twice as many passes over memory as needed, which is a tenth of a small model's 
 Rotary positions rotate queries and keys by an angle that grows with the position. Channel i of a
 head rotates with channel i + width/2 (the two halves of the head, the convention of Llama weights
 in the Hugging Face layout), once in 2 pi theta^(2i/width) tokens.
+
+A window of packed text holds several documents, each begun by the token that ended the one before:
+a model that is asked to go on from that token alone begins a text. Positions need not begin anew in
+each document, because rotary attention depends on distances alone.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +56,36 @@ class _Norm(torch.autograd.Function):
         mean = (product @ weight).view_as(scale) / unit.shape[-1]
         of_x = torch.addcmul(grad * weight, unit, mean, value=-1).mul_(scale)
         return of_x, product.sum(0), None
+
+
+def documents_mask(tokens: Tensor, end: int | None) -> Tensor | None:
+    """Which keys a query sees where each token ``end`` begins a document: [batch, 1, query, key].
+
+    ``None``: all before it. So it is where there is no such token, which only a CPU can ask about
+    without waiting.
+    """
+    if end is None:
+        return None
+    begins = tokens == end
+    if tokens.device.type == "cpu" and not begins.any():
+        return None
+    number = begins.cumsum(1)  # of the document that a token is in: [batch, context]
+    same = number[:, :, None] == number[:, None, :]
+    return same.tril_().unsqueeze(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention [batch, context, heads, width] inside the documents of
+    :func:`documents_mask`; several query heads may share a key head."""
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [batch, heads, context, width]
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return mixed.transpose(1, 2)
 
 
 class Rotary:

@@ -46,7 +46,7 @@ def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:
     heads = {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in _HEAD_NORMS}
     within = {
         "attention_norm": SequenceParallel(use_local_output=True),
-        "attention": _gathers((Shard(1), None), (Replicate(), None)),
+        "attention": _gathers((Shard(1), None, None), (Replicate(), None, None)),
         **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
         **({f"attention.{name}": style for name, style in heads.items()}),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),

@@ -212,9 +212,11 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored, notes = {}, {}
-    for unit in (getattr(module, "_shardwise_unit", None) for module in model.modules()):
-        for parameters, name, number, index in () if unit is None else unit.places:
+    stored: dict[tuple[int, str], Stored] = {}
+    notes: dict[str, None] = {}
+    units = [getattr(module, "_shardwise_unit", None) for module in model.modules()]
+    for unit in (one for one in units if one is not None):
+        for parameters, name, number, index in unit.places:
             one, group = unit.stored[number, index], unit.groups[number]
             products, note = _products(one, group.precision, group.device)
             stored[id(parameters), name] = replace(one, products=products)

@@ -34,6 +34,7 @@ from shardwise.shard.wrapping import wrap_units
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Corpus
 from shardwise.train.fit import fit
+from shardwise.train.module import init_lora, make_model
 from shardwise.train.sampler import Batches, HeldOut, Sampler
 from shardwise.train.sources import load_corpus
 from shardwise.train.world import World
@@ -90,6 +91,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         )
     )
     model = build_model(config, world)
+    model.document_end = world.together(lambda: document_end(config, corpus, world))  # type: ignore[assignment]
     made = build_optimizer(config, model)
     return Parts(
         config=config,
@@ -115,6 +117,22 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
             )
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+
+
+def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | None:
+    """The token after which attention begins anew; None where documents see each other."""
+    if config.documents == "joined":
+        return None
+    if corpus.codec is None:
+        if config.documents == "apart":
+            raise ValueError(
+                f"documents='apart': {corpus.name!r} holds tokens of an unknown tokenizer, so "
+                f"nobody knows which of them ends a document: name it with --tokenizer"
+            )
+        return None
+    # A mask costs a GPU its fastest kernel.
+    apart = config.documents == "apart" or world.device.type == "cpu"
+    return corpus.codec.end if apart else None
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
@@ -151,11 +169,15 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
     mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     precision = precision_of(config, world)
     options: dict[str, Any] = {"placements": config.placements, "precision": precision}
-    with torch.device("meta"):
-        model = GPT(config.model)
+    # A module of one's own has the values that it is built with.
+    with torch.device("meta" if config.module is None else "cpu"):
+        model = make_model(config)
+    if config.module is not None:
+        model.to(world.device)
     if compiles(config, world):
         model.compile()
     if config.tp > 1:
+        assert isinstance(model, GPT)
         cut_over(model, mesh["tp"])
     spread_experts(model, config, world, options)
     for unit in wrap_units(model):
@@ -168,8 +190,11 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
             f"stored so ({'; '.join(reasons)}): make dim and hidden_dim multiples of "
             f"{side_of(FORMATS[precision.format])}, or train in bf16"
         )
-    model.to_empty(device=world.device)
-    model.init_weights(config.seed)
+    if config.module is None:
+        model.to_empty(device=world.device)
+        model.init_weights(config.seed)  # type: ignore[operator]
+    if config.lora_rank:
+        init_lora(model, config.seed)
     return model
 
 
@@ -192,9 +217,10 @@ def spread_experts(
 
 def compiles(config: TrainConfig, world: World) -> bool:
     """Whether the model runs through torch.compile. The hooks of tensor parallelism are not traced
-    yet, so ``auto`` leaves such models as they are."""
+    yet, so ``auto`` leaves such models as they are, and modules of other origin too."""
     if config.compile == "auto":
-        return world.device.type == "cuda" and config.tp == 1
+        ours = config.tp == 1 and config.module is None
+        return world.device.type == "cuda" and ours
     return config.compile == "on"
 
 

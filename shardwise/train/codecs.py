@@ -238,18 +238,17 @@ def open_codec(name: str) -> Codec | None:
     """The codec of this name; ``None`` for pieces that are learned from the text."""
     kind, _ = codec_named(name)
     if kind == "file":
-        return Pieces.pretrained(Path(name).expanduser(), name)
+        path = Path(name).expanduser()
+        file = path / FILE if path.is_dir() else path
+        if file.is_file() and file.read_bytes() == Bytes().files()[FILE]:
+            return Bytes()  # ours: no package is needed
+        return Pieces.pretrained(path, name)
     return Bytes() if kind == "bytes" else None
 
 
 def saved_codec(folder: Path) -> Codec | None:
     """The codec whose :meth:`Codec.files` lie in a folder; ``None`` where none do."""
-    file = folder / FILE
-    if not file.is_file():
-        return None
-    if file.read_bytes() == Bytes().files()[FILE]:
-        return Bytes()
-    return Pieces.pretrained(folder, str(folder))
+    return open_codec(str(folder)) if (folder / FILE).is_file() else None
 
 
 def write_codec(folder: Path, codec: Codec) -> None:

@@ -27,9 +27,11 @@ OptimizerName = Literal[
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d", "fp8_block"]
 CompileChoice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
+DocumentChoice = Literal["auto", "apart", "joined"]
 
 # The groups of flags in the help, each by the field that it begins with.
 GROUPS = {
+    "module": "weights",
     "data": "data",
     "steps": "batch",
     "strategy": "sharding",
@@ -46,6 +48,8 @@ FIXED = {
     "held_out": "text that was trained on would be held out",
     "optimizer": "the states in the checkpoint are those of the other optimizer",
     "init_from": "the weights of the checkpoint go on",
+    "module": "the weights of the checkpoint are those of the other model",
+    "lora_rank": "the weights of the checkpoint have another rank",
 }
 
 
@@ -55,13 +59,22 @@ class TrainConfig:
 
     Args:
         model: the model; its ``vocab_size`` gives way to that of the data.
+        module: a model of one's own instead of ``model``, which gives the context alone then:
+            ``file.py:function``, a function of the TrainConfig, or ``hf:FOLDER``, the causal
+            language model of a transformers config.json; see :mod:`shardwise.train.module`.
+        init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
+            its weights, sizes and tokenizer; ``None``: fresh weights.
+        lora_rank: rank of the products that are trained (LoRA) while all other weights are frozen;
+            0: all weights are trained.
+        lora_alpha: the products are scaled by this over their rank.
         data: stdlib, stdlib+torch, a text file, directory or "glob", token files (.bin), hf:NAME,
             or several with weights, a.bin:0.7,b.bin:0.3; see :mod:`shardwise.train.sources`.
         tokenizer: for text: ``bytes``, ``bpe:SIZE`` (learned from it), or the path of a pretrained
             tokenizer.json or of its directory.
-        init_from: folder of a Hugging Face model (config.json, safetensors): the run begins with
-            its weights, sizes and tokenizer; ``None``: fresh weights.
         held_out: fraction of the data that is evaluated and never trained on.
+        documents: whether the documents of one window see each other: ``joined``, or ``apart``,
+            where each token that ends a document begins the next; ``auto``: apart where that token
+            is known, on CPU (on GPUs joined).
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
         microbatches: pieces in which a rank computes its share of a batch, one after another;
@@ -98,10 +111,14 @@ class TrainConfig:
     """
 
     model: GPTConfig = field(default_factory=GPTConfig)
+    module: str | None = None
+    init_from: str | None = None
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
     data: str = "stdlib"
     tokenizer: str = "bytes"
-    init_from: str | None = None
     held_out: float = 0.05
+    documents: DocumentChoice = "auto"
     steps: int = 300
     batch: int = 32
     microbatches: int | Literal["auto"] = "auto"
@@ -146,11 +163,19 @@ class TrainConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 problems.append(f"{name}={value!r} must be 1 or more")
-        for name in ("warmup", "eval_every", "seed", "sample", "profile_step", "max_skipped"):
+        for name in (
+            "warmup",
+            "eval_every",
+            "seed",
+            "sample",
+            "profile_step",
+            "max_skipped",
+            "lora_rank",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 problems.append(f"{name}={value!r} must be 0 or more")
-        for name in ("lr", "matrix_lr", "clip", "timeout"):
+        for name in ("lr", "matrix_lr", "clip", "timeout", "lora_alpha"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 problems.append(f"{name}={value!r} must be positive")
@@ -170,6 +195,7 @@ class TrainConfig:
             ("precision", get_args(PrecisionName)),
             ("compile", get_args(CompileChoice)),
             ("schedule", get_args(Schedule)),
+            ("documents", get_args(DocumentChoice)),
         ):
             if getattr(self, name) not in choices:
                 problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
@@ -180,6 +206,14 @@ class TrainConfig:
             )
         elif not problems and self.ep > 1 and not self.model.num_experts:
             problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
+        if self.module is not None and (self.tp > 1 or self.ep > 1):
+            problems.append(f"module={self.module!r} is not cut: leave tp and ep at 1")
+        if self.module is not None and self.model.recompute == "block":
+            problems.append("model.recompute='block' is the GPT's: leave it out with a module")
+        if self.module is not None and self.compile == "on":
+            problems.append("compile='on' is the GPT's: compile a module in its own function")
+        if self.lora_rank and (self.tp > 1 or self.precision.startswith("mxfp8")):
+            problems.append(f"lora_rank={self.lora_rank}: tp and mxfp8 are for runs that train all")
         return problems or tensor_parallel_problems(self.model, self.tp)
 
     def check_resume(self, saved: TrainConfig) -> None:

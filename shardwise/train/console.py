@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from shardwise.train.events import Event
 
 LINES = 30  # plain lines for a whole run, about
+BAR = 16  # columns; half of it on a narrow terminal
 
 
 class _Out(RichConsole):
@@ -140,7 +141,7 @@ class Console:
         if self._progress is None:
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=16),
+                BarColumn(bar_width=BAR if self.out.width >= 100 else BAR // 2),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(compact=True),
                 console=self.out,
@@ -150,7 +151,9 @@ class Console:
                 "train", total=self.steps, completed=event["step"] - 1, figures=""
             )
         assert self._task is not None
-        self._progress.update(self._task, completed=event["step"], figures=_figures(event))
+        taken = len(f"step {event['step']}/{self.steps}") + BAR + len(" 0:00:00") + 2
+        room = self.out.width - taken
+        self._progress.update(self._task, completed=event["step"], figures=_figures(event, room))
 
     def _print(self, text: str) -> None:
         console = self._progress.console if self._progress is not None else self.out
@@ -162,16 +165,23 @@ class Console:
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
 
-def _figures(event: Event) -> str:
-    parts = [f"loss {event['loss']:.3f}"]
-    if event.get("bits_per_byte") is not None:
-        parts.append(f"{event['bits_per_byte']:.2f} bits/byte")
-    parts.append(f"norm {event['grad_norm']:.2f}")
-    parts.append(f"{_thousands(event['tokens_per_second'])} tok/s")
-    if event.get("mfu") is not None:
-        parts.append(f"{100 * event['mfu']:.0f}% mfu")
-    parts.append(f"{event['memory'] / 2**30:.2f} GiB")
-    return "  ".join(parts)
+def _figures(event: Event, room: int | None = None) -> str:
+    """The figures of a step in one line; in a narrow ``room`` the more important ones."""
+    bits, mfu, load = (event.get(key) for key in ("bits_per_byte", "mfu", "expert_load_max"))
+    # In the order of the line; the numbers say which one goes first where there is no room.
+    parts = [
+        (0, f"loss {event['loss']:.3f}"),
+        (1, None if bits is None else f"{bits:.2f} bits/byte"),
+        (5, f"norm {event['grad_norm']:.2f}"),
+        (2, f"{_thousands(event['tokens_per_second'])} tok/s"),
+        (3, None if mfu is None else f"{100 * mfu:.0f}% mfu"),
+        (4, f"{event['memory'] / 2**30:.2f} GiB"),
+        (6, None if load is None else f"expert load {load:.1f}x"),
+    ]
+    kept = {order: text for order, text in sorted(parts) if text is not None}
+    while room is not None and len(kept) > 1 and len("  ".join(kept.values())) > room:
+        kept.popitem()
+    return "  ".join(text for order, text in parts if order in kept and text is not None)
 
 
 def _thousands(value: float) -> str:

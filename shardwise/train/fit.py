@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import comm
-from shardwise.models.gpt import GPT
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
 from shardwise.report.sizes import size_text
 from shardwise.train.config import TrainConfig
+from shardwise.train.module import make_model
 from shardwise.train.world import World
 
 ENOUGH = 8192  # tokens of a microbatch
@@ -38,13 +38,14 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
     recompute = config.model.recompute
     if config.microbatches != "auto" and recompute != "auto":
         return config, None
-    if config.tp > 1:
+    memory = free_memory(world)
+    if config.tp > 1 or (config.module is not None and memory is not None):
         made = decided(config, config.num_microbatches, "none")
+        what = f"tp={config.tp}" if config.module is None else f"module={config.module!r}"
         return made, (
-            f"activations are not planned with tp={config.tp}: microbatches {made.microbatches}, "
+            f"activations are not planned with {what}: microbatches {made.microbatches}, "
             f"recompute {made.model.recompute}; set both if that does not fit"
         )
-    memory = free_memory(world)
     if memory is None:
         return decided(config, config.num_microbatches, "none"), None
     choices = ("none", "block") if recompute == "auto" else (recompute,)
@@ -99,7 +100,7 @@ def bytes_held(
             model, num_experts=own, experts_per_token=min(own, model.experts_per_token)
         )
     with torch.device("meta"):
-        bare = GPT(model)
+        bare = make_model(dataclasses.replace(config, model=model, ep=1))
     made = plan(
         bare,
         config.mesh_shape(world.size, world.num_nodes),
@@ -118,7 +119,7 @@ def plan_inputs(
 ) -> tuple[nn.Module, dict[str, int], dict[str, Any]]:
     """The bare model, the mesh and the options with which ``sw.plan`` describes a run."""
     with torch.device("meta"):
-        bare = GPT(config.model)
+        bare = make_model(config)
         for layer in mixtures_of(bare) if config.ep > 1 else ():
             layer.keep_share(config.ep)
     followed = (config.share(world.size), config.model.context)
@@ -128,8 +129,8 @@ def plan_inputs(
         "microbatches": config.num_microbatches,
         "device": world.device.type,
         "tokens": followed[0] * followed[1],
-        # Rows without values cannot be sent to other ranks.
-        "batch": followed if config.ep == config.tp == 1 else None,
+        # Rows without values cannot be sent to other ranks; a foreign forward may read values.
+        "batch": followed if config.ep == config.tp == 1 and config.module is None else None,
     }
     return bare, config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp}, options
 

@@ -40,6 +40,7 @@ from shardwise.train.fit import plan_inputs
 from shardwise.train.folder import CHECKPOINTS, EVENTS, TOKENIZER, write_config
 from shardwise.train.guard import Guard, Skips
 from shardwise.train.metrics import ExpertLoad, Speed
+from shardwise.train.module import flops_per_token
 from shardwise.train.weights import load_weights
 from shardwise.train.world import World, num_restarts
 
@@ -100,12 +101,15 @@ class Trainer:
         self.config = self.parts.config
         self.step = 0
         self.skips = Skips(self.config.max_skipped)
-        self.speed = Speed(self.config, world)
+        self.num_parameters = self.config.model.num_parameters
+        if self.config.module is not None:
+            self.num_parameters = sum(p.numel() for p in self.parts.model.parameters())
+        self.speed = Speed(self.config, world, flops_per_token(self.config, self.num_parameters))
         self.experts = ExpertLoad(self.parts.model)
         self.store = Store(folder / CHECKPOINTS, self.config.keep, timeout=self.config.timeout)
         if resume is not None:
             resume = self._restore(resume, or_older)
-        elif self.config.init_from is not None:
+        elif self.config.init_from is not None and self.config.module is None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
         self._issued: list[_Issued] = []  # steps whose figures have not been read
@@ -402,6 +406,8 @@ class Trainer:
         config, corpus, model = self.config, self.parts.corpus, self.config.model
         lines = references_of(corpus)
         experts = f", {model.num_experts} experts" if model.num_experts else ""
+        layers = config.module or f"{model.num_layers} layers x {model.dim}"
+        lora = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
         shape = config.mesh_shape(self.world.size, self.world.num_nodes)
         mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
@@ -410,9 +416,9 @@ class Trainer:
             "config": config.to_json(),
             "restarts": num_restarts(),
             "model": {
-                "parameters": model.num_parameters,
-                "text": f"{model.num_layers} layers x {model.dim}{experts}, context "
-                f"{model.context}, vocabulary {model.vocab_size}",
+                "parameters": self.num_parameters,
+                "text": f"{layers}{experts}{lora}, context {model.context}, vocabulary "
+                f"{model.vocab_size}",
             },
             "corpus": {
                 "name": corpus.name,

@@ -29,9 +29,9 @@ _PEAKS = {
 class Speed:
     """The figures that follow from a step's time."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, flops_per_token: float) -> None:
         self.tokens = config.batch * config.model.context
-        flops = config.model.flops_per_token() * self.tokens
+        flops = flops_per_token * self.tokens
         self.ideal = flops / (peak_flops(world.device) * world.size)  # seconds
         self.device = world.device
 

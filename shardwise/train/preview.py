@@ -13,6 +13,7 @@ from shardwise.train.build import precision_of, with_vocabulary
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.fit import fit, plan_inputs
 from shardwise.train.metrics import peak_flops
+from shardwise.train.module import flops_per_token
 from shardwise.train.sources import vocabulary_of
 from shardwise.train.world import World
 
@@ -33,7 +34,8 @@ def preview(config: TrainConfig, ranks: int) -> str:
     if decision is not None:
         lines.append(f"note     {decision}")
     tokens = config.batch * config.model.context
-    flops = config.model.flops_per_token() * tokens * config.steps
+    each = flops_per_token(config, sum(p.numel() for p in model.parameters()))
+    flops = each * tokens * config.steps
     peak = peak_flops(device) * ranks
     lines.append(
         f"time     {_duration(flops / (USUAL_MFU * peak))}, if {100 * USUAL_MFU:.0f} % of "

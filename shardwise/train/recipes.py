@@ -129,16 +129,23 @@ def find_recipe(name: str) -> Recipe:
     """One of ours by name, or ``file.py:function``, or ``package.module:function``."""
     if name in RECIPES:
         return RECIPES[name]
-    place, _, function = name.rpartition(":")
-    if not place:
+    if ":" not in name:
         raise ValueError(
             f"there is no recipe {name!r}: use one of {', '.join(RECIPES)}, or your own as "
             f"file.py:function or package.module:function"
         )
-    recipe = getattr(_module_at(place, name), function, None)
-    if not callable(recipe):
-        raise ValueError(f"recipe {name!r}: {place} has no function {function!r}")
-    return recipe  # type: ignore[no-any-return]
+    return named_function(name, "recipe")
+
+
+def named_function(name: str, what: str) -> Callable[..., Any]:
+    """The function ``file.py:function`` or ``package.module:function``."""
+    place, _, function = name.rpartition(":")
+    if not place:
+        raise ValueError(f"{what} {name!r}: write file.py:function or package.module:function")
+    found = getattr(_module_at(place, f"{what} {name!r}"), function, None)
+    if not callable(found):
+        raise ValueError(f"{what} {name!r}: {place} has no function {function!r}")
+    return found  # type: ignore[no-any-return]
 
 
 def load_recipe(name: str) -> TrainConfig:
@@ -152,11 +159,11 @@ def load_recipe(name: str) -> TrainConfig:
     return config
 
 
-def _module_at(place: str, name: str) -> object:
+def _module_at(place: str, what: str) -> object:
     if place.endswith(".py"):
         path = Path(place).expanduser()
         if not path.is_file():
-            raise ValueError(f"recipe {name!r}: there is no file {path}")
+            raise ValueError(f"{what}: there is no file {path}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -165,6 +172,4 @@ def _module_at(place: str, name: str) -> object:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"recipe {name!r}: module {place!r} cannot be imported ({error})"
-        ) from error
+        raise ValueError(f"{what}: module {place!r} cannot be imported ({error})") from error

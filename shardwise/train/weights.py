@@ -10,6 +10,7 @@ Tensors are read one at a time, so a rank never holds more than one whole parame
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from shardwise.train.codecs import (
 )
 from shardwise.train.config import TrainConfig
 from shardwise.train.folder import TOKENIZER, newest_checkpoint, saved_run
+from shardwise.train.module import HF, make_model
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -103,11 +105,14 @@ def begin_from(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     """
     assert config.init_from is not None
     folder = HubFolder(config.init_from)
-    values = folder.config.__dict__ | {
-        "context": min(folder.config.context, config.model.context),
-        "recompute": config.model.recompute,
-        **changes.get("model", {}),
-    }
+    if config.module is None:
+        known = folder.config.__dict__ | {"recompute": config.model.recompute}
+    else:  # transformers builds the model: only the vocabulary and the context matter
+        described = _json_of(folder.folder / "config.json")
+        known = config.model.__dict__ | {"vocab_size": described.get("vocab_size", 0)}
+        known["context"] = described.get("max_position_embeddings", config.model.context)
+    known["context"] = min(known["context"], config.model.context)
+    values = known | changes.get("model", {})
     tokenizer = config.tokenizer
     if "tokenizer" not in changes and (folder.folder / "tokenizer.json").is_file():
         tokenizer = config.init_from
@@ -132,20 +137,20 @@ def load_weights(model: nn.Module, config: TrainConfig) -> None:
 # ------------------------------------------------------------------------------ a model to ask
 
 
-def open_model(path: str | Path) -> tuple[GPT, Codec | None]:
+def open_model(path: str | Path) -> tuple[nn.Module, Codec | None]:
     """The model and the tokenizer of a run, a checkpoint or an exported folder, in this process."""
     place = Path(path).expanduser()
     if not place.is_dir():
         raise ValueError(f"{path}: there is no such run, checkpoint or exported folder")
     if (place / _SINGLE).is_file() or (place / _INDEX).is_file():
         folder = HubFolder(place)
-        model = GPT(folder.config)
+        model: nn.Module = GPT(folder.config)
         for state in parameters_from_hf(folder, folder.config):
             load_full_state_dict(model, state, strict=False)
         return model, saved_codec(place)
     checkpoint = newest_checkpoint(place)
-    config = saved_run(checkpoint).config
-    model = GPT(config.model)
+    config = dataclasses.replace(saved_run(checkpoint).config, init_from=None)
+    model = make_model(config)
     load(checkpoint, model, restore_random=False)
     return model, codec_of_run(checkpoint, config)
 
@@ -175,9 +180,26 @@ def tokenizer_files(codec: Codec | None) -> dict[str, bytes]:
     return {**codec.files(), "generation_config.json": json.dumps(ends, indent=2).encode()}
 
 
+def export_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of ``sw.export`` for a module of one's own: its names stay; of one of transformers
+    with its ``config.json``."""
+    if config.module is None:
+        return {}
+    described = None
+    if config.module.startswith(HF):
+        place = Path(config.module.removeprefix(HF)).expanduser()
+        place = place / "config.json" if place.is_dir() else place
+        if not place.is_file():
+            raise ValueError(
+                f"{place}, which describes the model of this run, is not there any more"
+            )
+        described = _json_of(place) | {"vocab_size": config.model.vocab_size}
+    return {"convert": lambda name, tensor: {name: tensor}, "config": described}
+
+
 @torch.no_grad()
-def write_text(
-    model: GPT,
+def text_after(
+    model: nn.Module,
     codec: Codec,
     prompt: str,
     num_tokens: int,
@@ -188,7 +210,7 @@ def write_text(
     ``options`` are those of :func:`shardwise.models.gpt.generate`.
     """
     tokens = encode_text(codec, prompt) or [codec.end]
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     drawn = torch.tensor([tokens], device=device)
     shown = len(decode_text(codec, tokens))
     for _ in range(num_tokens):

@@ -141,6 +141,17 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     done = inside("export", "run", "hub", cwd=trained)
     assert done.returncode == 0, done.stderr
     assert json.loads((trained / "hub" / "config.json").read_text())["model_type"] == "qwen3"
+    assert (
+        json.loads((trained / "hub" / "generation_config.json").read_text())["eos_token_id"] == 256
+    )
+    wrote = [
+        inside("generate", place, "--prompt", "the 7", "--tokens", "9", cwd=trained)
+        for place in ("run", "run/checkpoints/step-000004", "hub")
+    ]
+    assert len(wrote[0].stdout) > 8 and wrote[0].stdout.startswith("the 7"), wrote[0].stderr
+    assert len({one.stdout for one in wrote}) == 1, "the same weights, the same tokenizer"
+    lost = inside("generate", "nowhere", cwd=trained)
+    assert lost.returncode == 2 and "no such run, checkpoint or exported folder" in lost.stderr
     again = inside("export", "run", "hub", cwd=trained)
     assert again.returncode == 2 and "there already" in again.stderr
     planned = inside("plan", "hub", "--ranks", "4", "--json", cwd=trained)
@@ -149,6 +160,23 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     drawn = inside("report", "run", cwd=trained)
     assert drawn.returncode == 0 and drawn.stdout.strip() == "run/report.html"
     assert inside("report", "hub", cwd=trained).returncode == 2
+
+
+def test_a_dry_run_says_what_a_run_would_be(trained: Path) -> None:
+    words = ["--init-from", "hub", "--data", "text.txt", "--steps", "7", "--dry-run"]
+    done = inside("train", *SMALL, *words, "--nproc", "4", cwd=trained)
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "steps                   7",
+        "zero3 over dp=4",
+        "Bytes per rank",
+        "time     about",
+    ):
+        assert text in done.stdout, done.stdout
+    assert "tokenizer               hub" in done.stdout, "the weights bring their tokenizer"
+    assert not (trained / "runs").exists(), "nothing is written"
+    lost = inside("train", "--init-from", "nowhere", "--dry-run", cwd=trained)
+    assert lost.returncode == 2 and "nowhere holds no Hugging Face model" in lost.stderr
 
 
 def test_a_plan_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:

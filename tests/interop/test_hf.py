@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from shardwise.models.hugging_face import (
     to_hf,
 )
 from shardwise.moe import MixtureOfExperts
+from shardwise.shard.state_dict import full_state_dict
+from shardwise.train.session import Request, resolve
+from shardwise.train.weights import open_model
+from tests.ranks import run_ranks
+from tests.train_runs import TINY, events_of, inside, make_trainer, write_text
 
 LLAMA = GPTConfig(
     vocab_size=67,
@@ -257,3 +263,129 @@ def test_the_weight_of_the_balance_loss_is_theirs(choices: int) -> None:
     torch.testing.assert_close(found, expected)
     # An even spread costs nothing here, and choices times their coefficient there.
     torch.testing.assert_close(routes.loss, 0.02 * (theirs - choices))
+
+
+# ------------------------------------------------------------------------------ to begin a run with
+
+
+def write_hub(folder: Path, config: GPTConfig) -> dict[str, Any]:
+    """A folder of the hub in two files; the state dict of the model in it."""
+    model = random_model(config)
+    state = to_hf(model.state_dict(), config)
+    folder.mkdir()
+    names = sorted(state)
+    index = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for file in set(index.values()):
+        own = {name: state[name].contiguous().clone() for name in names if index[name] == file}
+        save_file(own, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(hf_config(config)))
+    return model.state_dict()
+
+
+BEGUN: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
+    "zero3": (replace(LLAMA, vocab_size=300), {}),
+    "hsdp, tied": (replace(LLAMA, vocab_size=300, tied=True), {"strategy": "hsdp"}),
+    "tp": (replace(LLAMA, vocab_size=300, qk_norm=True), {"tp": 2}),
+    "ep": (replace(MODELS["qwen3 experts"], vocab_size=300), {"ep": 2}),
+    "lora": (replace(LLAMA, vocab_size=300), {"lora_rank": 2}),
+}
+
+
+def begins(
+    rank: int, world_size: int, root: str, cases: dict[str, tuple[GPTConfig, dict[str, Any]]]
+) -> dict[str, Any]:
+    found = {}
+    for name, (config, changes) in cases.items():
+        hub, data = f"{root}/{name}", f"{root}/text.txt"
+        changes = {"model": config, "init_from": hub, "data": data, **changes}
+        trainer = make_trainer(rank, world_size, f"{hub}-run", **changes)
+        found[name] = full_state_dict(trainer.parts.model), trainer.config.model.vocab_size
+    return found
+
+
+def test_a_run_begins_with_the_weights_of_a_folder(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    expected = {name: write_hub(tmp_path / name, config) for name, (config, _) in BEGUN.items()}
+    for found in run_ranks(begins, 2, str(tmp_path), BEGUN):
+        for name, state in expected.items():
+            loaded, words = found[name]
+            assert words == 300, "the vocabulary is that of the weights, not of the text"
+            low = {key: loaded.pop(key) for key in [*loaded] if ".lora_" in key}
+            assert len(low) == (28 if name == "lora" else 0)
+            assert all(one.any() != key.endswith("b") for key, one in low.items()), "no change yet"
+            assert loaded.keys() == state.keys()
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(loaded[key], value), (name, key)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    config = BEGUN["zero3"][0]
+    write_hub(tmp_path / "hub", config)
+    text = write_text(tmp_path)
+    changes = {"init_from": str(tmp_path / "hub"), "data": text}
+    made = resolve(Request(recipe="smoke", changes={**changes, "model": {"context": 16}})).config
+    assert made.model == replace(config, context=16, head_dim=8) and made.tokenizer == "bytes"
+    for model, said in (
+        (replace(config, hidden_dim=32), "do not fit the model of this run"),
+        (replace(config, num_layers=3), r"missing \(model\.layers\.2"),
+        (replace(config, vocab_size=200), "257 different tokens, and the embedding"),
+    ):
+        for text in run_ranks(refused, 2, str(tmp_path / "run"), {**changes, "model": model}):
+            assert re.search(said, text), text
+    (tmp_path / "hub" / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json is not there"):
+        resolve(Request(recipe="smoke", changes=changes))
+
+
+def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        make_trainer(rank, world_size, folder, **changes)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ models that only they can build
+
+
+def fine_tuned(
+    rank: int, world_size: int, root: str, changes: dict[str, Any]
+) -> tuple[dict[str, Any], list[float]]:
+    trainer = make_trainer(rank, world_size, f"{root}/run", **changes)
+    trainer.run()
+    losses = [event["loss"] for event in events_of(f"{root}/run", "step")] if rank == 0 else []
+    return full_state_dict(trainer.parts.model), losses
+
+
+@pytest.mark.parametrize("how", ["fresh", "all weights", "lora"])
+def test_any_causal_language_model_of_transformers_is_trained(how: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    described = transformers.GPTNeoXConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    theirs = transformers.GPTNeoXForCausalLM(described)
+    theirs.save_pretrained(tmp_path / "hub")
+    changes: dict[str, Any] = {"module": f"hf:{tmp_path / 'hub'}", "data": write_text(tmp_path)}
+    changes |= {"optimizer": "adamw", "lr": 1e-2, "steps": 6, "eval_every": 0, "save_every": 6}
+    if how != "fresh":
+        changes["init_from"] = str(tmp_path / "hub")
+        changes["model"] = replace(TINY.model, vocab_size=257)
+    changes["lora_rank"] = 4 if how == "lora" else 0
+    (state, losses), _ = run_ranks(fine_tuned, 2, str(tmp_path), changes)
+    assert losses[-1] < losses[0] - 0.02
+    kept = {name for name, value in theirs.state_dict().items() if torch.equal(state[name], value)}
+    frozen = {name for name in state if ".lora_" not in name}
+    assert kept == (frozen if how == "lora" else set()) and len(frozen) > 20
+    done = inside("export", "run", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours, codec = open_model(tmp_path / "run")
+    tokens = torch.randint(0, 257, (2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), back(tokens).logits, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(theirs(tokens).logits, back(tokens).logits, atol=1e-3)
+    assert codec is not None and codec.name == "bytes"
+    words = inside("generate", "run", "--prompt", "the", "--tokens", "4", cwd=tmp_path)
+    assert words.returncode == 0 and words.stdout.startswith("the"), words.stderr

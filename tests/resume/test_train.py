@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from shardwise.checkpoint import CheckpointError, Manifest, save
+from shardwise.checkpoint import CheckpointError, Manifest, export, save
 from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
 from shardwise.shard.module import units_of
+from shardwise.shard.state_dict import full_state_dict
 from shardwise.train.config import FIXED, TrainConfig
 from shardwise.train.loop import Trainer
 from shardwise.train.session import Request, resolve
+from shardwise.train.weights import open_model, text_after
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, make_trainer, values_of, write_text
 
@@ -47,7 +50,8 @@ def losses(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def compare(strategy: str, optimizer: str, world_size: int, tmp_path: Path, **changes: Any) -> None:
-    changes |= {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
+    usual = {"strategy": strategy, "optimizer": optimizer, "data": write_text(tmp_path)}
+    changes = usual | changes
     first, second = tmp_path / "first", tmp_path / "second"
     expected = run_ranks(straight, world_size, str(first), changes)
     assert sorted(losses(first)) == list(range(1, 9))
@@ -92,6 +96,83 @@ def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     narrow = {"precision": "mxfp8_2d", "data": write_text(tmp_path)}
     for said in run_ranks(refuse, 2, str(tmp_path / "narrow"), None, narrow):
         assert "none of the" in said and "can be stored so" in said and "multiples of 32" in said
+
+
+def test_with_a_mixture_of_many_short_documents_and_a_cosine(tmp_path: Path) -> None:
+    """Documents are apart in every window, and each source is in the middle of an epoch."""
+    (tmp_path / "short").mkdir()
+    for number in range(60):
+        (tmp_path / "short" / f"{number}.txt").write_text(
+            f"{number} ends soon; " * (1 + number % 3)
+        )
+    data = f"{tmp_path / 'short'}:0.7,{write_text(tmp_path)}:0.3"
+    compare("zero3", "muon", 2, tmp_path, data=data, schedule="cosine", final=0.0)
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Cell(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(dim, dim), nn.LayerNorm(dim)
+
+    def forward(self, x):
+        before = torch.nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        return x + torch.tanh(self.mix(self.norm(before)))
+
+class Tiny(nn.Module):
+    def __init__(self, words, dim=16):
+        super().__init__()
+        self.embedding = nn.Embedding(words, dim)
+        self.cells = nn.ModuleList(Cell(dim) for _ in range(2))
+        self.head = nn.Linear(dim, words)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for cell in self.cells:
+            x = cell(x)
+        return self.head(x)
+
+def build(config):
+    return Tiny(config.model.vocab_size)
+
+def wrong(config):
+    return 3
+"""
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
+    """The same loop, resume, evaluation and sample; and with LoRA, where the rest is frozen."""
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path / 'own.py'}:build"
+    optimizer = "adamw" if lora_rank else "muon"
+    compare("zero3", optimizer, 2, tmp_path, module=name, lora_rank=lora_rank, sample=3)
+    run = events_of(tmp_path / "first", "run")[0]
+    assert run["model"]["text"].startswith(name) and run["model"]["parameters"] > 8000
+    # What was trained is what moved, and it is what is exported.
+    begun = run_ranks(values_at_rest, 1, str(tmp_path), name, 0)[0]
+    export(tmp_path / "first" / "checkpoints" / "step-000008", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == begun.keys()
+    moved = {key for key in begun if not torch.equal(begun[key], found[key])}
+    linears = {f"cells.{n}.mix.weight" for n in range(2)}
+    assert moved == (linears if lora_rank else begun.keys())
+    model, codec = open_model(tmp_path / "first")
+    assert codec is not None and len("".join(text_after(model, codec, "a", 5))) >= 1
+    wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}
+    said = run_ranks(refuse, 2, str(tmp_path / "b"), None, wrong)
+    assert all("returned a int; it must return a torch.nn.Module" in text for text in said)
+
+
+def values_at_rest(
+    rank: int, world_size: int, folder: str, module: str, lora_rank: int
+) -> dict[str, torch.Tensor]:
+    data = f"{folder}/text.txt"
+    changes = {"module": module, "lora_rank": lora_rank, "data": data}
+    return full_state_dict(make_trainer(rank, world_size, f"{folder}/rest", **changes).parts.model)
 
 
 def test_with_adamw_on_three_ranks(tmp_path: Path) -> None:
@@ -177,6 +258,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused_on_every_rank(
 # What a resumed run is asked to change, field by field: the new value, and which of the figures of
 # ``seen`` must then differ. A new field of TrainConfig fails until it stands here or in FIXED.
 EFFECTS: dict[str, tuple[Any, str]] = {
+    "documents": ("joined", "documents"),
     "steps": (10, "steps"),
     "batch": (24, "tokens"),
     "microbatches": (2, "microbatches"),
@@ -241,6 +323,8 @@ REFUSED = {
             "held_out": 0.2,
             "optimizer": "adamw",
             "init_from": "elsewhere",
+            "module": "elsewhere.py:build",
+            "lora_rank": 4,
         }.items()
     },
 }
@@ -248,7 +332,8 @@ REFUSED = {
 
 def test_every_field_is_classified() -> None:
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    elsewhere = {"tp"}  # parity/test_tensor_parallel_train resumes with another one
+    # parity/test_tensor_parallel_train resumes with another tp; lora_alpha needs a lora_rank.
+    elsewhere = {"tp", "lora_alpha"}
     assert EFFECTS.keys() | REFUSED.keys() | elsewhere == fields
     assert not EFFECTS.keys() & REFUSED.keys()
     assert FIXED.keys() <= REFUSED.keys()
@@ -288,6 +373,7 @@ def seen(
             "timeout": trainer.store.timeout,
             "sampled": len(events_of(folder, "sample")),
             "profiled": [event["step"] for event in events_of(folder, "profile")],
+            "documents": trainer.parts.model.document_end,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     finally:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, generate
-from shardwise.models.layers import RMSNorm, Rotary, rotate, stretch
+from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, _likeliest, generate
+from shardwise.models.layers import RMSNorm, Rotary, documents_mask, rotate, stretch
 from shardwise.moe import MixtureOfExperts
 from tests.models import mesh_of
 from tests.ranks import on_ranks
@@ -46,6 +46,42 @@ def words(config: GPTConfig, count: int = 3, seed: int = 0) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(seed)
     both = torch.randint(0, config.vocab_size, (count, config.context + 1), generator=generator)
     return both[:, :-1], both[:, 1:]
+
+
+# ----------------------------------------------------------------------------------- documents
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_documents_packed_in_one_window_are_computed_as_if_alone(recompute: str) -> None:
+    model = make(replace(SMALL, recompute=recompute))
+    end = model.document_end = 32
+    generator = torch.Generator().manual_seed(1)
+    lengths = (4, 1, 7)
+    texts = [torch.randint(0, end, (length,), generator=generator) for length in lengths]
+    begun = [torch.cat((torch.tensor([end]), text))[:-1] for text in texts]  # what is read
+    packed = torch.cat(begun)[None]  # [1, 12]
+    targets = torch.cat(texts)[None]
+    model(packed, targets).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    model.zero_grad()
+    loss = torch.zeros(())
+    for own, text in zip(begun, texts, strict=True):
+        loss = loss + model(own[None], text[None]) * len(text) / sum(lengths)
+    loss.backward()
+    assert torch.allclose(model(packed, targets), loss, atol=1e-6)
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.allclose(gradient, parameter.grad, atol=1e-5)  # type: ignore[arg-type]
+    model.document_end = None
+    assert not torch.allclose(model(packed, targets), loss, atol=1e-3), "they see each other"
+
+
+def test_text_without_an_end_takes_no_mask() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert documents_mask(tokens, None) is None and documents_mask(tokens, 9) is None
+    mask = documents_mask(torch.tensor([[1, 9, 3, 9]]), 9)
+    assert mask is not None and mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]
+    ]  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- the arithmetic
@@ -413,3 +449,18 @@ def test_wrapped_model_computes_the_same(rank: int, world_size: int, config: GPT
         assert step or reference > 0
     text = generate(model, tokens[:1, :3], 6, temperature=0.0)
     assert torch.equal(text, generate(plain, tokens[:1, :3], 6, temperature=0.0))
+
+
+def test_draws_come_from_the_likeliest_tokens() -> None:
+    chances = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
+    assert _likeliest(chances, None, None) is chances
+    assert _likeliest(chances, 2, None).tolist() == torch.tensor([[0, 0.4, 0, 0.3]]).tolist()
+    assert (_likeliest(chances, None, 0.4) > 0).tolist() == [[False, True, False, False]]
+    assert (_likeliest(chances, None, 0.65) > 0).tolist() == [[False, True, False, True]]
+    assert (_likeliest(chances, 1, 1.0) > 0).tolist() == [[False, True, False, False]]
+    model, prompt = make(SMALL), torch.tensor([[1, 2]])
+    likeliest = generate(model, prompt, 5, temperature=0)
+    assert torch.equal(generate(model, prompt, 5, top_k=1), likeliest)
+    assert torch.equal(generate(model, prompt, 5, top_p=1e-6), likeliest)
+    with pytest.raises(ValueError, match="top_k=0 must be 1 or more"):
+        generate(model, prompt, 1, top_k=0)

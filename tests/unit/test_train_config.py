@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import tyro
+from rich.console import Console as RichConsole
 
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
 from shardwise.train.config import GROUPS, TrainConfig
-from shardwise.train.console import Console
+from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
 from shardwise.train.flags import changed, given
 from shardwise.train.recipes import RECIPES, find_recipe, load_recipe
@@ -281,6 +283,22 @@ def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
     assert "25% mfu" in lines[1] and "1.50 GiB" in lines[1] and "left" in lines[1]
     assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
     assert "[b]" in lines[-1], "nothing in a message is markup"
+
+
+def test_a_bar_fits_80_columns() -> None:
+    stream = io.StringIO()
+    console = Console(10_000, stream=stream)
+    console.out = RichConsole(file=stream, force_terminal=True, width=80, legacy_windows=False)
+    for step in (9_998, 9_999):
+        console.log(step_event(step) | {"expert_load_max": 1.5})
+    console.close()
+    (line,) = {one for one in re.split(r"\r|\n", stream.getvalue()) if "9999/10000" in one}
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
+    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12k tok/s" in shown
+    assert re.search(r"0:0\d|-:--", shown), "the time that is left"
+    figures = _figures(step_event(1) | {"expert_load_max": 1.5})
+    assert figures.endswith("1.50 GiB  expert load 1.5x")
+    assert _figures(step_event(1), 1) == "loss 2.000", "the last to go"
 
 
 def test_trackers_get_the_numbers() -> None:
