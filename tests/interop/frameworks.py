@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -63,20 +64,25 @@ def launched() -> Iterator[None]:
         os.environ.update(before)
 
 
+def accelerate_reset() -> None:
+    """Forget accelerate's state, which it keeps for the life of a process."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 @contextmanager
 def accelerate_state(**plugin: Any) -> Iterator[Any]:
     """accelerate with its FSDP2 plugin on CPU ranks, which it knows on accelerators only: the state
     that it would come to there."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
     with launched():
-        reset()
+        accelerate_reset()
         state = Accelerator(cpu=True).state
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**{"fsdp_version": 2} | plugin)
         state.distributed_type = DistributedType.FSDP
@@ -84,7 +90,7 @@ def accelerate_state(**plugin: Any) -> Iterator[Any]:
         try:
             yield state.fsdp_plugin
         finally:
-            reset()
+            accelerate_reset()
 
 
 LIBRARIES = {"torch": nullcontext, "shardwise": in_place_of_torch}
