@@ -157,10 +157,12 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Draw loss.svg and report.html from a run's events.jsonl."""
+    """Draw report.html and loss.svg from a run's events.jsonl, or one page about several runs."""
 
-    run: Positional[Path]
-    """The run's folder."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
+    """A run's folder, or several to compare."""
+    out: Path = Path("comparison.html")
+    """The page about several runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,9 +435,12 @@ def generate(command: Generate, words: list[str]) -> int:
 
 
 def report(command: Report, words: list[str]) -> int:
-    from shardwise.report.html import write_report
+    from shardwise.report.html import compare_runs, write_report
 
-    print(write_report(command.run))
+    if not command.runs:
+        raise UsageError("shardwise report: name the folder of a run, or several to compare")
+    several = len(command.runs) > 1
+    print(compare_runs(command.runs, command.out) if several else write_report(command.runs[0]))
     return 0
 
 
