@@ -15,16 +15,16 @@ from shardwise.report.axes import WIDTH, Key, draw_title, draw_x_axis, title_hei
 from shardwise.report.series import Event, number
 from shardwise.report.sizes import size_text, tick_text
 from shardwise.report.step_pictures import fullest_moment
-from shardwise.report.svg import GREEN, GREY, KIND_COLOURS, ORANGE, PINK, RED, SKY, Canvas, Scale
+from shardwise.report.svg import GREEN, GREY, KIND_COLOURS, ORANGE, PINK, YELLOW, Canvas, Scale
 from shardwise.report.table import KINDS
 
 Bar = dict[str, int]
 _COLOURS = KIND_COLOURS | {
     "optimizer": GREEN,
-    "transient": RED,
+    "transient": YELLOW,
     "activations": PINK,
     "other": GREY,
-    "measured": SKY,
+    "measured": GREY,
     "grad": ORANGE,
 }
 _WORDS = KINDS | {

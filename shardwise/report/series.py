@@ -20,6 +20,7 @@ Event = dict[str, Any]
 Point = tuple[float, float, float]  # (x, y, step)
 Line = tuple[str, list[Point]]
 MAX_POINTS = 1500
+FIRST = 200  # points of a run's begin that are kept, for axes by logarithms
 HEIGHT = 260
 
 
@@ -51,8 +52,8 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     stride = -(-2 * len(points) // most)
     if stride <= 2:
         return list(points)
-    kept: list[Point] = []
-    for begin in range(0, len(points), stride):
+    kept = list(points[:FIRST])
+    for begin in range(FIRST, len(points), stride):
         column = points[begin : begin + stride]
         low, high = min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])
         kept += sorted({low, high})
@@ -60,13 +61,15 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """The mean of neighbours on both sides, so that a steep fall is not drawn late."""
+    """The mean of neighbours on both sides, fewer at the begin, so that a steep fall is not drawn
+    late."""
     reach = len(points) // 60
     totals = [0.0, *accumulate(y for _, y, _ in points)]
     found: list[Point] = []
-    for position in {*range(0, len(points), -(-len(points) // most)), len(points) - 1}:
+    strided = range(0, len(points), -(-len(points) // most))
+    for position in {*range(min(FIRST, len(points))), *strided, len(points) - 1}:
         x, _, step = points[position]
-        before = min(reach, position)
+        before = min(reach, position // 4)
         after = min(before, len(points) - 1 - position)
         mean = (totals[position + after + 1] - totals[position - before]) / (before + after + 1)
         found.append((x, mean, step))
@@ -75,7 +78,7 @@ def smoothed(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 def draw_line(frame: Frame, points: Sequence[Point], colour: str, *, mean: bool = True) -> None:
     """Every column's lowest and highest value, faint, and their mean; or the values alone."""
-    faint = {"stroke_width": 1, "opacity": 0.4} if mean else {"stroke_width": 2.2}
+    faint: dict[str, Any] = {"stroke_width": 1, "opacity": 0.4} if mean else {"stroke_width": 2.2}
     shown = [(thinned(points), faint)]
     if mean:
         shown.append((smoothed(points), {"stroke_width": 2.2}))
