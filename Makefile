@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 # One thread per rank: two ranks with a pool of threads each fight over the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint format types contracts pytest docs bench soak clean
+.PHONY: help train test lint format types contracts pytest docs wheel bench soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test       lint, types, import contracts, tests"
 	@echo "make lint       ruff alone; 'make format' repairs what it can"
 	@echo "make docs       the site in build/site, strictly: a broken link is an error"
+	@echo "make wheel      wheel and sdist in dist/, and a run of the wheel outside of the repository"
 	@echo "make bench      step time and memory beside torch DDP and FSDP2, 2 CPU ranks"
 	@echo "make soak       1,000 kills during saves, and a run of 2,000 steps killed again and again"
 	@echo "make clean      remove the virtual environment and caches"
@@ -71,6 +72,12 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Built, installed into an environment of its own, and run outside of the repository.
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) build
+	rm -rf dist && $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tests.wheel dist
+
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.fsdp
 
@@ -78,4 +85,4 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.soak $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

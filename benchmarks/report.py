@@ -20,7 +20,9 @@ from benchmarks.systems import BASELINE, TITLES
 
 Cell = float | int | str | None
 Row = dict[str, Cell]
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+# A wheel has no folder for results: they go to the folder where the command was typed.
+RESULTS = HERE / "results" if (HERE / "results").is_dir() else Path("benchmark-results")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,7 @@ def revision() -> str:
     """The commit measured, marked where the working tree differed from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(
-            command, cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()

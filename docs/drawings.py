@@ -160,7 +160,7 @@ def unit() -> Canvas:
                     opacity=1 if number == 1 else 0.45)  # fmt: skip
         ink = {"class_": "", "fill": ink_on(colour)} if number == 1 else {"class_": "faint"}
         canvas.text(left + width / 2, y + 19, words, size=10.5, anchor="middle", **ink)
-    draw_x_axis(canvas, x, top, top + 210, (0, 11.2), "", str)
+    draw_x_axis(canvas, x, top, top + 210, "", str)
     canvas.text((x.begin + x.end) / 2, top + 228, "time", anchor="middle", class_="faint")
     return canvas
 

@@ -157,10 +157,12 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Draw loss.svg and report.html from a run's events.jsonl."""
+    """Draw report.html and loss.svg from a run's events.jsonl, or one page about several runs."""
 
-    run: Positional[Path]
-    """The run's folder."""
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
+    """A run's folder, or several to compare."""
+    out: Path = Path("comparison.html")
+    """The page about several runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Run a benchmark of a checkout; what follows its name goes to it (try --help there)."""
+    """Run a benchmark; what follows its name goes to it (try --help there)."""
 
     name: Positional[str] = ""
     """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
@@ -433,9 +435,12 @@ def generate(command: Generate, words: list[str]) -> int:
 
 
 def report(command: Report, words: list[str]) -> int:
-    from shardwise.report.html import write_report
+    from shardwise.report.html import compare_runs, write_report
 
-    print(write_report(command.run))
+    if not command.runs:
+        raise UsageError("shardwise report: name the folder of a run, or several to compare")
+    several = len(command.runs) > 1
+    print(compare_runs(command.runs, command.out) if several else write_report(command.runs[0]))
     return 0
 
 
@@ -472,25 +477,24 @@ def export(command: Export, words: list[str]) -> int:
 
 
 def bench(words: list[str]) -> int:
-    """``shardwise bench NAME ...`` is ``python -m benchmarks.NAME ...`` in a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    known = sorted(
-        path.stem.replace("_", "-")
-        for path in (root / "benchmarks").glob("*.py")
+    """``shardwise bench NAME ...`` is ``python -m benchmarks.NAME ...``."""
+    here = Path(__file__).resolve().parent
+    # A wheel holds the benchmarks inside the package (setup.py), a checkout beside it.
+    root = here / "_bench" if (here / "_bench").is_dir() else here.parent
+    known = {
+        path.stem.replace("_", "-"): path.read_text()
+        for path in sorted((root / "benchmarks").glob("*.py"))
         if "def main(" in path.read_text()
-    )
-    if not known:
-        raise UsageError("benchmarks are not installed with the package: run this in a checkout")
-    name = words[0] if words else ""
+    }
+    name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print("usage: shardwise bench NAME ... (NAME --help says what may follow)\n")
-        for name in known:
-            module = ast.parse((root / "benchmarks" / f"{name.replace('-', '_')}.py").read_text())
-            line = (ast.get_docstring(module) or "").split("\n\n")[0]
-            print(f"  {name:20}{' '.join(line.split())}")
+        for each, text in known.items():
+            line = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+            print(f"  {each:20}{' '.join(line.split())}")
         return 0
     if name not in known:
-        raise UsageError(f"shardwise bench {name or 'NAME'}: one of {', '.join(known)}")
+        raise UsageError(f"shardwise bench {name}: one of {', '.join(known)}")
     sys.path.insert(0, str(root))
     importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(words[1:])
     return 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardwise.report.svg import Canvas, Scale, text_width, ticks
+from shardwise.report.svg import Canvas, Scale, text_width
 
 WIDTH = 860
 LEFT, RIGHT = 78, 24
@@ -97,16 +97,18 @@ def draw_axes(
     x_text: Callable[[float], str],
     y_text: Callable[[float], str],
     y_base: int = 10,
+    x_log: bool = False,
+    y_log: bool = False,
     right: float = RIGHT,
 ) -> Frame:
     """Grid lines, ticks and labels with their units around a chart."""
     bottom = top + height
-    x = Scale(*x_range, LEFT, canvas.width - right)
-    y = Scale(*y_range, bottom, top)
-    for value in ticks(*y_range, count=5, base=y_base):
+    x = Scale(*x_range, LEFT, canvas.width - right, x_log)
+    y = Scale(*y_range, bottom, top, y_log)
+    for value in y.ticks(5, base=y_base):
         canvas.line(LEFT, y(value), canvas.width - right, y(value), class_="grid")
         canvas.text(LEFT - 8, y(value) + 4, y_text(value), size=11, anchor="end", class_="faint")
-    draw_x_axis(canvas, x, top, bottom, x_range, x_label, x_text)
+    draw_x_axis(canvas, x, top, bottom, x_label, x_text)
     middle = (top + bottom) / 2
     canvas.text(
         16,
@@ -125,12 +127,12 @@ def draw_x_axis(
     x: Scale,
     top: float,
     bottom: float,
-    x_range: tuple[float, float],
     label: str,
     text: Callable[[float], str],
+    base: int = 10,
 ) -> None:
     """Without a label there is nothing to measure along it, and no ticks."""
-    for value in ticks(*x_range, count=7) if label else ():
+    for value in x.ticks(7, base=base) if label else ():
         canvas.line(x(value), top, x(value), bottom, class_="grid")
         canvas.line(x(value), bottom, x(value), bottom + 5, class_="axis")
         canvas.text(x(value), bottom + 18, text(value), size=11, anchor="middle", class_="faint")

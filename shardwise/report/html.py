@@ -15,13 +15,17 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.loss_curve import Event, loss_canvas, number
+from shardwise.report.comparison import comparison_parts
+from shardwise.report.loss_curve import loss_canvas
+from shardwise.report.memory_bars import memory_bars_canvas
 from shardwise.report.page import SCRIPT, STYLE
 from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
+from shardwise.report.series import Event, number, series
 from shardwise.report.sizes import count_text, size_text
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
@@ -136,7 +140,7 @@ def report_html(
     def picture(what: str, draw: Callable[..., Canvas | None], *values: Any) -> str:
         def figure() -> str:
             canvas = draw(*values)
-            return f"<figure>{canvas.render(standalone=False)}</figure>" if canvas else ""
+            return framed([canvas] if canvas else [])
 
         return part(what, figure)
 
@@ -144,7 +148,12 @@ def report_html(
     plan = _last(events, "plan") or {}
     planned = plan.get("plan") or {}
     profile = _last(events, "profile") or {}
-    figures = picture("the loss", loss_canvas, events)
+    both = [picture("the loss", partial(loss_canvas, log=log), events) for log in (False, True)]
+    figures = either(*both)
+    if planned or profile:
+        steps = [event for event in events if event.get("kind") == "step"]
+        figures += picture("the memory", memory_bars_canvas, planned, profile, steps)
+    figures += part("the charts of the run", lambda: framed(series({"": events})))
     if profile:
         figures += picture("the recorded step", lanes_canvas, profile)
         figures += picture("the memory of the recorded step", memory_canvas, profile)
@@ -184,6 +193,67 @@ def report_html(
         part("what happened", _happenings, events),
     ]
     parts += [f"<p>{escape(note)}</p>" for note in notes]
+    return _page(name, parts)
+
+
+def framed(canvases: Iterable[Canvas]) -> str:
+    return "".join(f"<figure>{canvas.render(standalone=False)}</figure>" for canvas in canvases)
+
+
+def either(straight: str, by_logarithm: str) -> str:
+    """Two pictures of the same, of which the page shows one."""
+    if not straight or not by_logarithm:
+        return straight
+    return (
+        f'<div class="either">{straight}{by_logarithm}'
+        '<button class="turn" type="button">log axes</button></div>'
+    )
+
+
+def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
+    """Write one page about several runs, and return its path."""
+    runs: dict[str, list[Event]] = {}
+    notes: list[str] = []
+    for folder in map(Path, folders):
+        path = folder / EVENTS
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} holds no {EVENTS}: name the directories of runs, those that were "
+                f"printed when they began"
+            )
+        name = folder.resolve().name
+        name = name if name not in runs else str(folder)
+        runs[name], found = _read(path)
+        notes += [f"{name}: {note}" for note in found]
+    drawn = _part("the comparison", comparison_parts, runs, notes=notes)
+    canvases, rows, differences = drawn or ([], {}, {})
+    about = f"{len(runs)} runs on the same axes"
+    parts = [
+        f'<header><div><h1>Comparison</h1><p class="about">{about}</p></div>'
+        f'<button id="theme" type="button">Dark</button></header>',
+        _grid("Where they ended", list(runs), rows),
+        either(*(framed([canvas]) for canvas in canvases)) if canvases else "",
+        _part("the charts", lambda: framed(series(runs)), notes=notes) or "",
+        _grid("What differs between them", list(runs), differences),
+    ]
+    return _write(Path(out), _page("Comparison", [*parts, *(f"<p>{escape(n)}</p>" for n in notes)]))
+
+
+def _grid(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """A table with a column for each run."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(
+        f"<tr><th>{escape(row)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for row, cells in rows.items()
+    )
+    return (
+        f'<h2>{escape(title)}</h2><table class="grid"><tr><th></th>{head}</tr>{body}</table>'
+        if rows
+        else ""
+    )
+
+
+def _page(name: str, parts: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

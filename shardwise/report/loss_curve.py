@@ -3,39 +3,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from shardwise.report.axes import WIDTH, draw_axes, draw_title
+from shardwise.report.series import (
+    Event,
+    Point,
+    draw_line,
+    events_of,
+    labels_beside,
+    number,
+    smoothed,
+    thinned,
+)
 from shardwise.report.sizes import count_text, tick_text
-from shardwise.report.svg import BLUE, GREEN, GREY, ORANGE, PINK, RED, Canvas, spread
+from shardwise.report.svg import BLUE, GREEN, GREY, ORANGE, PINK, RED, Canvas
 
-Event = dict[str, Any]
-Point = tuple[float, float, float]  # (x, y, step)
 # What a model of the corpus reaches that only counts, and the general-purpose compressor.
 REFERENCES = {
     "unigram": ("unigram entropy", GREY),
     "bigram": ("bigram entropy", GREEN),
     "zlib": ("zlib", PINK),
 }
-MAX_POINTS = 1500
 
 
-def number(value: Any) -> float | None:
-    """A finite number, or None: events spell NaN and infinity as words."""
-    try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return found if math.isfinite(found) else None
-
-
-def loss_canvas(events: Sequence[Event]) -> Canvas | None:
-    """None where no step has a loss yet."""
-    steps = _kept(events, "step")
-    evals = _kept(events, "eval")
+def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
+    """None where no step has a loss yet. ``log``: both axes by their logarithms, which shows the
+    end of a long run."""
+    steps = events_of(events, "step")
+    evals = events_of(events, "eval")
     in_bits = any(number(event.get("bits_per_byte")) is not None for event in steps)
     field = "bits_per_byte" if in_bits else "loss"
     by_tokens = all(number(event.get("tokens")) is not None for event in steps)
@@ -62,7 +59,10 @@ def loss_canvas(events: Sequence[Event]) -> Canvas | None:
     }
     values = [y for _, y, _ in train + held_out] + list(lines.values())
     low, high = min(values), max(values)
+    first = min((x for x, _, _ in train + held_out if x > 0), default=0.0)
+    log = log and low > 0 and first > 0
     margin = 0.06 * (high - low or 1)
+    y_range = (low / 1.02, high * 1.02) if log else (max(0.0, low - margin), high + margin)
     last = held_out[-1] if held_out else train[-1]
     word = "bits per byte" if in_bits else "nats per token"
     canvas = Canvas(WIDTH, 430, f"loss: {last[1]:.3f} {word}")
@@ -74,12 +74,14 @@ def loss_canvas(events: Sequence[Event]) -> Canvas | None:
         canvas,
         top=top,
         height=430 - top - 56,
-        x_range=(0, max(x for x, _, _ in train + held_out) or 1),
-        y_range=(max(0.0, low - margin), high + margin),
+        x_range=(first if log else 0, max(x for x, _, _ in train + held_out) or 1),
+        y_range=y_range,
         x_label="tokens" if by_tokens else "steps",
         y_label=word,
         x_text=lambda value: tick_text(count_text(value)),
         y_text=lambda value: f"{value:g}",
+        x_log=log,
+        y_log=log,
         right=178,
     )
     x, y = frame.x, frame.y
@@ -94,10 +96,8 @@ def loss_canvas(events: Sequence[Event]) -> Canvas | None:
             stroke_dasharray="6 4",
         )
     _draw_resumes(canvas, events, steps, by_tokens, frame)
-    thin = _thinned(train)
-    canvas.path([(x(a), y(b)) for a, b, _ in thin], class_="train", stroke_width=1, opacity=0.4)
-    smooth = _smoothed(thin)
-    canvas.path([(x(a), y(b)) for a, b, _ in smooth], class_="train", stroke_width=2.2)
+    thin, smooth = thinned(train), smoothed(train)
+    draw_line(frame, train, BLUE)
     if held_out:
         canvas.path([(x(a), y(b)) for a, b, _ in held_out], stroke=ORANGE, stroke_width=2)
     for a, b, step in thin:
@@ -112,11 +112,7 @@ def loss_canvas(events: Sequence[Event]) -> Canvas | None:
     for name, value in lines.items():
         words, colour = REFERENCES[name]
         labels.append((f"{words} {value:.3f}", y(value), colour, 400))
-    placed = spread([at for _, at, _, _ in labels], 17, frame.top + 4, frame.bottom - 4)
-    for (words, at, colour, weight), place in zip(labels, placed, strict=True):
-        canvas.path([(x.end + 2, at), (x.end + 10, place), (x.end + 14, place)], stroke=colour)
-        canvas.circle(x.end + 18, place, 3.5, fill=colour)
-        canvas.text(x.end + 26, place + 4, words, size=12, font_weight=weight)
+    labels_beside(frame, labels)
     return canvas
 
 
@@ -136,36 +132,3 @@ def _draw_resumes(
         x = frame.x(at)
         canvas.line(x, frame.top, x, frame.bottom, stroke=RED, stroke_dasharray="2 3")
         canvas.text(x + 4, frame.top + 11, f"resumed at step {step:,.0f}", size=11, class_="faint")
-
-
-def _kept(events: Sequence[Event], kind: str) -> list[Event]:
-    """Events in order of steps; what was done again after a resume counts once, the last time."""
-    found: dict[Any, Event] = {}
-    for event in events:
-        if event.get("kind") == "resume":
-            step = number(event.get("step"))
-            if step is not None:
-                found = {s: e for s, e in found.items() if (number(s) or 0) <= step}
-        elif event.get("kind") == kind and number(event.get("step")) is not None:
-            found[event["step"]] = event
-    return [found[step] for step in sorted(found, key=float)]
-
-
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Every n-th point and the last: a picture has a thousand columns, a run a million steps."""
-    stride = -(-len(points) // MAX_POINTS)
-    kept = list(points[::stride])
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
-
-
-def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """The mean of neighbours on both sides, so that a steep fall is not drawn late."""
-    reach = len(points) // 60
-    totals = [0.0, *accumulate(y for _, y, _ in points)]
-    found: list[Point] = []
-    for position, (x, _, step) in enumerate(points):
-        before = min(reach, position)
-        after = min(before, len(points) - 1 - position)
-        mean = (totals[position + after + 1] - totals[position - before]) / (before + after + 1)
-        found.append((x, mean, step))
-    return found

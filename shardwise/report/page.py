@@ -40,6 +40,10 @@ padding:8px;overflow-x:auto}}
 svg{{display:block;width:100%;height:auto;min-width:640px}}
 svg.defs{{position:absolute;width:0;height:0;min-width:0}}
 svg text{{font-family:{FONT}}}
+.either{{position:relative}}.either figure+figure{{display:none}}
+.either.turned figure{{display:none}}.either.turned figure+figure{{display:block}}
+.turn{{position:absolute;right:14px;top:14px;font-size:12.5px;padding:3px 10px}}
+table.grid th:first-child{{width:24%}}table.grid th{{width:auto}}
 [data-tip]{{cursor:default}}
 [data-tip]:hover{{filter:brightness(1.12)}}
 table{{border-collapse:collapse;width:100%;background:var(--paper);font-size:13.5px}}
@@ -64,6 +68,10 @@ const name = () => { button.textContent = dark() ? 'Light' : 'Dark'; };
 button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; name(); });
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', name);
 name();
+
+for (const turn of document.querySelectorAll('.turn')) turn.addEventListener('click', () => {
+  turn.textContent = turn.parentNode.classList.toggle('turned') ? 'straight axes' : 'log axes';
+});
 
 // One tip for the whole page, beside the pointer and inside the window.
 function show(target, x, y) {

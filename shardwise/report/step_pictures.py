@@ -96,6 +96,13 @@ def memory_canvas(profile: Profile) -> Canvas | None:
     return canvas
 
 
+def fullest_moment(profile: Profile) -> dict[str, int]:
+    """The bytes of each kind when the library's buffers held most."""
+    held = profile["memory"]
+    moments = _moments(held.get("start", {}), held["changes"], float(profile["seconds"]))
+    return max((one for _, one in moments), key=lambda one: sum(one.values()))
+
+
 def _moments(
     start: dict[str, int], changes: Sequence[Sequence[Any]], seconds: float
 ) -> list[tuple[float, dict[str, int]]]:
@@ -155,7 +162,6 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
         x,
         top,
         bottom,
-        (0, seconds / unit),
         f"time in the step ({name})",
         lambda value: f"{value:g}",
     )

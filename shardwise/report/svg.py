@@ -39,7 +39,6 @@ THEME = {
     "grid": ("stroke", "#e3e6ea", "#2b3038"),
     "edge": ("stroke", "#ffffff", "#14171c"),
     "pad": ("fill", "#eceef1", "#23272e"),
-    "train": ("stroke", BLUE, SKY),
     "hatch": ("stroke", "#a7adb6", "#5a616b"),
 }
 
@@ -181,17 +180,34 @@ def ink_on(colour: str) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to positions, in a straight line."""
+    """From values to positions, in a straight line or by their logarithms."""
 
     low: float
     high: float
     begin: float
     end: float
+    log: bool = False
 
     def __call__(self, value: float) -> float:
-        span = self.high - self.low
-        share = (value - self.low) / span if span else 0.5
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, low))
+        share = (value - low) / (high - low) if high > low else 0.5
         return self.begin + share * (self.end - self.begin)
+
+    def ticks(self, count: int, *, base: int = 10) -> list[float]:
+        """Round numbers along the scale."""
+        if not self.log:
+            return ticks(self.low, self.high, count, base=base)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        found: list[float] = []
+        for factors in ((1,), (1, 3), (1, 2, 5)):  # as many as there is room for
+            wanted = [factor * 10.0**power for power in powers for factor in factors]
+            finer = [value for value in wanted if self.low <= value <= self.high]
+            if found and len(finer) > count + 2:
+                break
+            found = finer
+        return found if len(found) > 1 else ticks(self.low, self.high, count)
 
 
 def ticks(low: float, high: float, count: int = 5, *, base: int = 10) -> list[float]:

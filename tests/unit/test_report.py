@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from shardwise.report.compare import plan_event
-from shardwise.report.html import loss_svg, read_events, report_html, write_report
+from shardwise.report.html import compare_runs, loss_svg, read_events, report_html, write_report
 from shardwise.report.loss_curve import loss_canvas
+from shardwise.report.memory_bars import memory_bars_canvas, planned_bar
 from shardwise.report.plan import plan
 from shardwise.report.plan_pictures import bars_canvas, bars_of, map_canvas
+from shardwise.report.series import series, smoothed, thinned
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas
 from shardwise.report.svg import Canvas, Scale, ink_on, spread, text_width, ticks
 from tests.models import Model
@@ -86,6 +88,8 @@ def events(steps: int = 120) -> list[Event]:
                 "bits_per_byte": "nan" if step == 7 else bits,
                 "tokens": 1000 * step,
                 "tokens_per_second": 5000.0,
+                "grad_norm": 60.0 if step == 30 else 1.0,
+                "lr": [0.02, 0.003],
                 "mfu": 0.25,
                 "memory": 1 << 30,
             }
@@ -110,12 +114,16 @@ def canvases() -> dict[str, Canvas]:
         "map": map_canvas(made.as_dict()["shard_map"]),
         "map of many": map_canvas(many.as_dict()["shard_map"]),
         "bars": bars_canvas(bars, "zero3", memory=1 << 20),
+        "loss by logarithm": loss_canvas(events(), log=True),
+        "memory bars": memory_bars_canvas(made.as_dict(), recorded, events()),
     }
+    found |= {canvas.title: canvas for canvas in series({"": events()})}
     assert all(canvas is not None for canvas in found.values())
     return {name: canvas for name, canvas in found.items() if canvas is not None}
 
 
-NAMES = ["loss", "lanes", "memory", "map", "map of many", "bars"]
+NAMES = ["loss", "lanes", "memory", "map", "map of many", "bars", "loss by logarithm"]
+NAMES += ["memory bars", "Gradient norm", "Learning rate", "Speed"]
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +238,53 @@ def test_the_loss_shows_train_held_out_lines_and_resumes() -> None:
     assert loss_svg([]) is None
 
 
+def test_a_spike_of_a_long_run_is_drawn() -> None:
+    """One step of a hundred thousand, which every n-th point would miss."""
+    points = [(float(s), 9.0 if s == 77_777 else 2.0, float(s)) for s in range(100_000)]
+    kept = thinned(points)
+    assert len(kept) <= 1702 and max(y for _, y, _ in kept) == 9.0 and kept[-1] == points[-1]
+    assert max(y for _, y, _ in points[:: len(points) // 1500]) == 2.0, "the negative control"
+    assert len(smoothed(points)) <= 1702 and thinned(points[:1500]) == points[:1500]
+
+
+def test_logarithms_of_both_axes_are_a_picture_of_their_own() -> None:
+    scale = Scale(1, 1000, 0, 300, log=True)
+    assert [round(scale(value)) for value in (1, 10, 100, 1000)] == [0, 100, 200, 300]
+    assert scale.ticks(7) == [1, 3, 10, 30, 100, 300, 1000] and Scale(0, 10, 0, 1).ticks(5)[1] == 2
+    page = report_html(events())
+    assert 'class="either"' in page and ">log axes<" in page
+    flat = [{"kind": "step", "step": step, "loss": 0.0} for step in range(1, 4)]
+    assert 'class="either"' in report_html(flat), "zero has no logarithm: both are straight"
+
+
+def test_several_runs_are_one_page(tmp_path: Path) -> None:
+    first, second = events(), events(60)
+    second[0] = second[0] | {"config": {"name": EVIL, "model": {"width": 96}}}
+    for name, run in (("one", first), ("two", second)):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(event) + "\n" for event in run)
+        (tmp_path / name / "events.jsonl").write_text(lines)
+    page = compare_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html").read_text()
+    reader = read(page)
+    assert reader.problems == [] and reader.open == [] and outside(page) == []
+    assert "model.width" in page and ">96<" in page and ">64<" in page, "what differs"
+    assert "versions.torch" not in page, "what does not"
+    assert reader.tags.count("figure") == 5 and ">held-out bits per byte<" in page
+    with pytest.raises(ValueError, match="three holds no events"):
+        compare_runs([tmp_path / "one", tmp_path / "three"], tmp_path / "both.html")
+
+
+def test_the_bars_of_memory_add_up_to_the_plan() -> None:
+    made = plan(model(), {"dp": 2}, "zero3", optimizer="muon").as_dict()
+    assert sum(planned_bar(made).values()) == made["total"] > 0
+    assert memory_bars_canvas({}, profile(), []) is None, "one bar explains nothing"
+    measured = [{"kind": "step", "step": 1, "memory": 1 << 30}]
+    drawn = memory_bars_canvas(made, profile(), measured)
+    assert (
+        drawn is not None and "1.00 GiB" in drawn.render() and "the whole process" in drawn.render()
+    )
+
+
 def test_what_was_done_again_after_a_resume_is_drawn_once() -> None:
     """Killed at step 6, resumed from 3: steps 4 to 6 of the first life are gone."""
     again: list[Event] = [{"kind": "step", "step": s, "loss": 9.0} for s in range(1, 7)]
@@ -342,7 +397,7 @@ def test_the_page_is_whole_escaped_and_alone() -> None:
     reader = read(page)
     assert reader.problems == [] and reader.open == []
     assert reader.tags.count("script") == 1, "the page's own"
-    assert reader.tags.count("figure") == 5 and "img" not in reader.tags
+    assert reader.tags.count("figure") == 10 and "img" not in reader.tags
     assert len(set(reader.ids)) == len(reader.ids), "ids are unique"
     assert "".join(reader.texts["pre"]) == EVIL, "the sample is shown as it is"
     assert EVIL in "".join(reader.texts["h1"])
