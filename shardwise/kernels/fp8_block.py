@@ -42,9 +42,9 @@ class Tile(NamedTuple):
 
 # `python -m benchmarks.fp8_steps` tries all of them for both planes; the first is used.
 TILES = (
-    Tile(warps=4, tokens=64, pairs=32),
-    Tile(warps=4, tokens=64, pairs=64),
     Tile(warps=4, tokens=128, pairs=32),
+    Tile(warps=4, tokens=64, pairs=64),
+    Tile(warps=4, tokens=64, pairs=32),
     Tile(warps=2, tokens=32, pairs=16),
     Tile(warps=8),
     Tile(warps=4, tokens=32, pairs=16),
