@@ -219,7 +219,7 @@ def install(
         for root in roots:
             _move_buffers(root, device)
             root.__class__ = _wrapped_class(type(root))
-            root._shardwise_unit = unit  # type: ignore[assignment]
+            vars(root)["_shardwise_unit"] = unit  # an OptimizedModule would pass it on inside
     except Exception:
         for root, original in zip(roots, classes, strict=True):
             root.__class__ = original
