@@ -74,7 +74,7 @@ class Version:
     on_stepped: Callable[[], None] | None = None
     divisions: dict[int, Division] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
-    unanswered: Callable[[], bool] | None = None
+    unanswered: Callable[[], bool] = bool
     waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
 
