@@ -421,6 +421,12 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     kind = f"{type(optimizer).__name__}.step()"
     if len(lacking) < len(ours):
         _fed.setdefault(optimizer, False)
+        if any(v.failed() for v, _ in buffers.values()):
+            raise RuntimeError(
+                f"{kind}: the last backward raised an exception, and left a part of its gradients "
+                f"({len(ours) - len(lacking)} of {len(ours)} parameters have one). Drop them: call "
+                f"zero_grad(), or reset_iter_state() on the root module"
+            )
     elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
         said = (
             f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
@@ -434,9 +440,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         logger.warning(said)  # gradients may be meant to come in some iterations only
         _fed[optimizer] = True
     if lacking:
-        more = f" and {len(lacking) - 3} more" if lacking[3:] else ""
         known = zlib.crc32(repr(lacking).encode())
-        kind += f" without the gradients of {lacking[:3]}{more} (checksum {known:08x})"
+        kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
         for axis in Ranks(mesh).axes:
             axis.journal.add(STEP, kind)

@@ -164,7 +164,8 @@ class Runtime:
 
     def is_unanswered(self, calls: Calls) -> bool:
         """Whether one of these calls was recorded after all forwards that a backward came to."""
-        return any(call.forward > self.answered for call in calls.awaited)
+        recorded = any(call.forward > self.answered for call in calls.awaited)
+        return recorded and not self.has_failed()
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -274,11 +275,9 @@ class Runtime:
             for unit in self.units:
                 unit.hide()
 
-    @property
-    def failed(self) -> bool:
-        """Whether a backward began and never ended, because something raised inside it. Asked
-        outside of backward."""
-        return self._ending is not None
+    def has_failed(self) -> bool:
+        """Whether a backward began and never ended, because something raised inside it."""
+        return self._ending is not None and not self.in_backward
 
     def end_backward(self) -> None:
         """Join the lanes and check. Gradients that are missing, or that were not reduced, are
