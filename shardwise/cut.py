@@ -64,7 +64,8 @@ class Version:
     refuses to step then; who sets ``.grad`` takes its item out, and the next backward forgets what
     waited for it.
 
-    ``unanswered`` says whether a forward was recorded to which no backward has come.
+    ``unanswered`` says whether a forward was recorded to which no backward has come, ``failed``
+    whether the last backward raised.
 
     ``unsynced``: the values were made after wrapping (meta device), and may differ between replicas
     until the first forward takes the first one's.
@@ -74,7 +75,8 @@ class Version:
     on_stepped: Callable[[], None] | None = None
     divisions: dict[int, Division] = field(default_factory=dict)
     reading: Callable[[], None] | None = None
-    unanswered: Callable[[], bool] | None = None
+    unanswered: Callable[[], bool] = bool
+    failed: Callable[[], bool] = bool
     waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
 

@@ -410,7 +410,8 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         every = _ours(optimizer)
         ours = [p for p in every if p.requires_grad]
         lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
-    waiting = [p.cut.name for p in every if p.version and p.cut.index in p.version.waiting]
+    buffers = {id(v): (v, p.cut.full_mesh) for p in every if (v := p.version) is not None}
+    waiting = [p.cut.name for p in every if (v := p.version) and p.cut.index in v.waiting]
     if waiting:
         raise RuntimeError(
             f"the optimizer steps before the last microbatch: gradients of {waiting} still wait "
@@ -420,9 +421,13 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     kind = f"{type(optimizer).__name__}.step()"
     if len(lacking) < len(ours):
         _fed.setdefault(optimizer, False)
-    elif not _fed.get(optimizer) and any(
-        p.version and p.version.unanswered and p.version.unanswered() for p in ours
-    ):
+        if any(v.failed() for v, _ in buffers.values()):
+            raise RuntimeError(
+                f"{kind}: the last backward raised an exception, and left a part of its gradients "
+                f"({len(ours) - len(lacking)} of {len(ours)} parameters have one). Drop them: call "
+                f"zero_grad(), or reset_iter_state() on the root module"
+            )
+    elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
         said = (
             f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
             f"to the forward that ran since. backward(inputs=...) with parameters at rest reaches "
@@ -435,10 +440,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         logger.warning(said)  # gradients may be meant to come in some iterations only
         _fed[optimizer] = True
     if lacking:
-        more = f" and {len(lacking) - 3} more" if lacking[3:] else ""
         known = zlib.crc32(repr(lacking).encode())
-        kind += f" without the gradients of {lacking[:3]}{more} (checksum {known:08x})"
-    for mesh in {id(p.cut.full_mesh): p.cut.full_mesh for p in ours}.values():
+        kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
+    for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
         for axis in Ranks(mesh).axes:
             axis.journal.add(STEP, kind)
 

@@ -204,7 +204,7 @@ def _checksum(buffer: Tensor) -> int:
     if isinstance(buffer, DTensor) or not buffer.numel():
         return 0
     values = buffer.detach().to("cpu").contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 
 def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:

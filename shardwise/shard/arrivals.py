@@ -146,6 +146,11 @@ class Arrivals:
         """Parameters whose gradient came and was not reduced."""
         return self._chosen(lambda group: group.gradients.unreduced())
 
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of earlier microbatches wait to be reduced."""
+        return any(group.trainable and group.gradients.waits for group in self._groups)
+
     def kept(self) -> list[str]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""
         return self._chosen(lambda group: group.gradients.kept())

@@ -23,6 +23,8 @@ class Member(Protocol):
     precision: Precision
     unused: str
     sync: bool
+    last: bool
+    reduce_outer: bool
     options: dict[str, Any]
     shared: Any  # the runtime's SharedLanes
     stored: dict[tuple[int, int], Stored]

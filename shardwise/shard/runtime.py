@@ -164,7 +164,8 @@ class Runtime:
 
     def is_unanswered(self, calls: Calls) -> bool:
         """Whether one of these calls was recorded after all forwards that a backward came to."""
-        return any(call.forward > self.answered for call in calls.awaited)
+        recorded = any(call.forward > self.answered for call in calls.awaited)
+        return recorded and not self.has_failed()
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -274,11 +275,9 @@ class Runtime:
             for unit in self.units:
                 unit.hide()
 
-    @property
-    def failed(self) -> bool:
-        """Whether a backward began and never ended, because something raised inside it. Asked
-        outside of backward."""
-        return self._ending is not None
+    def has_failed(self) -> bool:
+        """Whether a backward began and never ended, because something raised inside it."""
+        return self._ending is not None and not self.in_backward
 
     def end_backward(self) -> None:
         """Join the lanes and check. Gradients that are missing, or that were not reduced, are
@@ -290,6 +289,7 @@ class Runtime:
         for unit in [*self.order.waiting(), *units]:
             unit.end_backward()
         self.drain()
+        self._reduce_left([] if self.for_inputs else units)
         done = [unit for unit in units if not unit.waits_for_delayed]
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
@@ -311,6 +311,15 @@ class Runtime:
                 f"instead"
             )
         _refuse_missing(missing)
+
+    def _reduce_left(self, units: Sequence[Member]) -> None:
+        """Reduce what waits in units that only earlier microbatches used: this one is the last."""
+        last = [unit for unit in units if unit.sync and unit.last and unit.reduce_outer]
+        left = [unit for unit in last if unit.arrivals.waiting and not unit.waits_for_delayed]
+        for unit in left:
+            unit.expect_waiting()
+            unit.reduce_waiting()
+        self.drain()
 
     def reduce_waiting(self) -> None:
         """Reduce, all the way, what backwards without gradient sync left: so a pipeline schedule

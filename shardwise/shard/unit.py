@@ -166,6 +166,7 @@ class Unit(Wrapped):
         super().adopt_runtime(runtime)
         for group in self.groups:
             group.main.version.unanswered = weakly(runtime.is_unanswered, self.calls)
+            group.main.version.failed = weakly(runtime.has_failed)
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""
@@ -173,7 +174,7 @@ class Unit(Wrapped):
         runtime.lanes.refuse_capture(f"forward of '{self.name}'")
         refuse_transforms(self)
         recomputing = runtime.in_backward
-        if not recomputing and (runtime.failed or self.calls.running):
+        if not recomputing and (runtime.has_failed() or self.calls.running):
             self._recover()
         with annotate(self.name, "gather for forward"):
             if not recomputing:
@@ -197,7 +198,7 @@ class Unit(Wrapped):
 
     def _recover(self) -> None:
         """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
-        if self.runtime.failed:
+        if self.runtime.has_failed():
             self.runtime.recover()
         for unit in self.runtime.units:
             unit.drop_dead_calls(entering=unit is self)

@@ -25,6 +25,7 @@ from tests.contract.helpers import (
     raised,
     ranks_for,
     transient_bytes,
+    vector_loss,
     vectors,
     word_loss,
     wrap,
@@ -277,3 +278,40 @@ def test_one_gradient_is_dropped_and_the_others_wait_on(
         weight.grad = None
     announce(net, how, True)
     check_backward(net, plain, word_loss, rank, world_size, 2)
+
+
+class Choosing(nn.Module):
+    """Blocks, of which each microbatch runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.chosen: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.chosen:
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "data_parallel"])
+@on_ranks(ranks_for)
+def test_units_that_only_earlier_microbatches_used(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """The last microbatch reduces what waits in them, though its backward does not come to them."""
+    net, plain = pair(Choosing)
+    wrap(net, world_size, strategy)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, plain)]
+    for step in range(2):
+        for number, chosen in enumerate([(0, 1), (2,), (1,)]):
+            net.set_requires_gradient_sync(number == 2)
+            net.chosen = plain.chosen = chosen
+            vector_loss(net, rank, 10 * step + number).backward()
+            for each in range(world_size):
+                (vector_loss(plain, each, 10 * step + number) / world_size).backward()
+        assert_gradients_equal(net, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

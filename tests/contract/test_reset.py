@@ -376,3 +376,27 @@ def test_after_half_a_step_weights_and_states_must_be_loaded(
     train(1)
     train(2)
     assert_parameters_equal(net, plain, 2e-3)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3", "data_parallel"])
+@on_ranks(2)
+def test_a_step_with_a_part_of_the_gradients_is_refused(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """A backward that raised left gradients of some parameters: no step may take them for all."""
+    net, plain = pair(Mined)
+    wrap(net, world_size, strategy)
+    made = [
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        sw.optimizer(net, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-2)),
+    ]
+    net.blocks[0].armed = "backward"
+    for optimizer in made:
+        assert "backward" in raised(lambda: vector_loss(net, rank).backward(), BoomError)
+        assert any(parameter.grad is not None for parameter in net.parameters())
+        assert "a part of its gradients" in raised(optimizer.step, RuntimeError)
+        optimizer.zero_grad()
+        optimizer.step()  # nothing is left, and nothing moves
+    net.blocks[0].armed = None
+    check_backward(net, plain, vector_loss, rank, world_size)
+    assert_parameters_equal(net, plain, 0.0)
