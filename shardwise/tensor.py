@@ -377,18 +377,34 @@ def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for other libraries' Muon, which transposes in place or counts on even pieces."""
-    kind = type(optimizer)
-    if kind.__module__.split(".")[0] == "dion" or kind is getattr(torch.optim, "Muon", None):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if type(parameter) is ShardedTensor and parameter.cut.axes:
-                    raise RuntimeError(
-                        f"{kind.__module__}.{kind.__name__} on '{parameter.cut.name}': it needs "
-                        f"whole matrices, or pieces as torch.chunk cuts them, and these lie "
-                        f"otherwise. Use sw.Muon(parameters, lr=...), or sw.optimizer for all of a "
-                        f"model: they orthogonalise whole matrices under every strategy"
-                    )
+    """Raise for other libraries' Muon on pieces that it cannot work with: torch's takes a piece for
+    a matrix, dion's counts on the rows that torch.chunk gives."""
+    kind, of_torch = type(optimizer), getattr(torch.optim, "Muon", None)
+    if kind.__module__.split(".")[0] != "dion" and kind is not of_torch:
+        return
+    of_chunks = kind is not of_torch and kind.__name__ in ("Muon", "Dion2")
+    way = " A matrix wrapped by itself, fully_shard(linear), has such rows." if of_chunks else ""
+    for group in optimizer.param_groups:
+        if group.get("algorithm") in ("adamw", "lion"):
+            continue  # dion's names for what is done element by element
+        for one in group["params"]:
+            if type(one) is not ShardedTensor or not one.cut.axes:
+                continue
+            if not (of_chunks and _in_chunks(one.cut)):
+                raise RuntimeError(
+                    f"{kind.__module__}.{kind.__name__} on '{one.cut.name}': it needs whole "
+                    f"matrices{', or rows as torch.chunk cuts them' if of_chunks else ''}, and "
+                    f"these lie otherwise.{way} Use sw.Muon(parameters, lr=...), or sw.optimizer "
+                    f"for all of a model: they orthogonalise whole matrices under every strategy"
+                )
+
+
+def _in_chunks(cut: Cut) -> bool:
+    """Whether every holder has the rows that torch.chunk gives it: the same answer on all ranks."""
+    size = -(-cut.shape[0] // cut.num_holders) * cut.stride[0]
+    chunks = [(n * size, min((n + 1) * size, cut.numel)) for n in range(cut.num_holders)]
+    held = [(mine, chunk) for mine, chunk in zip(cut.pieces, chunks, strict=True) if any(mine)]
+    return cut.tile is None and all(mine == chunk for mine, chunk in held)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

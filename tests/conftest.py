@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from tests.ranks import shut_down
@@ -29,6 +31,8 @@ LONG = (
     "interop/test_tensor_parallel_wrapped.py",
     "unit/test_plan.py",
 )
+# Other people's software that tests run where it is installed.
+PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "triton")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, end in enumerate(LONG) if name.endswith(end)), len(LONG))
 
     items.sort(key=rank)  # stable: within a file, and among the others, as they were
+
+
+def pytest_report_header() -> str | None:
+    """Name the packages without which tests are skipped."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    return f"skipped without a package: {', '.join(missing)}" if missing else None
 
 
 def pytest_sessionfinish() -> None:

@@ -151,3 +151,43 @@ def test_forward_mode_derivatives(rank: int, world_size: int) -> None:
         with forward_ad.dual_level():
             found.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent)
     assert torch.equal(*found)
+
+
+# ------------------------------------------------------------------------------ dion's optimizers
+
+
+class Dion2(torch.optim.SGD):
+    """Stands for dion's class of this name, which is known by its module."""
+
+    __module__ = "dion.dion2"
+
+
+class NorMuon(Dion2):
+    __module__ = "dion.normuon"
+
+
+@on_ranks(2)
+def test_dion_gets_rows_as_chunks_or_a_refusal(rank: int, world_size: int) -> None:
+    """On matrices wrapped one by one it finds torch.chunk's rows; packed ones, and what of dion
+    slices columns, are refused on every rank before anything is written."""
+
+    def step(kind: Any, *, alone: bool, **group: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 31, bias=False))
+        whole = [one.detach().clone() for one in model.parameters()]
+        if alone:
+            for linear in model:
+                sw.fully_shard(linear)
+        sw.fully_shard(model)
+        optimizer = kind([{"params": list(model.parameters()), **group}], lr=0.1)
+        model(torch.ones(2, 32)).sum().backward()
+        if alone:
+            for found, value in zip(model.parameters(), whole, strict=True):
+                assert torch.equal(found.to_local(), value.chunk(2)[rank])
+        optimizer.step()
+
+    step(Dion2, alone=True)
+    step(NorMuon, alone=False, algorithm="adamw")
+    for kind, alone in ((Dion2, False), (NorMuon, True), (torch.optim.Muon, True)):
+        message = raised(partial(step, kind, alone=alone), RuntimeError)
+        assert "sw.Muon" in message and ("wrapped by itself" in message) == (kind is Dion2)
