@@ -173,7 +173,9 @@ class _Linear(torch.autograd.Function):
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if by_codes:
             assert turned is not None and turned_scales is not None
-            gradient = ops.fp8_weight_gradient if named is not None else fp8_block.weight_gradient
+            gradient = (
+                ops.fp8_weight_gradient.default if named is not None else fp8_block.weight_gradient
+            )
             of_weight = gradient(turned, turned_scales, kept, kept_scales, ctx.weight_dtype)
         elif wants_weight:
             x = kept.reshape(-1, kept.shape[-1])
@@ -184,7 +186,8 @@ class _Linear(torch.autograd.Function):
 def _quantised(
     x: Tensor, rows: bool, columns: bool, rounding: Rounding, traced: bool
 ) -> fp8_block.Quantised:
-    return (ops.fp8_quantise if traced else fp8_block.quantise)(x, rows, columns, rounding)  # type: ignore[no-any-return]
+    quantise = ops.fp8_quantise.default if traced else fp8_block.quantise
+    return quantise(x, rows, columns, rounding)  # type: ignore[no-any-return]
 
 
 def _product(
@@ -198,7 +201,7 @@ def _product(
     dtype: torch.dtype,
 ) -> Tensor:
     if weight is None:
-        return ops.fp8_product(x, scales, named, bias, phase, dtype)  # type: ignore[no-any-return]
+        return ops.fp8_product.default(x, scales, named, bias, phase, dtype)  # type: ignore[no-any-return]
     return product(x, scales, weight, matmul, bias, phase, dtype)
 
 

@@ -318,7 +318,7 @@ def _decoded(value: Any) -> Any:
 
 def _values(parameter: Tensor, weight: FP8Weight | None) -> Tensor:
     if weight is None:
-        return torch.ops.shardwise.fp8_decode(parameter)  # type: ignore[no-any-return]
+        return torch.ops.shardwise.fp8_decode.default(parameter)  # type: ignore[no-any-return]
     return weight.dequantise("forward")
 
 

@@ -24,7 +24,9 @@ PRECISIONS = {
     "bf16": sw.Precision(weights="bf16", reduce="fp32"),
     "bf16 wire": sw.Precision(weights="bf16"),
     "mxfp8_rowcol": sw.Precision(weights="mxfp8_rowcol", reduce="fp32"),
+    "mxfp8": sw.Precision(weights="mxfp8"),
     "mxfp8_2d": sw.Precision(weights="mxfp8_2d"),
+    "fp8_block": sw.Precision(weights="fp8_block", reduce="fp32"),
     "mxfp8 rows": sw.Precision(weights="mxfp8_rowcol", reduce="fp32", include=("*", "embedding.*")),
 }
 Facts = dict[str, Any]

@@ -72,7 +72,10 @@ def test_plan_is_exact_for_parts_kept() -> None:
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
 def test_plan_is_exact_for_mxfp8(strategy: str) -> None:
     world_size = 4 if strategy in ("hsdp", "hfsdp") else 3
-    assert_planned(world_size, "blocks of 32", strategy, [("mxfp8_rowcol", 2), ("mxfp8_2d", 1)])
+    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8", 1), ("mxfp8_2d", 1)]
+    assert_planned(world_size, "blocks of 32", strategy, cases)
+    if strategy in ("zero1", "zero3", "hfsdp"):
+        assert_planned(world_size, "wide", strategy, [("fp8_block", 1)])
 
 
 def test_plan_is_exact_for_parts_of_planes_kept() -> None:
@@ -91,7 +94,8 @@ def test_plan_is_exact_for_embeddings_in_mxfp8(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
     world_size = 4 if strategy == "hfsdp" else 3
-    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8_2d", 1), ("mxfp8 rows", 1), ("bf16", 1)]
+    cases: list[Case] = [("mxfp8_rowcol", 2), ("mxfp8", 1), ("mxfp8_2d", 1), ("mxfp8 rows", 1)]
+    cases.append(("bf16", 1))
     assert_planned(world_size, "recomputing", strategy, cases)
     if strategy == "zero3":
         assert_planned(4, "recomputing", strategy, cases, reshard_after_forward=2)

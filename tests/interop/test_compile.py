@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.cases import pairwise
 from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
+from tests.parity import mxfp8_helpers as fp8
 from tests.ranks import on_ranks
 
 Block = Callable[[nn.Module], nn.Module]
@@ -96,3 +97,31 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
     assert list(weights) == list(eager_weights), "no name of the compiler's"
     assert all(map(torch.equal, weights.values(), eager_weights.values()))
     assert len(graphs) == 2, "one for training and one for evaluation, for all blocks"
+
+
+@pytest.mark.parametrize("format", ["mxfp8_rowcol", "fp8_block"])
+@on_ranks(2)
+def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(
+    rank: int, world_size: int, format: Any
+) -> None:
+    """Planes come and go between the phases, and one graph serves all layers."""
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    runs = []
+    for compiled in (False, True):
+        model = fp8.wrap(fp8.make(True, format), "zero3", world_size,
+                         precision=fp8.precision_of(True, format))  # fmt: skip
+        for index, layer in enumerate(model.layers if compiled else ()):
+            model.layers[index] = torch.compile(layer, backend=count, fullgraph=True)
+        often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
+        seen = fp8.train(model, rank, optimizer=fp8.optimizer_of(model, "adamw"), **often)
+        runs.append({name.replace("._orig_mod", ""): value for name, value in seen.items()})
+    fp8.assert_same_bits(*runs, format)
+    assert len(graphs) == 2, "one for training and one for evaluation, for all layers"
+    nodes = [str(node.target) for node in graphs[0].graph.nodes]
+    assert not any("fp8_decode" in name for name in nodes)

@@ -138,7 +138,8 @@ def make(on: bool, format: Format = "mxfp8_rowcol", **options: Any) -> Model:
     """The same values on every rank and in every call; ``on``: for fp8 storage."""
     torch.manual_seed(0)
     off = type("Off", (QuantisedAtUse,), {"format": format})
-    return Model(nn.Linear if on else off, width=WIDTHS.get(format, WIDTH), **options)
+    options = {"width": WIDTHS.get(format, WIDTH)} | options
+    return Model(nn.Linear if on else off, **options)
 
 
 def precision_of(on: bool, format: Format = "mxfp8_rowcol") -> sw.Precision:

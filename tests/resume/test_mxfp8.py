@@ -33,8 +33,11 @@ def main_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
 
 
+WIDTH = 128  # for every format
+
+
 def save(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
-    model = wrap(make(True), "zero3", world_size, precision=precision_of(True))
+    model = wrap(make(True, width=WIDTH), "zero3", world_size, precision=precision_of(True))
     optimizer = optimizer_of(model, "muon")
     train(model, rank, optimizer=optimizer, steps=range(3))
     sw.save(path, model, optimizer)
@@ -45,7 +48,7 @@ def load(
     rank: int, world_size: int, path: str, strategy: str, on: bool, format: Format
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Into a model that was elsewhere and has gathered; then one step, to see that it goes on."""
-    model = make(on, format)
+    model = make(on, format, width=WIDTH)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -67,7 +70,9 @@ TARGETS: list[tuple[int, str, bool, Format]] = [
     (2, "zero2", True, "mxfp8_rowcol"),
     (3, "zero3", True, "mxfp8_rowcol"),
     (4, "hfsdp", True, "mxfp8_rowcol"),
-    (3, "zero1", True, "mxfp8_2d"),  # another format, by name
+    (3, "zero1", True, "mxfp8_2d"),  # other formats, by name
+    (2, "zero1", True, "mxfp8"),
+    (3, "zero3", True, "fp8_block"),
     (2, "zero3", False, "mxfp8_rowcol"),  # bf16
 ]
 
