@@ -28,7 +28,7 @@ from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
 
-WARMUPS, STEPS = 3, 8
+WARMUPS, STEPS = 6, 8
 MODELS = {
     "0.96B": (GPTConfig(), "16 x 2048, SwiGLU 5632, 8 x 2048 tokens"),
     "1.73B": (

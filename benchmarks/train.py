@@ -308,7 +308,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="shardwise bench train", description=__doc__)
     parser.add_argument("--case", help="measure one, given as JSON, and print its figures")
     parser.add_argument("--tiny", action="store_true", help="a dry run")
-    parser.add_argument("--only", default="", help="rows that begin so")
+    parser.add_argument("--only", default="", help="rows that begin so; several by commas")
+    parser.add_argument("--without", default="", help="systems to leave out, by commas")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     asked = parser.parse_args(words)
     if asked.case is not None:
@@ -316,7 +317,9 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     facts = report.circumstances(list(sys.argv[1:] if words is None else words))
     facts["command"] = facts["command"].replace("benchmarks.fsdp", "benchmarks.train")
-    table = run([case for case in cases(tiny=asked.tiny) if case.row.startswith(asked.only)])
+    begins, without = tuple(asked.only.split(",")), asked.without.split(",")
+    wanted = [case for case in cases(tiny=asked.tiny) if case.row.startswith(begins)]
+    table = run([case for case in wanted if case.system not in without])
     print(table.markdown())
     where = "cpu"
     if torch.cuda.is_available():

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import shut_down
 
@@ -41,6 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, end in enumerate(LONG) if name.endswith(end)), len(LONG))
 
     items.sort(key=rank)  # stable: within a file, and among the others, as they were
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Name the test that joins a process group in this process and leaves it behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test has left its process group to the tests after it")
 
 
 def pytest_report_header() -> str | None:
