@@ -136,6 +136,8 @@ class _Chunked(torch.autograd.Function):
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``, summed in fp32; a CPU has no kernel for 16-bit factors and fp32 sums."""
+    if a.is_meta:  # a plan, which has no values; torch 2.11 has no such product on that device
+        return
     if a.device.type == "cpu":
         a, b = a.to(total.dtype), b.to(total.dtype)
     if a.dtype == total.dtype:
