@@ -6,7 +6,8 @@
 
 A rank that raises alone leaves the others waiting in their next collective. ``together`` is for
 work that may fail on any rank; ``raise_together`` is for problems that were found already, and for
-ranks that are about to do different things, of which none is wrong by itself.
+ranks that are about to do different things, of which none is wrong by itself. ``differ`` and
+``any_rank_in_step`` compare facts in every step, a bit each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import numpy
 import torch.distributed as dist
 
 from shardwise import comm
@@ -109,3 +111,21 @@ def raise_together(
     if known:
         kind = NotImplementedError if known[0].startswith(UNSUPPORTED) else ValueError
         raise kind(f"{what}: " + "; ".join(known))
+
+
+def differ(value: int, axis: comm.Axis) -> bool:
+    """Whether a number of 32 bits is not the same on all ranks of the axis."""
+    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
+    first, second = numpy.split(comm.any_rank(numpy.concatenate([bits, ~bits]), axis), 2)
+    return bool((first & second).any())
+
+
+def any_rank_in_step(facts: comm.Facts, axis: comm.Axis) -> comm.Facts:
+    """Whether each fact holds on any rank, where ranks have issued the same collectives over the
+    axis so far; else all of them raise, and say which."""
+    trail = axis.journal.trail()
+    found = comm.any_rank(numpy.concatenate([facts, trail, ~trail]), axis)
+    first, second = found[len(facts) : -len(trail)], found[-len(trail) :]
+    if (first & second).any():  # a bit that is set on one rank and not on another
+        raise RuntimeError(axis.journal.first_difference())
+    return found[: len(facts)]

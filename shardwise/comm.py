@@ -33,7 +33,7 @@ from shardwise.axis import Axis as Axis
 from shardwise.axis import GroupLike
 from shardwise.axis import as_axis as as_axis
 from shardwise.lockstep import Call as Call
-from shardwise.lockstep import Journal, Ticket, recorded, uncounted
+from shardwise.lockstep import Ticket, recorded, uncounted
 from shardwise.lockstep import record as record
 from shardwise.memory import counted
 from shardwise.pending import Flight
@@ -160,45 +160,6 @@ def _no_float8(operation: str, tensor: Tensor) -> None:
 def _native(new: str, old: str) -> Callable[..., Any]:
     """torch 2.13 renamed two collectives; 2.11 has only the old names."""
     return getattr(dist, new, None) or getattr(dist, old)  # type: ignore[no-any-return]
-
-
-# ------------------------------------------------------------------------------ smaller groups
-
-
-def separate(axis: Axis) -> Axis:
-    """The same ranks on a communicator of their own (collective over the default group): two
-    collectives on one NCCL communicator never overlap, on two streams or not."""
-    return _subgroup(axis, axis.peers, axis.name)
-
-
-def split(axis: Axis, size: int) -> Axis:
-    """This rank's run of ``size`` neighbours on the axis (collective over the default group)."""
-    first, name = axis.rank // size * size, f"{axis.name}/{size}"
-    if axis.group is None:
-        return Axis.pretended(name, size, axis.rank - first, axis.backends["meta"])
-    key = (axis, size)
-    if key not in _SPLITS:
-        _SPLITS[key] = _subgroup(axis, axis.peers[first : first + size], name)
-    return _SPLITS[key]
-
-
-_SPLITS: dict[tuple[Axis, int], Axis] = {}
-
-
-def _subgroup(axis: Axis, mine: tuple[int, ...], name: str) -> Axis:
-    groups = {mine[0]: list(mine)}
-    if not axis.pretends:  # a rank names the first of its group: all of them would be ranks^2
-        firsts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(firsts, mine[0])
-        groups = {first: [] for first in sorted(firsts)}
-        for rank, first in enumerate(firsts):
-            groups[first].append(rank)
-    group = None
-    for first, peers in groups.items():  # every rank makes every group, in one order
-        made = dist.new_group(peers)
-        group = made if first == mine[0] else group
-    rank = mine.index(axis.peers[axis.rank])
-    return Axis(name, group, len(mine), rank, axis.backends, mine, Journal(group, rank, len(mine)))
 
 
 # ------------------------------------------------------------------------------ the collectives
@@ -484,26 +445,6 @@ def any_rank(facts: Facts, group: GroupLike) -> Facts:
         known = known | theirs
         step *= 2
     return numpy.unpackbits(known, count=len(facts)).astype(bool)
-
-
-def differ(value: int, group: GroupLike) -> bool:
-    """Whether a number of 32 bits is not the same on all ranks of the axis."""
-    axis = as_axis(group)
-    bits = numpy.unpackbits(numpy.frombuffer(value.to_bytes(4, "big"), numpy.uint8)) > 0
-    first, second = numpy.split(any_rank(numpy.concatenate([bits, ~bits]), axis), 2)
-    return bool((first & second).any())
-
-
-def any_rank_in_step(facts: Facts, group: GroupLike) -> Facts:
-    """The same, where ranks have issued the same collectives over the axis so far; else all of
-    them raise, and say which."""
-    axis = as_axis(group)
-    trail = axis.journal.trail()
-    found = any_rank(numpy.concatenate([facts, trail, ~trail]), axis)
-    first, second = found[len(facts) : -len(trail)], found[-len(trail) :]
-    if (first & second).any():  # a bit that is set on one rank and not on another
-        raise RuntimeError(axis.journal.first_difference())
-    return found[: len(facts)]
 
 
 _HOST_GROUPS: dict[Axis, Any] = {}

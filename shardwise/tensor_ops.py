@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
+from shardwise.agreement import differ
 from shardwise.cut import Cut
 from shardwise.tensor_reduce import norms, whole_value
 from shardwise.tensor_views import VIEWS, spans, viewed
@@ -366,9 +367,9 @@ class Operations:
             target = self.wrap(cut.take(drawn).clone(), cut)
         for axis in () if unsynced or local.is_meta else cut.replica_axes:
             comm.purpose = f"a check of random numbers for '{cut.name}'"
-            differ = comm.differ(seed, axis)
+            apart = differ(seed, axis)
             comm.purpose = ""
-            if differ:
+            if apart:
                 comm.broadcast(target._local_tensor, axis).wait()
         return target
 

@@ -49,6 +49,7 @@ from shardwise.shard.wrapping import (
     outermost,
     same_values,
 )
+from shardwise.subgroups import split
 from shardwise.tile import tile_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
@@ -244,4 +245,4 @@ def after_forward(wanted: bool | int | None, ranks: Ranks) -> tuple[comm.Axis | 
     if wanted == 1:
         return None, False
     axis = ranks.axes[-1]
-    return (None, True) if wanted == axis.size else (comm.split(axis, wanted), True)
+    return (None, True) if wanted == axis.size else (split(axis, wanted), True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.agreement import any_rank_in_step
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
@@ -30,6 +31,7 @@ from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray
 from shardwise.shard.member import Member
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
+from shardwise.subgroups import separate
 
 
 @dataclass(eq=False)
@@ -184,7 +186,7 @@ class Runtime:
         self.separate_reduce = True
         for axis in axes:
             if axis not in self._reduce_axes:
-                self._reduce_axes[axis] = comm.separate(axis)
+                self._reduce_axes[axis] = separate(axis)
 
     def launch(
         self,
@@ -368,7 +370,7 @@ class Runtime:
             )
             found = numpy.concatenate([absent, trained, ~trained, used, unused])
             for axis in self.axes:
-                found = comm.any_rank_in_step(found, axis)
+                found = any_rank_in_step(found, axis)
             absent, trained, frozen, used, unused = numpy.split(found, 5)
             if (used & unused).any():
                 raise RuntimeError(

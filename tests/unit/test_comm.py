@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import comm, lockstep
 from shardwise.comm import Axis, Call
 from shardwise.mesh import Ranks
+from shardwise.subgroups import separate, split
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 
@@ -298,7 +299,7 @@ def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: 
         rank // 2 * 2 + 1,
     )
     for axis in (outer, inner):
-        for link in (axis, comm.separate(axis)):
+        for link in (axis, separate(axis)):
             assert link.peers == axis.peers and link.rank == axis.rank and link.name == axis.name
             out = torch.empty(2, dtype=torch.int64)
             comm.all_gather(out, torch.tensor([rank]), link).wait()
@@ -307,13 +308,13 @@ def test_the_axes_of_a_mesh_talk_to_their_own_ranks_only(rank: int, world_size: 
 
 @on_ranks(4)
 def test_an_axis_splits_into_runs_of_neighbours(rank: int, world_size: int) -> None:
-    pair = comm.split(dp(), 2)
+    pair = split(dp(), 2)
     assert (
         pair.size == 2
         and pair.rank == rank % 2
         and pair.peers == (rank // 2 * 2, rank // 2 * 2 + 1)
     )
-    assert comm.split(dp(), 2) is pair
+    assert split(dp(), 2) is pair
     total = torch.tensor(float(rank))
     comm.all_reduce(total, pair).wait()
     assert total.item() == sum(pair.peers)
