@@ -17,50 +17,28 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Union
 
 import tyro
-from tyro.conf import DisallowNone, FlagCreatePairsOff, Positional, arg, subcommand
+from tyro.conf import DisallowNone, arg, subcommand
 
 from shardwise import __version__
-from shardwise.train.config import GROUPS, OptimizerName, PrecisionName, Strategy, TrainConfig
+from shardwise.commands import (
+    Bench,
+    Data,
+    Export,
+    Generate,
+    LoggerName,
+    PlanCommand,
+    Report,
+    Train,
+    Verify,
+)
+from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.flags import flags_of, given
 from shardwise.train.recipes import RECIPES, load_recipe
-
-LoggerName = Literal["tensorboard", "wandb"]
-Switch = Annotated[bool, FlagCreatePairsOff]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a model. Without torchrun, two ranks on this machine (or one per GPU) are started.
-
-    A value that is not given comes from the recipe, or, with --resume, from the resumed run. Values
-    in parentheses are those of the recipe "default".
-    """
-
-    recipe: Annotated[
-        Positional[str], arg(help=f"{', '.join(RECIPES)}, or file.py:function.", metavar="RECIPE")
-    ] = "default"
-    recipe_list: Switch = False
-    """Print the recipes and leave."""
-    dry_run: Switch = False
-    """Print the configuration, the plan and the expected time, and leave."""
-    nproc: int | None = None
-    """Ranks to start on this machine (not under torchrun)."""
-    out: str | None = None
-    """Folder of the run; default: runs/RECIPE, or the next free one."""
-    resume: str | None = None
-    """latest (also when nothing follows), or the path of a checkpoint or a run."""
-    max_restarts: int = 0
-    """How often failed ranks are restarted, from the newest checkpoint (not under torchrun)."""
-    # Not --log, which torchrun's parser takes for an abbreviation of its own flags.
-    loggers: tuple[LoggerName, ...] = ()
-    """More places to log to; events.jsonl is always written."""
-    configuration: Annotated[Any, arg(name="")] = None
 
 
 def _train_command() -> Any:
@@ -74,122 +52,6 @@ def _train_command() -> Any:
     made = dataclasses.make_dataclass("Train", [field], bases=(Train,), frozen=True, kw_only=True)
     made.__doc__ = Train.__doc__
     return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Make token files of text, JSON lines (.jsonl, .jsonl.gz) and parquet files, on all cores.
-
-    `shardwise train --data OUT` trains on them; they are mapped, so they may be larger than memory.
-    """
-
-    sources: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE")]
-    """Files, directories, "patterns", or hf:NAME[:CONFIG[:SPLIT]]."""
-    out: Path
-    """A file (.bin), or a directory for as many files as it takes."""
-    tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (learned from the text), or a tokenizer.json or its directory."""
-    column: str = "text"
-    """The key of JSON lines or the column of parquet files that holds the text."""
-    workers: int | None = None
-    """Processes; default: one for each core."""
-    shard_tokens: int = 1 << 30
-    """Tokens of one file in a directory."""
-    rows: int | None = None
-    """How many rows of hf:NAME are read; default: all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Let a model write, on this machine's first GPU or on CPU."""
-
-    path: Positional[str]
-    """A run, a checkpoint or an exported folder."""
-    prompt: str = "def "
-    """The text to go on from."""
-    tokens: int = 200
-    """Tokens to write, at the most: the end of a document ends the text."""
-    temperature: float = 0.8
-    """0 takes the likeliest token, 1 draws as the model says."""
-    top_k: int | None = None
-    """Draw from so many of the likeliest tokens."""
-    top_p: float | None = None
-    """Draw from the fewest tokens whose chances sum to this."""
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanCommand:
-    """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte."""
-
-    model: Positional[str] = "default"
-    """A recipe, a Hugging Face config.json (or its folder), or module:factory."""
-    ranks: int = 8
-    strategy: Strategy | None = None
-    replicas: int | None = None
-    """Size of the outer axis of hsdp and hfsdp."""
-    bucket_mb: float | None = None
-    """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
-    ep: int | None = None
-    """Over how many ranks experts are spread."""
-    tp: int | None = None
-    """Ranks of tensor parallelism, each with its tile of the model."""
-    sequences: int | None = None
-    """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
-    tokens: int | None = None
-    """Tokens of a microbatch on one rank, instead of whole sequences."""
-    optimizer: OptimizerName | None = None
-    precision: PrecisionName | None = None
-    """Default, and "auto": the recipe's, or else bf16."""
-    microbatches: int | None = None
-    """Default: the recipe's, or else 1."""
-    memory: str | None = None
-    """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
-    dry_run: Switch = False
-    """Run the model's own forward on meta tensors, as one rank."""
-    rank: int = 0
-    """Which rank --dry-run poses as."""
-    svg: Path | None = None
-    """Write the shard map there."""
-    json: Switch = False
-    """Print the plan as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """Draw report.html and loss.svg from a run's events.jsonl, or one page about several runs."""
-
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
-    """A run's folder, or several to compare."""
-    out: Path = Path("comparison.html")
-    """The page about several runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verify:
-    """Check a checkpoint: manifest, sizes, every sha256, every tensor."""
-
-    path: Positional[Path]
-    """A checkpoint, or a run's folder for its newest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """Write a checkpoint's weights as safetensors that transformers loads."""
-
-    path: Positional[Path]
-    """A checkpoint, or a run's folder for its newest."""
-    out: Positional[Path]
-    """A directory that does not exist yet."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Run a benchmark; what follows its name goes to it (try --help there)."""
-
-    name: Positional[str] = ""
-    """fsdp, muon, muon-vs-adamw, grouped-mlp, ..."""
 
 
 class UsageError(ValueError):

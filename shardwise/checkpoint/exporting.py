@@ -161,7 +161,10 @@ class _Converter:
         made = {name: tensor} if self._convert is None else self._convert(name, tensor)
         wanted = self._dtype or _dtype_of(self._checkpoint, name)
         return {
-            key: value.to(wanted) if value.is_floating_point() else value
+            # A bias of a router decides between close scores: it stays as it is.
+            key: value.to(wanted)
+            if value.is_floating_point() and not key.endswith("e_score_correction_bias")
+            else value
             for key, value in made.items()
         }
 

@@ -28,7 +28,15 @@ from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import RMSNorm, Rotary, attend, documents_mask, rotate
 from shardwise.models.loss import Softmax, linear_cross_entropy, softmax_and_gradient
-from shardwise.moe import MixtureOfExperts, Routing, mixtures_of, swiglu
+from shardwise.moe import (
+    MixtureOfExperts,
+    Routing,
+    clamped_quick_geglu,
+    clamped_swiglu,
+    mixtures_of,
+    squared_relu,
+    swiglu,
+)
 
 __all__ = ["GPT", "IGNORED", "Block", "GPTConfig", "RopeScaling", "generate"]
 
@@ -79,12 +87,32 @@ def mixture(config: GPTConfig) -> MixtureOfExperts:
         z_loss=config.z_coefficient,
         bias_rate=config.bias_rate,
         capacity_factor=config.capacity_factor,
+        drop=config.drop,
+        groups=config.expert_groups,
+        groups_per_token=config.groups_per_token,
+        sequence_loss=config.sequence_balance_coefficient,
+        scale=config.expert_scale,
     )
     width = config.shared_hidden_dim
     shared = FeedForward(config.dim, width) if width else None
     return MixtureOfExperts(
-        routing, config.dim, config.expert_width, activation=swiglu(), shared=shared
+        routing,
+        config.dim,
+        config.expert_width,
+        activation=_ACTIVATIONS[config.expert_activation],
+        shared=shared,
+        bias=config.expert_biases,
+        weight_layout=config.expert_layout,
+        gate_up_block=config.gate_up_block,
     )
+
+
+_ACTIVATIONS = {
+    "swiglu": swiglu(),
+    "clamped_swiglu": clamped_swiglu(limit=7.0),
+    "clamped_quick_geglu": clamped_quick_geglu(alpha=1.702, limit=7.0, offset=1.0),
+    "squared_relu": squared_relu(),
+}
 
 
 class Block(nn.Module):

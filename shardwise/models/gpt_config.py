@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 Recompute = Literal["auto", "none", "block"]
 Score = Literal["softmax", "sigmoid"]
+ExpertActivation = Literal["swiglu", "clamped_swiglu", "clamped_quick_geglu", "squared_relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,22 @@ class GPTConfig:
         bias_rate: change per step of the bias that makes busy experts less likely; 0: no bias.
         capacity_factor: largest load of an expert, relative to an even share of the tokens;
             ``None``: no limit.
+        drop: which choices of an expert above its capacity are dropped: the ``late`` ones in the
+            batch, or the ``unlikely`` ones, by the router's weight.
+        expert_groups: equal parts of the experts; a token's experts lie in few of them. Experts are
+            spread over ranks in order, so groups of a node's experts limit the nodes of a token.
+        groups_per_token: number of groups in which a token's experts may lie.
+        sequence_balance_coefficient: weight of a load-balance term of each sequence.
+        expert_scale: factor of the experts' output.
+        expert_activation: activation of the experts; the clamped ones have the constants of
+            gpt-oss, and ``squared_relu`` has no gate.
+        expert_biases: whether the experts' products have biases.
+        expert_layout: ``grouped`` stores a product's weights as one stacked parameter, ``indexed``
+            as one for each expert.
+        gate_up_block: 0: gate and up are stacked in an expert's first weight; else the size of the
+            blocks in which they alternate.
+        delay_expert_gradients: whether the trainer computes weight gradients of experts that are
+            spread over ranks while gradients of rows are sent.
     """
 
     vocab_size: int = 257
@@ -109,6 +126,16 @@ class GPTConfig:
     z_coefficient: float = 0.0
     bias_rate: float = 0.0
     capacity_factor: float | None = None
+    drop: Literal["late", "unlikely"] = "late"
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    sequence_balance_coefficient: float = 0.0
+    expert_scale: float = 1.0
+    expert_activation: ExpertActivation = "swiglu"
+    expert_biases: bool = False
+    expert_layout: Literal["grouped", "indexed"] = "grouped"
+    gate_up_block: int = 0
+    delay_expert_gradients: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, Mapping):  # as JSON gives it back
@@ -154,17 +181,29 @@ class GPTConfig:
     def _parameters(self, *, experts: int) -> int:
         heads = self.head_width if self.qk_norm else 0
         vectors = self.num_layers * (2 * self.dim + 2 * heads) + self.dim
+        if self.expert_biases:
+            each = (self._matrices_of_an_expert - 1) * self.expert_width + self.dim
+            vectors += self.num_mixed_layers * experts * each
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
         return self._matrix_parameters(experts) + vectors + tables
 
     def _matrix_parameters(self, experts: int) -> int:
         """The number of parameters in the matrices of all blocks."""
         attention = 2 * self.dim * (self.num_heads + self.kv_heads) * self.head_width
-        mixed = self.num_layers - self.num_dense_layers if self.num_experts else 0
+        mixed = self.num_mixed_layers
         dense = 3 * self.dim * self.hidden_width
-        width = experts * self.expert_width + self.shared_hidden_dim
-        mixture = self.dim * self.num_experts + 3 * self.dim * width
+        width = self._matrices_of_an_expert * experts * self.expert_width
+        mixture = self.dim * (self.num_experts + width + 3 * self.shared_hidden_dim)
         return self.num_layers * attention + (self.num_layers - mixed) * dense + mixed * mixture
+
+    @property
+    def num_mixed_layers(self) -> int:
+        """The number of layers with experts."""
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def _matrices_of_an_expert(self) -> int:
+        return 2 if self.expert_activation == "squared_relu" else 3  # no gate
 
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.num_dense_layers
@@ -189,6 +228,7 @@ class GPTConfig:
         problems = []
         names = ["vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
         names += ["hidden_dim", "context", "experts_per_token", "expert_hidden_dim"]
+        names += ["expert_groups", "groups_per_token"]
         for name in names:
             value = getattr(self, name)
             if value is not None and not _is_positive_int(value):
@@ -197,23 +237,36 @@ class GPTConfig:
             ("num_experts", "dense"),
             ("shared_hidden_dim", "none"),
             ("num_dense_layers", "none"),
+            ("gate_up_block", "stacked"),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 problems.append(f"{name}={value!r} must be 0 ({meaning}) or more")
-        for name in ("rope_theta", "norm_eps"):
+        for name in ("rope_theta", "norm_eps", "expert_scale"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name}={getattr(self, name)!r} must be positive")
-        for name in ("balance_coefficient", "z_coefficient", "bias_rate"):
+        terms = (
+            "balance_coefficient",
+            "sequence_balance_coefficient",
+            "z_coefficient",
+            "bias_rate",
+        )
+        for name in terms:
             if not getattr(self, name) >= 0:
                 problems.append(f"{name}={getattr(self, name)!r} must not be negative")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             problems.append(f"capacity_factor={self.capacity_factor!r} must be positive, or None")
-        if self.expert_score not in get_args(Score):
-            problems.append(f"expert_score={self.expert_score!r}: 'softmax' or 'sigmoid'")
+        for name, choices in (
+            ("expert_score", get_args(Score)),
+            ("expert_activation", get_args(ExpertActivation)),
+            ("expert_layout", ("grouped", "indexed")),
+            ("drop", ("late", "unlikely")),
+        ):
+            if getattr(self, name) not in choices:
+                problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
         if self.recompute not in get_args(Recompute):
-            choices = " or ".join(repr(choice) for choice in get_args(Recompute))
-            problems.append(f"recompute={self.recompute!r} must be {choices}")
+            known = " or ".join(repr(choice) for choice in get_args(Recompute))
+            problems.append(f"recompute={self.recompute!r} must be {known}")
         if problems:  # what follows divides by the numbers above
             return problems
         if self.head_dim is None and self.dim % self.num_heads:

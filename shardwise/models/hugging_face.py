@@ -5,7 +5,10 @@
     False     0             LlamaForCausalLM
     True      0             Qwen3ForCausalLM
     False     > 0           MixtralForCausalLM
-    True      > 0           Qwen3MoeForCausalLM
+    True      > 0           Qwen3MoeForCausalLM, or Dots1ForCausalLM with a shared expert
+
+The last one has DeepSeek-V3's experts (sigmoid scores, a bias that balances the load, groups, a
+shared expert) and the attention of a GPT here; DeepSeek-V3's own attention is another one.
 
 Functions from dictionaries to dictionaries: no file is read or written, `transformers` is not
 needed, and nothing is transposed or permuted. Experts are one stacked tensor here, and there one
@@ -32,6 +35,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }
 # The defaults of each class for keys that a config.json leaves out.
 _THETA = {"mixtral": 1e6}
@@ -65,6 +69,18 @@ _EXPERTS = {
         ],
         "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
     },
+    "dots1": {
+        "feed_forward.router.weight": ["mlp.gate.weight"],
+        "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
+        "feed_forward.experts.fc1.weight": [
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+        ],
+        "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
+        "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
+        "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
+        "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
+    },
     "mixtral": {
         "feed_forward.router.weight": ["block_sparse_moe.gate.weight"],
         "feed_forward.experts.fc1.weight": [
@@ -86,13 +102,35 @@ def model_type(config: GPTConfig) -> str:
     if not config.num_experts:
         return "qwen3" if config.qk_norm else "llama"
     kind = "qwen3_moe" if config.qk_norm else "mixtral"
+    if config.qk_norm and (config.shared_hidden_dim or config.expert_score == "sigmoid"):
+        kind = "dots1"
     problems = []
-    if config.shared_hidden_dim:
-        problems.append(f"shared_hidden_dim={config.shared_hidden_dim}")
-    if config.expert_score != "softmax" or config.bias_rate:
-        problems.append(f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate}")
+    if kind == "dots1":
+        if config.expert_score != "sigmoid" or not config.bias_rate:
+            problems.append(
+                f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate} (scores are "
+                f"sigmoids, with a bias)"
+            )
+        if not config.shared_hidden_dim or config.shared_hidden_dim % config.expert_width:
+            problems.append(
+                f"shared_hidden_dim={config.shared_hidden_dim} (a multiple of the experts' width, "
+                f"{config.expert_width})"
+            )
+    else:
+        if config.shared_hidden_dim:
+            problems.append(f"shared_hidden_dim={config.shared_hidden_dim}")
+        if config.expert_score != "softmax" or config.bias_rate:
+            problems.append(f"expert_score={config.expert_score!r}, bias_rate={config.bias_rate}")
+        if config.expert_groups > 1 or config.expert_scale != 1:
+            problems.append(
+                f"expert_groups={config.expert_groups}, expert_scale={config.expert_scale}"
+            )
     if config.capacity_factor is not None:
         problems.append(f"capacity_factor={config.capacity_factor}")
+    if config.expert_activation != "swiglu" or config.expert_biases:
+        problems.append(
+            f"expert_activation={config.expert_activation!r}, expert_biases={config.expert_biases}"
+        )
     if kind == "mixtral" and (config.num_dense_layers or not config.normalise_scores):
         problems.append(
             f"num_dense_layers={config.num_dense_layers}, normalise_scores="
@@ -188,7 +226,7 @@ def _our_names(config: GPTConfig) -> list[str]:
         inner = dense
         if config.has_experts(layer):
             inner = [name for name in dense if not name.startswith("feed_forward.")]
-            inner += [*_EXPERTS[model_type(config)], f"{_FC1}_extra_state"]
+            inner = [*inner, *_EXPERTS[model_type(config)], f"{_FC1}_extra_state"]
         names += [f"blocks.{layer}.{name}" for name in inner]
     return names
 
@@ -264,6 +302,19 @@ def hf_config(
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(config.num_dense_layers)),
         }
+    elif kind == "dots1":
+        values |= {
+            "n_routed_experts": config.num_experts,
+            "n_shared_experts": config.shared_hidden_dim // config.expert_width,
+            "moe_intermediate_size": config.expert_width,
+            "norm_topk_prob": config.normalise_scores,
+            "routed_scaling_factor": config.expert_scale,
+            "n_group": config.expert_groups,
+            "topk_group": config.groups_per_token,
+            "first_k_dense_replace": config.num_dense_layers,
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * config.num_layers,
+        }
     elif kind == "mixtral":
         values |= {
             "num_local_experts": config.num_experts,
@@ -289,8 +340,10 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         raise ValueError(
             f"model_type {kind!r} can't be a GPT here: {', '.join(_ARCHITECTURES)} and mistral can"
         )
-    num_experts = values.get("num_experts", values.get("num_local_experts"))
-    width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((values[name] for name in names if values.get(name)), None)
+    width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
+    width = width if kind in _EXPERTS else "intermediate_size"
     needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
     needed += ["max_position_embeddings"]
     needed += ["num_experts_per_tok"] if kind in _EXPERTS else []
@@ -317,6 +370,17 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
             "normalise_scores": bool(values.get("norm_topk_prob", False)),
             "num_dense_layers": len(values.get("mlp_only_layers") or ()),
         }
+    if kind == "dots1":
+        experts |= {
+            "expert_score": "sigmoid",
+            "bias_rate": 0.001,
+            "normalise_scores": bool(values.get("norm_topk_prob", False)),
+            "num_dense_layers": values.get("first_k_dense_replace", 0),
+            "shared_hidden_dim": (values.get("n_shared_experts") or 0) * values[width],
+            "expert_groups": values.get("n_group", 1),
+            "groups_per_token": values.get("topk_group", 1),
+            "expert_scale": values.get("routed_scaling_factor", 1.0),
+        }
     return GPTConfig(
         vocab_size=values["vocab_size"],
         dim=values["hidden_size"],
@@ -329,7 +393,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         rope_theta=float(rope.get("rope_theta", values.get("rope_theta", _THETA.get(kind, 1e4)))),
         rope_scaling=scaling,
         norm_eps=values.get("rms_norm_eps", _EPS.get(kind, 1e-6)),
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe", "dots1"),
         tied=values.get("tie_word_embeddings", False),
         **experts,
     )

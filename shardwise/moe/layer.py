@@ -108,7 +108,8 @@ class MixtureOfExperts(nn.Module):
                 f"hidden states of shape {list(hidden.shape)}: expected [..., tokens, {width}]"
             )
         tokens = hidden.flatten(0, -2)  # [tokens, hidden]
-        routes: Routes = self.router(tokens)
+        length = hidden.shape[-2] if hidden.dim() > 2 else None
+        routes: Routes = self.router(tokens, length)
         plan = plan_dispatch(routes, self.axis)
         arrival = self._dispatcher.send(tokens, routes, plan)
         beside = None if self.shared is None else self.shared(tokens)

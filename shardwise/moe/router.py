@@ -5,9 +5,14 @@
     chosen    the k highest of scores + bias (the bias affects the choice, not the weights)
     weights   the scores of the chosen experts, normalised to sum to ``scale``, or only scaled
 
-Three ways to keep experts evenly busy, which may be combined: a load-balance loss, whose gradient
-pushes down the scores of busy experts; a bias that is moved after each step, without any loss; a
-capacity that drops a token's choice where its expert is full. The z-loss keeps logits small.
+Three ways to keep experts evenly busy, which may be combined: a load-balance loss, of the batch or
+of each sequence, whose gradient pushes down the scores of busy experts; a bias that is moved after
+each step, without any loss; a capacity that drops a token's choice where its expert is full. The
+z-loss keeps logits small.
+
+With groups a token's experts lie in few of them: the groups whose two best experts score highest.
+Experts are spread over ranks in order, so that groups of the experts of a node limit the nodes that
+a token is sent to.
 
 Losses are means over this rank's tokens, but the shares of tokens per expert are counted over
 ``axis``, the ranks that have tokens of one batch: the mean of all ranks' losses is then the loss of
@@ -43,11 +48,15 @@ class Routing:
     z_loss: float = 0.0  # coefficient of the z-loss
     bias_rate: float = 0.0  # step of update_bias; 0: no bias
     capacity_factor: float | None = None  # times the even share of choices; None: no capacity
+    drop: Literal["late", "unlikely"] = "late"  # which choices of a full expert are dropped
+    groups: int = 1  # equal parts of the experts, one after another
+    groups_per_token: int = 1  # how many of them a token's choices may lie in
+    sequence_loss: float = 0.0  # coefficient of the load-balance loss of each sequence
 
     def __post_init__(self) -> None:
         problems = [
             f"{name}={getattr(self, name)!r} must be an int"
-            for name in ("num_experts", "experts_per_token")
+            for name in ("num_experts", "experts_per_token", "groups", "groups_per_token")
             if type(getattr(self, name)) is not int
         ]
         if not problems and not 1 <= self.experts_per_token <= self.num_experts:
@@ -55,9 +64,21 @@ class Routing:
                 f"experts_per_token={self.experts_per_token} must lie between 1 and "
                 f"num_experts={self.num_experts}"
             )
+        if not problems and (self.groups < 1 or self.num_experts % self.groups):
+            problems.append(f"groups={self.groups} must divide num_experts={self.num_experts}")
+        elif not problems and not (
+            1 <= self.groups_per_token <= self.groups
+            and self.experts_per_token <= self.groups_per_token * (self.num_experts // self.groups)
+        ):
+            problems.append(
+                f"groups_per_token={self.groups_per_token} of groups={self.groups} must hold "
+                f"experts_per_token={self.experts_per_token} experts"
+            )
+        if self.drop not in ("late", "unlikely"):
+            problems.append(f"drop={self.drop!r} is neither 'late' nor 'unlikely'")
         if self.score not in ("softmax", "sigmoid"):
             problems.append(f"score={self.score!r} is neither 'softmax' nor 'sigmoid'")
-        for name in ("balance_loss", "z_loss", "bias_rate"):
+        for name in ("balance_loss", "sequence_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 problems.append(f"{name}={value} must be zero or positive, and finite")
@@ -165,8 +186,8 @@ class Router(nn.Module):
             self.forget_load()  # the buffers have no values yet, and no state dict has counts
         return self
 
-    def forward(self, tokens: Tensor) -> Routes:
-        """The routes of tokens [tokens, hidden]."""
+    def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
+        """The routes of tokens [tokens, hidden]: sequences of ``length``, or ``None``: one."""
         routing = self.routing
         # A dry run's tensors have no device that autocast knows.
         kind = "cpu" if tokens.is_meta else tokens.device.type
@@ -178,6 +199,8 @@ class Router(nn.Module):
         ranked = scores.detach()
         if routing.bias_rate:
             ranked = ranked + self.expert_bias
+        if routing.groups > 1:
+            ranked = _in_best_groups(ranked, routing.groups, routing.groups_per_token)
         chosen = ranked.topk(routing.experts_per_token, -1).indices  # [tokens, choices]
         weights = scores.gather(-1, chosen)
         if routing.normalise:
@@ -189,7 +212,8 @@ class Router(nn.Module):
         capacity = routing.capacity(len(tokens))
         kept, counts = None, wanted
         if capacity is not None:
-            kept = _places_in_line(chosen, wanted) < capacity
+            first = None if routing.drop == "late" else weights.detach()
+            kept = _places_in_line(chosen, wanted, first) < capacity
             weights = weights * kept
             counts = wanted.clamp_max(capacity)
         dropped = (wanted - counts).sum()
@@ -202,7 +226,7 @@ class Router(nn.Module):
             kept=kept,
             counts=counts,
             dropped=dropped,
-            loss=self._loss(logits, scores, wanted),
+            loss=self._loss(logits, scores, wanted) + self._sequence_loss(scores, chosen, length),
             capacity=capacity,
         )
 
@@ -220,6 +244,17 @@ class Router(nn.Module):
         if routing.z_loss:
             loss = loss + routing.z_loss * logits.logsumexp(-1).square().mean()
         return loss
+
+    def _sequence_loss(self, scores: Tensor, chosen: Tensor, length: int | None) -> Tensor:
+        """The mean over sequences of how unevenly each one uses the experts."""
+        if not self.routing.sequence_loss or len(scores) == 0:
+            return scores.new_zeros(())
+        count, experts = len(scores) // (length or len(scores)), scores.shape[-1]
+        wanted = scores.new_zeros(count, experts)
+        own = chosen.view(count, -1)  # [sequences, choices of all its tokens]
+        wanted.scatter_add_(1, own, torch.ones_like(own, dtype=scores.dtype))
+        shares = wanted / own.shape[1]
+        return self.routing.sequence_loss * unevenness(scores.view(count, -1, experts), shares)
 
     def tally(self) -> Tensor:
         """Counts [experts + 1] of this rank since the last :meth:`update_bias`, on the device: the
@@ -256,12 +291,23 @@ class Router(nn.Module):
 
 
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
-    """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread.
+    """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread; its
+    mean over sequences where ``scores`` [..., tokens, experts] and ``shares`` [..., experts] have
+    these.
 
-    ``scores`` [tokens, experts] may be sigmoids: the scores of a token are scaled to sum to 1.
+    ``scores`` may be sigmoids: the scores of a token are scaled to sum to 1.
     """
     chances = scores / scores.sum(-1, keepdim=True).clamp_min(_TINY)
-    return scores.shape[-1] * (shares * chances.mean(0)).sum() - 1
+    return scores.shape[-1] * (shares * chances.mean(-2)).sum(-1).mean() - 1
+
+
+def _in_best_groups(ranked: Tensor, groups: int, kept: int) -> Tensor:
+    """Scores [tokens, experts], -inf outside of the groups whose two best experts score most."""
+    parts: Tensor = ranked.unflatten(-1, (groups, -1))  # [tokens, groups, experts of one]
+    best = parts.topk(min(2, parts.shape[-1]), -1).values.sum(-1)  # [tokens, groups]
+    outside = torch.ones_like(best, dtype=torch.bool)
+    outside.scatter_(-1, best.topk(kept, -1).indices, False)
+    return parts.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
 
 
 def _recomputing() -> bool:
@@ -276,8 +322,13 @@ def _count(chosen: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(ordered, edges, right=True).diff(prepend=edges.new_zeros(1))
 
 
-def _places_in_line(chosen: Tensor, counts: Tensor) -> Tensor:
-    """The number of earlier choices, token by token, of the same expert; shaped like ``chosen``."""
+def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None = None) -> Tensor:
+    """The number of earlier choices of the same expert, token by token, or where ``first`` (shaped
+    like ``chosen``, as the result is) is larger."""
+    if first is not None:
+        best = first.flatten().sort(descending=True, stable=True).indices
+        places = _places_in_line(chosen.flatten()[best], counts)
+        return torch.empty_like(places).index_copy_(0, best, places).view_as(chosen)
     ordered, order = chosen.flatten().sort(stable=True)
     starts = counts.cumsum(0) - counts
     places = torch.arange(len(order), device=order.device) - starts[ordered]

@@ -211,6 +211,10 @@ def spread_experts(
         mesh = whole[names[0] if len(names) == 2 else names[:-1]]
     for layer in mixtures_of(model):
         layer.spread(axis, world.axis)
+        # Without rows to send there is nothing to do meanwhile.
+        layer.experts.delay_weight_gradient = axis is not None and (
+            config.model.delay_expert_gradients
+        )
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
 

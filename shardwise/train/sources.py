@@ -70,23 +70,19 @@ _LEARNED_FROM = 64 << 20  # bytes of a streamed dataset that pieces are learned 
 def sources_of(spec: str) -> dict[str, float | None]:
     """The sources that ``spec`` names, in order, each with its fraction of the samples; ``None``
     where no weights were given."""
-    if Path(spec).expanduser().exists() or not _is_list(spec):
+    if Path(spec).expanduser().exists() or ("," not in spec and _weighted(spec)[1] is None):
         return {spec: None}
     found = dict(map(_weighted, spec.split(",")))
     weights = [weight for weight in found.values() if weight is not None]
     if len(found) < spec.count(",") + 1 or "" in found:
         raise DataError(f"{spec!r} names a source twice, or an empty one: give each once")
     if not weights:
-        return dict(found)
+        return found
     if len(weights) < len(found) or not all(0 < w < math.inf for w in weights):
         raise DataError(
             f"{spec!r}: give every source a positive weight, as in a.bin:0.7,b.bin:0.3, or none"
         )
     return {name: (weight or 0.0) / sum(weights) for name, weight in found.items()}
-
-
-def _is_list(spec: str) -> bool:
-    return "," in spec or _weighted(spec)[1] is not None
 
 
 def _weighted(source: str) -> tuple[str, float | None]:

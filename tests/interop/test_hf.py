@@ -25,6 +25,7 @@ from shardwise.models.hugging_face import (
 )
 from shardwise.moe import MixtureOfExperts
 from shardwise.shard.state_dict import full_state_dict
+from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, resolve
 from shardwise.train.weights import open_model
 from tests.ranks import run_ranks
@@ -56,6 +57,19 @@ MODELS = {
         expert_hidden_dim=24,
         num_dense_layers=1,
         normalise_scores=False,
+    ),
+    "deepseek's experts": replace(
+        LLAMA,
+        qk_norm=True,
+        num_experts=6,
+        expert_hidden_dim=24,
+        num_dense_layers=1,
+        shared_hidden_dim=48,
+        expert_score="sigmoid",
+        bias_rate=0.001,
+        expert_groups=3,
+        groups_per_token=2,
+        expert_scale=2.5,
     ),
     "mixtral": replace(LLAMA, num_experts=3, experts_per_token=2, expert_hidden_dim=40),
 }
@@ -96,6 +110,9 @@ def random_model(config: GPTConfig) -> GPT:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -217,9 +234,16 @@ def test_what_cannot_be_represented_is_named_all_at_once() -> None:
         config_from_hf(experts | {"mlp_only_layers": [1]})
     with pytest.raises(ValueError, match=r"num_experts .*is missing"):
         config_from_hf({key: value for key, value in experts.items() if key != "num_experts"})
-    for name, value in (("shared_hidden_dim", 8), ("bias_rate", 0.1), ("expert_score", "sigmoid")):
-        with pytest.raises(ValueError, match=f"Qwen3MoeFor.* has no option for .*{name}"):
+    for kind, name, value in (
+        ("Dots1For", "shared_hidden_dim", 8),
+        ("Dots1For", "expert_score", "sigmoid"),
+        ("Qwen3MoeFor", "bias_rate", 0.1),
+        ("Qwen3MoeFor", "expert_groups", 2),
+        ("Qwen3MoeFor", "expert_biases", True),
+    ):
+        with pytest.raises(ValueError, match=f"{kind}.* has no option for .*{name}"):
             hf_config(replace(MODELS["qwen3 experts"], **{name: value}))  # type: ignore[arg-type]
+    assert model_type(load_recipe("moe_1b").model) == "dots1", "every recipe has a form"
     with pytest.raises(ValueError, match="sliding_window=4096"):
         config_from_hf(LLAMA_405B | {"model_type": "mistral"})
     mistral = config_from_hf(LLAMA_405B | {"model_type": "mistral", "sliding_window": None})

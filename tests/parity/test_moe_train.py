@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
 from shardwise.train.config import TrainConfig
 from tests.ranks import run_ranks
@@ -75,6 +77,48 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
         "feed_forward.experts and 1 alike (one of 2 shares)",
     ):
         assert words in page, words
+
+
+PLAIN = dataclasses.replace(MODEL, dim=32, expert_hidden_dim=32, num_experts=8, num_layers=2)
+EVERYTHING = dataclasses.replace(
+    PLAIN,
+    expert_activation="clamped_quick_geglu",
+    expert_biases=True,
+    expert_layout="indexed",
+    gate_up_block=8,
+    delay_expert_gradients=True,
+    expert_score="sigmoid",
+    expert_groups=4,
+    groups_per_token=2,
+    expert_scale=1.5,
+    sequence_balance_coefficient=0.001,
+    capacity_factor=2.0,
+    drop="unlikely",
+)
+
+
+def learn(
+    rank: int, world_size: int, folder: str, model: GPTConfig, changes: dict[str, Any]
+) -> list[bool]:
+    trainer = make_trainer(rank, world_size, folder, model=model, **changes)
+    assert sum(p.numel() for p in trainer.parts.model.parameters()) < model.num_parameters
+    trainer.run()
+    return [layer.experts.delay_weight_gradient for layer in mixtures_of(trainer.parts.model)]
+
+
+def test_every_option_of_the_experts_together_learns_like_none(tmp_path: Path) -> None:
+    """Weight layout, interleaved gate and up, biases, another activation, delayed gradients,
+    groups, balance by sequence, dropping by probability: one run, experts over two ranks."""
+    changes = {"data": write_text(tmp_path), "steps": 16, "ep": 2, "eval_every": 16}
+    changes |= {"save_every": 16, "batch": 32}
+    found = {}
+    for name, model in (("plain", PLAIN), ("everything", EVERYTHING)):
+        delayed = run_ranks(learn, 2, str(tmp_path / name), model, changes)
+        assert delayed == [[name == "everything"]] * 2
+        found[name] = events_of(tmp_path / name, "eval")[-1]["loss"]
+    assert found["plain"] < 3.4 and abs(found["everything"] - found["plain"]) < 0.15, found
+    whole = GPT(EVERYTHING)
+    assert sum(p.numel() for p in whole.parameters()) == EVERYTHING.num_parameters
 
 
 @pytest.mark.parametrize(

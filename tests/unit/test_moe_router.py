@@ -236,3 +236,56 @@ def test_training_is_the_same_with_evaluation_between() -> None:
 
     plain, mixed = train(False), train(True)
     assert len(plain) == 6 and all(map(torch.equal, plain, mixed))
+
+
+# ------------------------------------------------------------------------------ groups, sequences
+
+
+def test_a_token_stays_within_its_best_groups() -> None:
+    router = make(score="sigmoid", groups=3, groups_per_token=1, bias_rate=0.1)
+    router.expert_bias.copy_(torch.linspace(0.3, -0.3, EXPERTS))
+    x = tokens()
+    scores = (x @ router.weight.T).sigmoid() + router.expert_bias
+    for token, chosen in enumerate(router(x).experts.tolist()):
+        row = scores[token].tolist()
+        group = max(range(3), key=lambda n: row[2 * n] + row[2 * n + 1])
+        assert sorted(chosen) == [2 * group, 2 * group + 1]
+    free = make(groups=3, groups_per_token=3)(x).experts
+    assert torch.equal(free, make()(x).experts), "all groups are no limit"
+    for options, said in (
+        ({"groups": 4}, "groups=4 must divide num_experts=6"),
+        ({"groups": 6}, "groups_per_token=1 of groups=6 must hold experts_per_token=2"),
+        ({"drop": "all"}, "neither 'late' nor 'unlikely'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            routing(**options)
+
+
+def test_full_experts_drop_what_was_least_likely() -> None:
+    router = make(normalise=False, capacity_factor=0.5, drop="unlikely")
+    routes, free = router(tokens()), make(normalise=False)(tokens())
+    assert routes.capacity is not None and routes.kept is not None and int(routes.dropped) > 5
+    for expert in range(EXPERTS):
+        here = routes.experts == expert
+        kept, lost = free.weights[here & routes.kept], free.weights[here & ~routes.kept]
+        assert len(kept) == min(routes.capacity, int(here.sum())) == int(routes.counts[expert])
+        assert len(lost) == 0 or kept.min() >= lost.max()
+    late = make(normalise=False, capacity_factor=0.5)(tokens())
+    assert not torch.equal(late.kept, routes.kept) and int(late.dropped) == int(routes.dropped)
+
+
+def test_each_sequence_is_balanced_by_itself() -> None:
+    router = make(score="sigmoid", sequence_loss=0.5)
+    x = tokens()
+    expected = []
+    for part in x.split(10):
+        scores = (part @ router.weight.T).sigmoid()
+        chances = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        chosen = scores.topk(CHOICES).indices.flatten()
+        shares = torch.bincount(chosen, minlength=EXPERTS) / len(chosen)
+        expected.append(EXPERTS * (shares * chances).sum() - 1)
+    found = router(x, 10).loss
+    torch.testing.assert_close(found, 0.5 * torch.stack(expected).mean())
+    assert not torch.isclose(found, router(x).loss, rtol=1e-3), "of one sequence of all tokens"
+    found.backward()
+    assert router.weight.grad is not None and router.weight.grad.abs().max() > 0

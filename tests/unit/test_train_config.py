@@ -239,8 +239,9 @@ def test_logging_never_ends_a_run_and_says_why_once(
     said = [record.message for record in caplog.records]
     assert len(said) == 4, said
     assert all(text.startswith("rank 0, step 1: ") and "goes on" in text for text in said)
-    assert "/dev/full cannot be written ([Errno 28] No space left" in said[0]
+    assert "/dev/full cannot be written (/dev/full is no regular file)" in said[0]
     assert "the tracker" in said[1] and "the console" in said[2]
+    assert "the console cannot be written ([Errno 28] No space left" in said[3]
 
 
 def test_an_event_file_on_a_disk_that_fills_and_empties_loses_lines_only(
