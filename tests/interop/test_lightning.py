@@ -12,9 +12,11 @@ import torch.distributed.fsdp as torch_fsdp
 
 import shardwise as sw
 from shardwise.shard.module import units_of
-from tests.interop.frameworks import launched, mean_over_ranks
+from tests.interop.frameworks import SECONDS, launched, mean_over_ranks
 from tests.models import loss_of, make_model, tokens
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 pytest.importorskip("lightning")
 
@@ -75,7 +77,7 @@ def check_fabric(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_fabric(tmp_path: Path) -> None:
-    run_ranks(check_fabric, 2, str(tmp_path), timeout=110)
+    run_ranks(check_fabric, 2, str(tmp_path), timeout=SECONDS)
 
 
 def check_trainer(rank: int, world_size: int, folder: str) -> None:
@@ -144,4 +146,4 @@ def check_trainer(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_trainer(tmp_path: Path) -> None:
-    run_ranks(check_trainer, 2, str(tmp_path), timeout=110)
+    run_ranks(check_trainer, 2, str(tmp_path), timeout=SECONDS)

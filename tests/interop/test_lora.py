@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardwise as sw
 from tests.contract.helpers import assert_close
-from tests.interop.frameworks import mean_over_ranks, tiny_llama
+from tests.interop.frameworks import SECONDS, mean_over_ranks, tiny_llama
 from tests.models import STRATEGIES, Model, loss_of, make_model, mesh_for, ranks_for, tokens
 from tests.ranks import on_ranks, run_ranks
 
@@ -183,6 +183,7 @@ def check_peft(rank: int, world_size: int, folder: str) -> None:
         torch.testing.assert_close(model(words).logits, expected)
 
 
+@pytest.mark.timeout(SECONDS + 60)
 def test_peft(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    run_ranks(check_peft, 2, str(tmp_path), timeout=110)
+    run_ranks(check_peft, 2, str(tmp_path), timeout=SECONDS)

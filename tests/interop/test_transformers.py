@@ -16,8 +16,17 @@ from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.shard.module import units_of
-from tests.interop.frameworks import LIBRARIES, accelerate_state, batch, launched, tiny_llama
+from tests.interop.frameworks import (
+    LIBRARIES,
+    SECONDS,
+    accelerate_state,
+    batch,
+    launched,
+    tiny_llama,
+)
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(SECONDS + 60)
 
 pytest.importorskip("transformers")
 
@@ -66,7 +75,7 @@ def check_save_pretrained(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_save_pretrained_writes_whole_weights(tmp_path: Path) -> None:
-    run_ranks(check_save_pretrained, 2, str(tmp_path), timeout=110)
+    run_ranks(check_save_pretrained, 2, str(tmp_path), timeout=SECONDS)
 
 
 # ------------------------------------------------------------------------------ Trainer
@@ -133,4 +142,4 @@ def check_trainer(rank: int, world_size: int, folder: str) -> None:
 
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    run_ranks(check_trainer, 2, str(tmp_path), timeout=110)
+    run_ranks(check_trainer, 2, str(tmp_path), timeout=SECONDS)
