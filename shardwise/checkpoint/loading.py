@@ -134,7 +134,7 @@ class _Job:
             if planes := _mxfp8_parts(name, saved):
                 names -= planes
                 problems.append(
-                    f"'{name}' is there as MXFP8 codes ({', '.join(sorted(planes))}): main weights "
+                    f"'{name}' is there as fp8 codes ({', '.join(sorted(planes))}): main weights "
                     f"are never made from codes unasked. Save the model that trains (its "
                     f"checkpoints hold main weights, whatever the format), or decode them yourself "
                     f"(shardwise.precision.FP8Tensor)"

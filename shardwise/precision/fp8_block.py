@@ -16,6 +16,8 @@ numbers but for that sum.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +54,53 @@ def empty(x: Tensor, rows: bool, columns: bool) -> Quantised:
     return codes, scales, turned, turned_scales
 
 
+class Tally:
+    """Counts of values that were quantised: all, those that became zero (underflow), those that
+    became NaN with their block. None saturates: a scale is made for its block's largest value."""
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
+
+    def add(self, x: Tensor, codes: Tensor) -> None:
+        """``codes``: of x, in its shape."""
+        magnitudes = codes & 0x7F
+        lost = ((magnitudes == 0) & (x != 0)).sum()
+        found = torch.stack([torch.full_like(lost, x.numel()), lost, (magnitudes == 0x7F).sum()])
+        self._counts = found if self._counts is None else self._counts + found
+
+    def figures(self) -> dict[str, int]:
+        """The counts so far; empty where nothing was quantised. Waits for the device."""
+        if self._counts is None:
+            return {}
+        names = ("values", "underflows", "undefined")
+        return dict(zip(names, map(int, self._counts.tolist()), strict=True))
+
+
+_tally: Tally | None = None
+
+
+@contextmanager
+def tallied(wanted: bool = True) -> Iterator[Tally]:
+    """Count what is quantised inside, in compiled graphs too, by some passes over each tensor."""
+    global _tally
+    before, tally = _tally, Tally()
+    _tally = tally if wanted else before
+    try:
+        yield tally
+    finally:
+        _tally = before
+
+
 def quantise(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quantised:
     """x [tokens, features] in blocks along features (``rows``) and along tokens (``columns``)."""
+    found = _quantised(x, rows, columns, rounding)
+    if _tally is not None and not x.is_meta:
+        codes, turned = found[0], found[2]
+        _tally.add(x, codes[: len(x)] if rows else turned[:, : len(x)].t())
+    return found
+
+
+def _quantised(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quantised:
     if uses_kernels(x.device):
         from shardwise.kernels import fp8_block
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint import CheckpointError, SaveError, Store
 from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import generate
+from shardwise.precision.fp8_block import Tally, tallied
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
@@ -112,6 +113,7 @@ class Trainer:
         elif self.config.init_from is not None and self.config.module is None:
             world.together(lambda: load_weights(self.parts.model, self.config))
         self._first_step = self.step
+        self.quantised = Tally()  # of activations and gradients in fp8, in steps before evaluations
         self._issued: list[_Issued] = []  # steps whose figures have not been read
         self._concluded = time.perf_counter()  # when the last step's figures were read
         self._saving: int | None = None  # the step whose save is under way
@@ -187,7 +189,9 @@ class Trainer:
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
-        losses = self._forward_backward()
+        scored = bool(config.eval_every) and (self.step + 1) % config.eval_every == 0
+        with tallied(scored) as self.quantised:
+            losses = self._forward_backward()
         # A norm that is not finite makes the step change nothing, on every rank alike.
         norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)
         every = (losses, norm.reshape(1), self.experts.tally())
@@ -307,6 +311,8 @@ class Trainer:
         mean = float(sums[0] / sums[1])
         bits = corpus.bits_per_byte(mean, "held_out", self.parts.held_out.scored)
         self.events("eval", step=self.step, loss=mean, bits_per_byte=bits)
+        if quantised := self.quantised.figures():  # of rank 0, in the step before
+            self.events("fp8", step=self.step, **quantised)
         if self.experts.counts:
             counts, dropped = self.experts.counts, self.experts.dropped
             self.events("experts", step=self.step, counts=counts, dropped=dropped)

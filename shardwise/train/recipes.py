@@ -117,7 +117,7 @@ def gpt_1b_nodes() -> TrainConfig:
 
 
 def gpt_1b_mxfp8() -> TrainConfig:
-    """``gpt_1b`` with its linear layers in MXFP8: gathered as codes, half the bytes of bf16."""
+    """``gpt_1b`` with its linear layers in MXFP8: gathered as codes, half of bf16's bytes."""
     return dataclasses.replace(gpt_1b(), precision="mxfp8")
 
 

@@ -100,7 +100,7 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same_bits(
 
 
 @pytest.mark.parametrize("format", ["mxfp8_rowcol", "fp8_block"])
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(
     rank: int, world_size: int, format: Any
 ) -> None:
@@ -118,7 +118,7 @@ def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(
                          precision=fp8.precision_of(True, format))  # fmt: skip
         for index, layer in enumerate(model.layers if compiled else ()):
             model.layers[index] = torch.compile(layer, backend=count, fullgraph=True)
-        often: dict[str, Any] = {"steps": range(3), "microbatches": 2, "evaluate": True}
+        often: dict[str, Any] = {"steps": range(2), "evaluate": True}
         seen = fp8.train(model, rank, optimizer=fp8.optimizer_of(model, "adamw"), **often)
         runs.append({name.replace("._orig_mod", ""): value for name, value in seen.items()})
     fp8.assert_same_bits(*runs, format)

@@ -231,7 +231,7 @@ def check_reading(rank: int, world_size: int) -> list[str]:
 
 def test_other_readers_and_what_is_refused() -> None:
     for *said, renormalised, sparse in run_ranks(check_reading, 2):
-        assert all("'embedding.weight' is stored in MXFP8, which excludes" in one for one in said)
+        assert all("'embedding.weight' is stored in fp8, which excludes" in one for one in said)
         assert "max_norm=1.0 rewrites rows" in said[0] and "use sparse=False" in said[1]
         assert "max_norm=1.0 rewrites rows" in renormalised and "use sparse=False" in sparse
 

@@ -139,7 +139,7 @@ def test_a_weight_is_copied_as_a_plain_one_and_always_prints(rank: int, world_si
     with pytest.raises(RuntimeError, match=r"column plane of '0\.weight' .*, but its row"):
         coded.dequantise("backward")
     model.reshard()
-    assert "64x64, mxfp8, no plane here" in repr(coded)
+    assert "64x64, mxfp8_rowcol, no plane here" in repr(coded)
     for each in copies:
         assert type(each) is FP8Tensor and torch.equal(each.dequantise(), values)
     for each in parameters:

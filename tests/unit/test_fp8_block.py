@@ -123,6 +123,23 @@ def test_x_is_saved_as_codes_unless_the_gradient_is_bf16() -> None:
     assert not any(each is not None for each in frozen.grad_fn.saved_tensors)
 
 
+def test_what_is_lost_is_counted() -> None:
+    x = torch.ones(130, 128)
+    x[5, :64] = 1e-6  # zero beside a one
+    x[7, 3], x[9, 9] = 0.0, float("nan")
+    with fp8_block.tallied() as tally:
+        fp8_block.quantise(x.bfloat16(), True, True, "exact")
+        with fp8_block.tallied(False):
+            fp8_block.quantise(x.bfloat16(), False, True, "exact")
+    fp8_block.quantise(x.bfloat16(), True, False, "exact")  # not inside
+    found = tally.figures()
+    assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
+    # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,
+    # which is small beside ones, and column 9 is undefined.
+    assert found["underflows"] == 64 + 63, "a zero is none; what is NaN is none"
+    assert found["undefined"] == 128 + 128
+
+
 def test_no_tokens() -> None:
     stored = FP8Tensor.encode(made(ROWS, COLUMNS), "fp8_block")
     parameter = nn.Parameter(made(ROWS, COLUMNS))
