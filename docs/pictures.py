@@ -8,6 +8,7 @@ each with what the code says now (tests/unit/test_documents.py).
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,45 @@ def unit_events() -> str:
     return "\n".join(line[4:].rstrip() for line in table.splitlines())
 
 
+def support() -> str:
+    """For each value of each feature, the values of the others that it cannot go with."""
+    from tests import pairs
+
+    names = list(pairs.FEATURES)
+    width = max(len(value) for values in pairs.FEATURES.values() for value in values)
+    lines = []
+    for name in names:
+        others = [other for other in names if other != name]
+        for value in pairs.FEATURES[name]:
+            marks = []
+            for other in others:
+                for with_it in pairs.FEATURES[other]:
+                    case = pairs._plain({name: value, other: with_it})
+                    if pairs.refusal(case) is not None:
+                        marks.append(f"no  {with_it}")
+                    elif pairs.untested(case) is not None:
+                        marks.append(f"?   {with_it}")
+            text = "; ".join(marks) or "yes with everything"
+            lines.append(f"{value:{width}}  {text}")
+    return "\n".join(lines)
+
+
+def refusals() -> str:
+    from tests import pairs
+
+    found: dict[str, list[str]] = {}
+    for one, other in pairs.pairs():
+        case = pairs._plain(dict((one, other)))
+        reason = pairs.refusal(case)
+        words = pairs.untested(case) if reason is None else f'"... {reason} ..."'
+        if words is not None:
+            found.setdefault(words, []).append(f"{one[1]} with {other[1]}")
+    return "\n".join(f"{', '.join(both)}\n    {words}" for words, both in found.items())
+
+
 PICTURES: dict[str, Callable[[], str]] = {
+    "support": support,
+    "refusals": refusals,
     "rows cut": rows_cut,
     "whole matrices": whole_matrices,
     "stages": stages,
@@ -73,5 +112,6 @@ def drawn(text: str) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests/pairs.py
     for page in sorted(Path(__file__).parent.glob("*.md")):
         page.write_text(drawn(page.read_text()))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "plan", "report", "verify", "export", "bench")
+COMMANDS = ("train", "data", "generate", "plan", "report", "verify", "export", "bench")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every pair of features is right, or refused by name: the table in docs/support.md."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.checkpoint import CheckpointError
+from tests import pairs
+from tests.ranks import run_ranks
+
+CASES = pairs.cases()
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "mxfp8": 1e-2, "mxfp8_2d": 1e-2}
+
+
+def run_case(rank: int, world_size: int, case: pairs.Case) -> tuple[list[float], list[float], str]:
+    if pairs.refusal(case) is not None:
+        try:
+            pairs.sharded(case, rank)
+        except (ValueError, NotImplementedError, TypeError, CheckpointError) as error:
+            return [], [], str(error)
+        return [], [], ""
+    return pairs.sharded(case, rank), pairs.alone(case, rank), ""
+
+
+def test_every_pair_is_in_a_case() -> None:
+    held = [pairs._pairs_of(case) for case in CASES]
+    right = [one for one, case in zip(held, CASES, strict=True) if pairs.refusal(case) is None]
+    for pair in map(frozenset, pairs.pairs()):
+        if pairs.untested(pairs._plain(dict(pair))) is not None:
+            continue
+        refused = pairs.refusal(pairs._plain(dict(pair))) is not None
+        assert any(pair in one for one in (held if refused else right)), pair
+    assert len(CASES) < 70
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
+def test_a_case_is_right_or_refused_by_name(case: pairs.Case) -> None:
+    for found, expected, error in run_ranks(run_case, pairs.WORLD, case):
+        words = pairs.refusal(case)
+        if words is not None:
+            assert words in error, error or "nothing was refused"
+        else:
+            assert found == pytest.approx(expected, rel=TOLERANCE[case["weights"]])
+            assert found[-1] != found[0]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of a training step, and few cases that hold every pair of their values.
+
+A case is one training run on four ranks. It is right (the losses are those of one rank that sees
+the whole batch), or it is refused with an error that names the reason. docs/support.md shows the
+pairs; tests/interop/test_support.py runs the cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
+from shardwise.models.tensor_parallel import cut_over
+from shardwise.moe import mixtures_of
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "strategy": ("zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"),
+    "wrapping": ("fully_shard", "data_parallel"),
+    "optimizer": ("AdamW", "Muon", "a function"),
+    "weights": ("fp32", "bf16", "mxfp8", "mxfp8_2d"),
+    "recompute": ("no recompute", "recompute"),
+    "microbatches": ("1 microbatch", "2 microbatches"),
+    "tp": ("no tp", "tp 2"),
+    "ep": ("no ep", "ep 2"),
+    "compile": ("eager", "compile"),
+    "resume": ("straight", "resumed"),
+}
+Case = dict[str, str]
+WORLD, STEPS, SEQUENCES, LENGTH = 4, 3, 8, 16
+
+
+def refusal(case: Case) -> str | None:
+    """A part of the error that this case gets, or None where it is right."""
+    if case["wrapping"] == "data_parallel" and case["strategy"] in ("zero3", "hsdp", "hfsdp"):
+        return "data_parallel"
+    if case["tp"] == "tp 2" and case["ep"] == "ep 2":
+        return "experts"
+    if case["tp"] == "tp 2" and case["optimizer"] == "a function":
+        return "tensor parallelism"
+    if case["tp"] == "tp 2" and case["weights"].startswith("mxfp8"):
+        return "nothing would be stored"
+    if {"a function", "ep 2", "resumed"} <= set(case.values()):
+        return "this can't be saved"
+    return None
+
+
+def untested(case: Case) -> str | None:
+    """Why no case holds these values together, or None."""
+    if case["compile"] == "compile" and case["tp"] == "tp 2":
+        return "torch's compiler fails on it, with an error of its own; run eagerly"
+    if case["compile"] == "compile" and case["ep"] == "ep 2":
+        return "takes minutes to compile on a CPU; not compared"
+    if case["compile"] == "compile" and case["weights"].startswith("mxfp8"):
+        return "takes minutes to compile on a CPU; not compared here, but by the tests of fp8"
+    return None
+
+
+def _fits(case: Case) -> bool:
+    return refusal(case) is None and untested(case) is None
+
+
+def pairs() -> list[tuple[tuple[str, str], tuple[str, str]]]:
+    """Every two values of different features."""
+    values = [[(name, value) for value in held] for name, held in FEATURES.items()]
+    return [
+        pair
+        for one, other in itertools.combinations(values, 2)
+        for pair in itertools.product(one, other)
+    ]
+
+
+def cases() -> list[Case]:
+    """Cases such that every pair that can be right is in one that is, and every pair that cannot in
+    one that is refused. Greedy: each case takes the values that hold most of what is missing."""
+    wanted = {frozenset(p) for p in pairs() if untested(_plain(dict(p))) is None}
+    refused = {pair for pair in wanted if refusal(_plain(dict(pair))) is not None}
+    found = [_plain(dict(pair)) for pair in sorted(refused, key=sorted)]
+    found.append(_plain({"optimizer": "a function", "ep": "ep 2", "resume": "resumed"}))
+    missing = wanted - refused
+    while missing:
+        case = dict(min(missing, key=sorted))
+        for name, values in FEATURES.items():
+            if name in case:
+                continue
+            fitting = [v for v in values if _fits(_plain(case | {name: v}))]
+            case[name] = max(fitting, key=lambda v: len(_pairs_of(case | {name: v}) & missing))
+        missing -= _pairs_of(case)
+        found.append({name: case[name] for name in FEATURES})
+    return found
+
+
+def _plain(some: Case) -> Case:
+    """The case with the simplest value of every feature that it does not name."""
+    return {name: some.get(name, values[0]) for name, values in FEATURES.items()}
+
+
+def _pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+
+
+# ------------------------------------------------------------------------------ one case
+
+
+@sw.matrix_optimizer
+def heavy_ball(gradient: Any, state: Any, *, lr: float, beta: float = 0.9) -> Any:
+    if not state:
+        state["momentum"] = torch.zeros_like(gradient)
+    state["momentum"].mul_(beta).add_(gradient)
+    return lr * state["momentum"]
+
+
+def model_of(case: Case) -> GPT:
+    experts: dict[str, Any] = {}
+    if case["ep"] == "ep 2":
+        experts = {"num_experts": 4, "expert_hidden_dim": 32, "balance_coefficient": 0.0}
+    recompute = "block" if case["recompute"] == "recompute" else "none"
+    model = GPT(
+        GPTConfig(
+            vocab_size=64, dim=32, num_layers=2, num_heads=2, context=LENGTH, recompute=recompute,
+            **experts,
+        )
+    )  # fmt: skip
+    model.init_weights(0)
+    return model
+
+
+def wrap(model: GPT, case: Case, mesh: DeviceMesh, placements: sw.Placements, **more: Any) -> None:
+    precision = sw.Precision(weights=case["weights"], reduce="fp32")
+    if case["compile"] == "compile":
+        for block in model.blocks:
+            block.compile(backend="eager")
+    if case["wrapping"] == "data_parallel":
+        sw.data_parallel(model, mesh=mesh, placements=placements, precision=precision, **more)
+        return
+    for block in model.blocks:
+        sw.fully_shard(block, mesh=mesh, placements=placements, precision=precision)
+    sw.fully_shard(model, mesh=mesh, placements=placements, precision=precision)
+
+
+def optimizer_of(model: nn.Module, case: Case) -> Any:
+    matrix = {"AdamW": None, "Muon": sw.muon(lr=0.02), "a function": heavy_ball(lr=0.1)}
+    return sw.optimizer(model, matrix=matrix[case["optimizer"]], elementwise=sw.adamw(lr=3e-3))
+
+
+def train(model: GPT, optimizer: Any, case: Case, mine: slice, steps: range) -> list[float]:
+    """The mean loss of this rank's sequences in each step."""
+    pieces = 2 if case["microbatches"] == "2 microbatches" else 1
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(64, (SEQUENCES, LENGTH + 1), generator=generator)[mine]
+        total = 0.0
+        for part in tokens.chunk(pieces):
+            loss = model(part[:, :-1], part[:, 1:]) / pieces
+            loss.backward()
+            total += loss.item()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def sharded(case: Case, rank: int) -> list[float]:
+    """The losses of the case, the mean of all ranks."""
+    tp = 2 if case["tp"] == "tp 2" else 1
+    outer = 2 if case["strategy"] in ("hsdp", "hfsdp") else 1
+    mesh = sw.init_mesh(dp_outer=outer, tp=tp, device_type="cpu")
+    name = case["strategy"]
+    placements = {"hsdp": sw.hsdp(), "hfsdp": sw.hfsdp()}.get(name) or sw.zero(int(name[-1]))
+    share = SEQUENCES // (WORLD // tp)
+    mine = slice(rank // tp * share, (rank // tp + 1) * share)
+
+    def built() -> tuple[GPT, Any]:
+        if case["compile"] == "compile":
+            torch._dynamo.reset()  # graphs of the model before
+        model, more = model_of(case), {}
+        if tp > 1:
+            cut_over(model, mesh["tp"])
+        if case["ep"] == "ep 2":
+            more = spread(model, case, mesh, placements)
+        wrap(model, case, mesh, placements, **more)
+        return model, optimizer_of(model, case)
+
+    model, optimizer = built()
+    if case["resume"] == "straight":
+        losses = train(model, optimizer, case, mine, range(STEPS))
+    else:
+        losses = train(model, optimizer, case, mine, range(2))
+        folder = [tempfile.mkdtemp()] if rank == 0 else [None]
+        dist.broadcast_object_list(folder)
+        sw.save(f"{folder[0]}/checkpoint", model, optimizer)
+        model, optimizer = built()
+        sw.load(f"{folder[0]}/checkpoint", model, optimizer)
+        losses += train(model, optimizer, case, mine, range(2, STEPS))
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    return (total / WORLD).tolist()
+
+
+def spread(model: GPT, case: Case, mesh: DeviceMesh, placements: sw.Placements) -> dict[str, Any]:
+    """Experts over pairs of ranks; the other axis of each strategy is that of the experts."""
+    if mesh.ndim == 1:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        held = grid["dp"]
+        tokens = sw.comm.as_axis(mesh.get_group(), "dp")
+    else:
+        grid = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_outer", "dp", "ep"))
+        held = grid["dp_outer", "dp"]
+        tokens = sw.comm.as_axis(dist.group.WORLD, "all")
+    axis = sw.comm.as_axis(grid.get_group("ep"), "ep")
+    precision = sw.Precision(weights=case["weights"], reduce="fp32")
+    for layer in mixtures_of(model):
+        layer.spread(axis, tokens)
+        if case["wrapping"] == "fully_shard":
+            sw.fully_shard(layer.experts, mesh=held, placements=placements, precision=precision)
+    return {"meshes": {"*.experts": held}} if case["wrapping"] == "data_parallel" else {}
+
+
+def alone(case: Case, rank: int) -> list[float]:
+    """The losses of one rank that sees the whole batch, with the same optimizer and format."""
+    simple = case | {"strategy": "zero0", "wrapping": "fully_shard", "compile": "eager"}
+    simple |= {"tp": "no tp", "recompute": "no recompute"}
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("other", "dp"))["dp"]
+    model = model_of(simple)
+    wrap(model, simple, mesh, sw.zero(0))
+    return train(model, optimizer_of(model, simple), simple, slice(None), range(STEPS))
