@@ -79,13 +79,11 @@ class GroupPlane:
         low, high = (begin + end // self.share * self.width for end in (first, last))
         return memory[first:last], memory[low:high]
 
-    def keeps(self, first: int, last: int, state: Any) -> bool:
-        """Whether the part at addresses [first, last) is kept as main is now."""
-        if self.part is None:
-            nbytes = sum(each.numel() for each in self.ranges(first, last))
-            device = self.memory.tensor.device
-            self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
-        return bool(self.part_filled == state)
+    def make_part(self, first: int, last: int) -> None:
+        """Make the memory of what outer axes bring: addresses [first, last)."""
+        nbytes = sum(each.numel() for each in self.ranges(first, last))
+        device = self.memory.tensor.device
+        self.part = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
 
     def copy_part(self, first: int, last: int, state: Any) -> None:
         """Keep what outer axes brought, or take it from there."""
@@ -144,6 +142,10 @@ class FP8Group(Group):
         self.planes = {
             block: GroupPlane(block, layout, parts, device) for block in FORMATS[self.format]
         }
+        if self._outer:
+            mine = self.main.gather_steps(self.whole)[self._outer][1]
+            for plane in self.planes.values():
+                plane.make_part(*mine)
         self._gathers: list[comm.Pending] = []
         self._kept_in_use = False  # whether a pending gather sends the kept part
         self._runtime: Runtime | None = None
@@ -233,7 +235,7 @@ class FP8Group(Group):
         brought is kept until main changes."""
         state, steps = self.main.state, self.main.gather_steps(self.whole)
         mine = steps[self._outer][1] if self._outer else (0, 0)
-        new = [plane for plane in planes if not (self._outer and plane.keeps(*mine, state))]
+        new = [plane for plane in planes if not self._outer or plane.part_filled != state]
         encode_planes(new, self.main, self.rounding)
         gathers: list[comm.Pending] = []
         for number, (axis, shard, whole) in enumerate(steps):
