@@ -212,6 +212,11 @@ class TrainConfig:
             problems.append("model.recompute='block' is the GPT's: leave it out with a module")
         if self.module is not None and self.compile == "on":
             problems.append("compile='on' is the GPT's: compile a module in its own function")
+        if self.tp > 1 and self.compile == "on":
+            problems.append(
+                f"compile='on' with tp={self.tp}: torch.compile does not trace the hooks of tensor "
+                f"parallelism; leave compile at 'auto'"
+            )
         if self.lora_rank and (self.tp > 1 or self.precision.startswith("mxfp8")):
             problems.append(f"lora_rank={self.lora_rank}: tp and mxfp8 are for runs that train all")
         return problems or tensor_parallel_problems(self.model, self.tp)
