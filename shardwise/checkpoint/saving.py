@@ -203,7 +203,7 @@ def begin(
 def _checksum(buffer: Tensor) -> int:
     if isinstance(buffer, DTensor) or not buffer.numel():
         return 0
-    values = buffer.detach().to("cpu").contiguous().reshape(-1)
+    values = buffer.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 

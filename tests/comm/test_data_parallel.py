@@ -97,7 +97,7 @@ def check_counts(rank: int, world_size: int, precision: str) -> int:
                         model.set_is_last_backward(microbatch == microbatches - 1)
                         loss_of(model, tokens(0, microbatch, rank, world_size)).backward()
                 wanted = expected(stage, sizes, microbatches, w, g, others_of(model, optimizer))
-                assert listed(calls) == wanted, (stage, microbatches)
+                assert listed(calls) == wanted, (stage, microbatches, listed(calls), wanted)
                 with comm.record() as calls:
                     optimizer.step()
                     optimizer.zero_grad()

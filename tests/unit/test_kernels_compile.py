@@ -108,8 +108,8 @@ def test_block() -> None:
 
 
 def test_fused_passes() -> None:
-    types = {"table_ptr": "*i64"}
-    shared = {"aligned": True, "rim": False, "block": 4096, "chunk": 32768}
+    types = {"table_ptr": "*i64", "clip_ptr": "*fp32"}
+    shared = {"aligned": True, "rim": False, "block": 4096, "chunk": 32768, "clipped": True}
     constants = shared | {
         "grad_type": tl.bfloat16,
         "out_type": tl.float16,

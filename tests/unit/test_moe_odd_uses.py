@@ -19,6 +19,7 @@ from shardwise.moe import (
     declare_gate_up,
     swiglu,
 )
+from tests.ranks import on_ranks
 
 ENDS = torch.tensor([5, 10, 15, 20], dtype=torch.int32)
 
@@ -259,7 +260,10 @@ def test_other_numbers_of_experts_are_named_once(stored: Any, layout: Any) -> No
             assert f"'{name}.weight' has {there} experts, this module has {here}" in line
 
 
-def test_what_is_no_axis_no_number_or_no_block_is_refused_by_name() -> None:
+@on_ranks(1)
+def test_what_is_no_axis_no_number_or_no_block_is_refused_by_name(
+    rank: int, world_size: int
+) -> None:
     mesh = sw.init_mesh(dp=1)
     for wrong in (mesh, mesh.get_group(), 3):
         for given in ({"axis": wrong}, {"axis": None, "tokens": wrong}):
