@@ -39,6 +39,7 @@ Clock = dict[str, int]
 # What collectives do with their first arguments: their schemas do not say.
 _COLLECTIVES = {
     "c10d::_allgather_base_": ("written", "read"),
+    "c10d::allgather_into_tensor_coalesced_": ("written", "read"),
     "c10d::_reduce_scatter_base_": ("written", "read"),
     "c10d::allreduce_": ("written",),
     "c10d::broadcast_": ("written",),
