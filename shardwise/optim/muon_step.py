@@ -288,7 +288,7 @@ class MatrixGroup:
         }
 
     def _begins_of(self, indices: Sequence[int]) -> dict[tuple[int, int], numpy.ndarray]:
-        """Where matrices begin in this rank's part of their parameter, by shape."""
+        """The places where matrices begin in this rank's part of their parameter, by shape."""
         found: dict[tuple[int, int], list[int]] = {}
         for index in indices:
             matrix = self.exchange.matrices[index]

@@ -89,7 +89,7 @@ class MainGrad:
         return self._views
 
     def shares(self, axis: int) -> Shares:
-        """What a reduction over an axis of replicas brings to each rank, where they divide it."""
+        """The elements that a reduction brings to each of the replicas that divide a gradient."""
         assert self.divisions is not None
         if axis not in self._shares:
             main, over = self._weight, self._weight.ranks

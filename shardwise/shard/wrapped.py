@@ -24,7 +24,7 @@ from shardwise.streams import annotate
 
 
 class Wrapped:
-    """What one call wrapped. Holds modules weakly: they hold it."""
+    """The modules and groups that one call wrapped. Modules are held weakly: they hold this."""
 
     def __init__(
         self,
