@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise import tensor_steps as _hooks  # noqa: F401  (optimizers' steps are seen from now on)
 from shardwise.layout import Layout
 from shardwise.memory import Block
 from shardwise.mesh import Ranks

@@ -20,33 +20,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.cut import Cut, Rows, Version
-from shardwise.lockstep import STEP
-from shardwise.mesh import Ranks
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
-
-logger = logging.getLogger(__name__)
-
 
 GRAD: Any = Tensor.grad
 UNREDUCED = (
@@ -337,163 +325,6 @@ def _wrap(
 _operations = Operations(ShardedTensor, _wrap)
 
 
-# ------------------------------------------------------------------------------ optimizers
-
-
-def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
-    return [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if type(parameter) is ShardedTensor
-    ]
-
-
-def _versions_of(optimizer: torch.optim.Optimizer) -> list[Version]:
-    """The versions of the buffers that a step may write: those of trainable parameters."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found = {id(p.version): p.version for p in _ours(optimizer) if p.requires_grad}
-    return [version for version in found.values() if version is not None]
-
-
-_known_states: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
-
-
-def _take_over_states(optimizer: torch.optim.Optimizer) -> None:
-    """States that were loaded whole, or in torch's own chunks, get the pieces of their parameter.
-    Every load gives an optimizer another dictionary of states: all ranks look when it has one."""
-    if _known_states.get(optimizer) is optimizer.state:
-        return
-    _known_states[optimizer] = optimizer.state
-    _refuse_matrix_optimizers(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            ours = type(parameter) is ShardedTensor
-            state: dict[str, Any] = optimizer.state.get(parameter, {}) if ours else {}
-            for name, value in sorted(state.items()):
-                foreign = isinstance(value, Tensor) and type(value) is not ShardedTensor
-                if foreign and value.ndim and value.shape == parameter.shape:
-                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for other libraries' Muon on pieces that it cannot work with: torch's takes a piece for
-    a matrix, dion's counts on the rows that torch.chunk gives."""
-    kind, of_torch = type(optimizer), getattr(torch.optim, "Muon", None)
-    if kind.__module__.split(".")[0] != "dion" and kind is not of_torch:
-        return
-    of_chunks = kind is not of_torch and kind.__name__ in ("Muon", "Dion2")
-    way = " A matrix wrapped by itself, fully_shard(linear), has such rows." if of_chunks else ""
-    for group in optimizer.param_groups:
-        if group.get("algorithm") in ("adamw", "lion"):
-            continue  # dion's names for what is done element by element
-        for one in group["params"]:
-            if type(one) is not ShardedTensor or not one.cut.axes:
-                continue
-            if not (of_chunks and _in_chunks(one.cut)):
-                raise RuntimeError(
-                    f"{kind.__module__}.{kind.__name__} on '{one.cut.name}': it needs whole "
-                    f"matrices{', or rows as torch.chunk cuts them' if of_chunks else ''}, and "
-                    f"these lie otherwise.{way} Use sw.Muon(parameters, lr=...), or sw.optimizer "
-                    f"for all of a model: they orthogonalise whole matrices under every strategy"
-                )
-
-
-def _in_chunks(cut: Cut) -> bool:
-    """Whether every holder has the rows that torch.chunk gives it: the same answer on all ranks."""
-    size = -(-cut.shape[0] // cut.num_holders) * cut.stride[0]
-    chunks = [(n * size, min((n + 1) * size, cut.numel)) for n in range(cut.num_holders)]
-    held = [(mine, chunk) for mine, chunk in zip(cut.pieces, chunks, strict=True) if any(mine)]
-    return cut.tile is None and all(mine == chunk for mine, chunk in held)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gathers that still read main weights end before any optimizer writes those. A closure brings
-    gradients later, so nothing is said of them then."""
-    _take_over_states(optimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        _check_gradients(optimizer)
-    for version in _versions_of(optimizer):
-        version.await_readers()
-
-
-def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Note the
-    step, and the parameters that it leaves out: ranks compare both, with their collectives, in the
-    next backward."""
-    with torch._C.DisableTorchFunctionSubclass():
-        every = _ours(optimizer)
-        ours = [p for p in every if p.requires_grad]
-        lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
-    buffers = {id(v): (v, p.cut.full_mesh) for p in every if (v := p.version) is not None}
-    waiting = [p.cut.name for p in every if (v := p.version) and p.cut.index in v.waiting]
-    if waiting:
-        raise RuntimeError(
-            f"the optimizer steps before the last microbatch: gradients of {waiting} still wait "
-            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
-            f"them"
-        )
-    kind = f"{type(optimizer).__name__}.step()"
-    if len(lacking) < len(ours):
-        _fed.setdefault(optimizer, False)
-        if any(v.failed() for v, _ in buffers.values()):
-            raise RuntimeError(
-                f"{kind}: the last backward raised an exception, and left a part of its gradients "
-                f"({len(ours) - len(lacking)} of {len(ours)} parameters have one). Drop them: call "
-                f"zero_grad(), or reset_iter_state() on the root module"
-            )
-    elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
-        said = (
-            f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
-            f"to the forward that ran since. backward(inputs=...) with parameters at rest reaches "
-            f"none of them, for forward computes with gathered weights: call backward() without "
-            f"inputs=, and requires_grad_(False) on what shall have no gradient. Without a "
-            f"backward, leave out the step"
-        )
-        if optimizer not in _fed:
-            raise RuntimeError(said)
-        logger.warning(said)  # gradients may be meant to come in some iterations only
-        _fed[optimizer] = True
-    if lacking and not getattr(optimizer, "counts_writes", False):  # sw.optimizer compares these
-        known = zlib.crc32(repr(lacking).encode())
-        kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
-    for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
-        for axis in Ranks(mesh).axes:
-            axis.journal.add(STEP, kind)
-
-
-# Optimizers that have had a gradient in a step; whether a step without one was spoken of since.
-_fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Whatever wrote the weights, a kernel that no version counter saw too: count it.
-
-    ``sw.optimizer`` says itself when it is done with a buffer, whose gather may be under way.
-    """
-    if not getattr(optimizer, "counts_writes", False):
-        for version in _versions_of(optimizer):
-            version.count += 1
-
-
-_zero_grad = torch.optim.Optimizer.zero_grad
-
-
-@functools.wraps(_zero_grad)
-def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """torch's own, which passes over parameters whose ``.grad`` is None, also drops microbatches
-    that wait to be reduced. torch has no hook for it."""
-    for group in self.param_groups:
-        for parameter in group["params"]:
-            if type(parameter) is ShardedTensor and parameter.version is not None:
-                parameter.version.waiting.discard(parameter.cut.index)
-    _zero_grad(self, set_to_none)
-
-
-torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
-
-
 def _new_dtensor(
     cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
 ) -> Any:
@@ -508,9 +339,6 @@ def _new_dtensor(
 
 _torch_new = DTensor.__new__
 DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):
