@@ -76,7 +76,7 @@ MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
 # less each (half of them for torch._dynamo, which every torch optimizer imports when it is built).
 START = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "pytest"]
+PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "pytest", "tests.frozen"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)
