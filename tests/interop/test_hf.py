@@ -370,7 +370,9 @@ def test_a_pipe_in_place_of_weights_is_refused_instead_of_waited_for(tmp_path: P
     pipe = folder.folder / "part-0.safetensors"
     pipe.unlink()
     os.mkfifo(pipe)
-    with pytest.raises(ValueError, match=r"part-0\.safetensors is not there, or is no regular file"):
+    with pytest.raises(
+        ValueError, match=r"part-0\.safetensors is not there, or is no regular file"
+    ):
         dict(folder)
     for wrong in ({}, {"weight_map": [1]}, {"weight_map": {"a": 3}}):
         (folder.folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
