@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
@@ -193,8 +194,7 @@ class Router(nn.Module):
         kind = "cpu" if tokens.is_meta else tokens.device.type
         with torch.autocast(kind, enabled=False):
             # fp32: in bf16, different experts would tie.
-            rows = wide(tokens)
-            logits = F.linear(rows, self.weight.to(rows.dtype))  # [tokens, experts]
+            logits = _logits(tokens, self.weight)  # [tokens, experts]
         scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
         ranked = scores.detach()
         if routing.bias_rate:
@@ -290,6 +290,47 @@ class Router(nn.Module):
         self.dropped.zero_()
 
 
+def _logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The product [tokens, experts] of tokens and weight in fp32 (float64 for float64)."""
+    if tokens.dtype == weight.dtype == torch.bfloat16 and not isinstance(weight, DTensor):
+        return _WideProduct.apply(tokens, weight)  # type: ignore[no-any-return, no-untyped-call]
+    rows = wide(tokens)
+    return F.linear(rows, weight.to(rows.dtype))
+
+
+class _WideProduct(torch.autograd.Function):
+    """x·Wᵀ of bf16 factors in fp32; x is saved for backward as it is, in bf16.
+
+    On a GPU all three products have bf16 factors and fp32 sums, several times as fast as fp32
+    factors. Products of bf16 numbers are exact in fp32, so nothing is lost in forward; backward
+    splits the fp32 gradient into a bf16 number and the bf16 remainder, which together keep 16 bits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight.t())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        if x.device.type != "cuda":
+            of_x, of_weight = grad @ weight.float(), grad.t() @ x.float()
+            return of_x.to(x.dtype), of_weight.to(weight.dtype)
+        high = grad.to(x.dtype)
+        parts = torch.cat([high, (grad - high).to(x.dtype)], 1)  # [tokens, 2 experts]
+        of_weight = _product(parts.t(), x).unflatten(0, (2, -1)).sum(0)  # type: ignore[no-untyped-call]
+        return parts @ weight.repeat(2, 1), of_weight.to(weight.dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
     """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread; its
     mean over sequences where ``scores`` [..., tokens, experts] and ``shares`` [..., experts] have
@@ -317,9 +358,15 @@ def _recomputing() -> bool:
 
 def _count(chosen: Tensor, num_experts: int) -> Tensor:
     """The counts [experts] int64, without a wait for the device, unlike ``bincount``."""
-    ordered = chosen.flatten().sort().values
-    edges = torch.arange(num_experts, device=chosen.device)
-    return torch.searchsorted(ordered, edges, right=True).diff(prepend=edges.new_zeros(1))
+    ordered = sort_keys(chosen.flatten(), num_experts).sort().values
+    edges = torch.arange(num_experts, device=chosen.device, dtype=ordered.dtype)
+    return torch.searchsorted(ordered, edges, right=True).diff(prepend=chosen.new_zeros(1))
+
+
+def sort_keys(numbers: Tensor, limit: int) -> Tensor:
+    """Numbers up to ``limit`` in 16 bits where they fit: a GPU sorts these in a quarter of the
+    passes that 64 bits take."""
+    return numbers.to(torch.int16) if limit < 2**15 else numbers
 
 
 def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.moe.activation import swiglu
 from shardwise.moe.dispatch import plan_dispatch
 from shardwise.moe.layer import MixtureOfExperts
-from shardwise.moe.router import Router, Routing
+from shardwise.moe.router import Router, Routing, _logits
 
 EXPERTS, CHOICES, HIDDEN, TOKENS = 6, 2, 10, 40
 
@@ -65,6 +65,18 @@ def test_logits_are_fp32_whatever_the_tokens_are() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = router(tokens().bfloat16())
     assert torch.equal(again.weights, routes.weights)
+
+
+def test_bf16_logits_and_gradients_are_those_of_fp32_factors() -> None:
+    router, x = make().bfloat16(), tokens().bfloat16().requires_grad_()
+    weight = router.weight.detach().clone().requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    found, expected = _logits(x, router.weight), y.float() @ weight.float().T
+    slope = torch.randn(found.shape)
+    found.backward(slope)
+    expected.backward(slope)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    assert torch.equal(x.grad, y.grad) and torch.equal(router.weight.grad, weight.grad)  # type: ignore[arg-type]
 
 
 def test_the_balance_loss_is_zero_when_even_and_pushes_busy_experts_down() -> None:
