@@ -31,7 +31,7 @@ from shardwise.moe.activation import (
 from shardwise.moe.grouped_mlp import GroupedMLP
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.products import FusedProducts
-from shardwise.moe.router import Routing, _logits
+from shardwise.moe.router import Routing, logits_of
 
 log = logging.getLogger(__name__)
 HIDDEN, WIDTH = 256, 384
@@ -176,7 +176,7 @@ def check_logits() -> None:
     torch.manual_seed(3)
     x = torch.randn(4096, 1024, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(64, 1024, device="cuda") / 32).bfloat16().requires_grad_()
-    logits, slope = _logits(x, weight), torch.randn(4096, 64, device="cuda")
+    logits, slope = logits_of(x, weight), torch.randn(4096, 64, device="cuda")
     logits.backward(slope)
     exact = x.detach().double() @ weight.detach().double().T
     assert logits.dtype == torch.float32 and relative(logits, exact) < 1e-6
