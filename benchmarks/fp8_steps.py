@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import report
+from benchmarks import grouped_mlp, report
 from benchmarks.measure import GIB, StepClock, step_row
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
@@ -375,6 +375,51 @@ def product_table() -> Table:
     )
 
 
+def grouped_row(experts: int, hidden: int, width: int, rows: int) -> Row:
+    """torch's scaled grouped product with a scale for each row, beside bf16's, in TFLOP/s: of the
+    first weight of a gated MLP, and of its gradient."""
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+    x, dy = (torch.randn(rows, n, device="cuda", dtype=bf16) for n in (hidden, 2 * width))
+    w = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16)
+    codes = {key: each.to(fp8) for key, each in {"x": x, "w": w}.items()}
+    codes |= {"xt": x.t().contiguous().to(fp8), "gt": dy.t().contiguous().to(fp8)}
+    ones = partial(torch.ones, device="cuda")
+    scales = ones(rows), ones(experts, 2 * width)
+    runs: dict[str, Callable[[], object]] = {
+        "y": lambda: torch._scaled_grouped_mm(
+            codes["x"], codes["w"].transpose(-2, -1), *scales, offs=ends, out_dtype=bf16,
+            use_fast_accum=True,
+        ),
+        "y16": lambda: torch.nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends),
+        "dw": lambda: torch._scaled_grouped_mm(
+            codes["gt"], codes["xt"].t(), ones(experts * 2 * width), ones(experts * hidden),
+            offs=ends, out_dtype=bf16, use_fast_accum=True,
+        ),
+        "dw16": lambda: torch.nn.functional.grouped_mm(dy.t(), x, offs=ends),
+    }  # fmt: skip
+    row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}"}
+    flops = 4e-9 * rows * hidden * width
+    for key, run in runs.items():
+        try:
+            row[key] = flops / milliseconds(run)
+        except Exception as error:
+            row["shape"] = f"{row['shape']} {key} FAILED {type(error).__name__}: {str(error)[:90]}"
+    return row
+
+
+def grouped_table() -> Table:
+    columns = {"shape": ("experts, hidden, width, rows", "s")}
+    for key in ("y", "dw"):
+        columns |= {key: (key, ".0f"), f"{key}16": (f"{key} bf16", ".0f")}
+    return Table(
+        title="Grouped products",
+        note="TFLOP/s of torch's grouped products in fp8, fast accumulation, and in bf16.",
+        columns=columns,
+        rows=[grouped_row(*shape) for shape in grouped_mlp.SHAPES],
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
@@ -403,6 +448,7 @@ def main(arguments: Sequence[str]) -> None:
             for table in kernel_tables():
                 keep(table)
             keep(product_table())
+            keep(grouped_table())
         except Exception as error:
             print(f"kernels FAILED: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()  # the processes of the steps need the memory
