@@ -96,7 +96,10 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     found: dict[str, Any] = {"parts": clock.intervals()[WARMUPS:], "loss": loss.item()}
     if device.type == "cuda":
         found["peak"] = torch.cuda.max_memory_allocated() / GIB
-        found |= device_use(step)
+        try:
+            found |= device_use(step)
+        except Exception as error:  # the row stands without it
+            print(f"profile FAILED: {type(error).__name__}: {error}", file=sys.stderr)
     return found
 
 
