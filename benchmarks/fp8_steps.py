@@ -2,8 +2,8 @@
 """Whole training steps with bf16 and with fp8 products, compiled blocks, AdamW and Muon, and the
 rates of the quantising kernels: ``python -m benchmarks.fp8_steps`` on a machine with a Hopper GPU.
 
-Each model and precision runs in a process of its own, one after another; one that fails leaves a
-line. No case begins after ``--seconds``.
+Each row runs in a process of its own, one after another; one that fails leaves a line. No row
+begins after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import shlex
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import report
+from benchmarks import grouped_mlp, report
 from benchmarks.measure import GIB, StepClock, step_row
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
 
-WARMUPS, STEPS = 6, 8
+WARMUPS, STEPS = 5, 8
 MODELS = {
     "0.96B": (GPTConfig(), "16 x 2048, SwiGLU 5632, 8 x 2048 tokens"),
     "1.73B": (
@@ -45,22 +47,22 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "mxfp8_2d": {"weights": "mxfp8_2d"},
 }
 CASES = [
-    ("0.96B", "bf16"),
-    ("0.96B", "fp8_block"),
-    ("1.73B", "bf16"),
-    ("1.73B", "fp8_block"),
-    ("0.96B", "fp8_block, head too"),
-    ("1.73B", "fp8_block, head too"),
-    ("0.96B", "fp8_block, dW in bf16"),
+    (name, precision, kind)
+    for name in MODELS
+    for kind in ("adamw", "muon")
+    for precision in ("bf16", "fp8_block")
 ]
+CASES += [("0.96B", "fp8_block, head too", "adamw"), ("1.73B", "fp8_block, head too", "adamw")]
+CASES += [("0.96B", "fp8_block, dW in bf16", "adamw")]
+TOP = 12  # kernels of a step, by their time
 
 
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
-    """One model in one precision, with AdamW, then with Muon. The clock never makes the host wait
-    for the device."""
+    """One model in one precision with one optimizer. The clock never makes the host wait for the
+    device; how long the host takes, and what the device does, is seen in further steps."""
     import shardwise as sw
 
-    name, precision, eager = options.systems
+    name, precision, kind, eager = options.systems
     device = torch.device(options.device)
     config = TINY if options.tiny else MODELS[name][0]
     model, inputs, targets = gpt_and_tokens(config, device)
@@ -72,15 +74,33 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, fullgraph=True)
         loss_of = torch.compile(token_loss)
-    result: dict[str, Any] = {}
-    for kind in ("adamw", "muon"):
+    optimizer = optimizer_of(model, kind)
+    clock = StepClock(device)
+
+    def step() -> Any:
+        clock.start()
+        loss = loss_of(model(inputs), targets)
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.mark()
+        return loss
+
+    for index in range(WARMUPS + STEPS):
+        if index == WARMUPS and device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        loss = step()
+    found: dict[str, Any] = {"parts": clock.intervals()[WARMUPS:], "loss": loss.item()}
+    if device.type == "cuda":
+        found["peak"] = torch.cuda.max_memory_allocated() / GIB
         try:
-            result[kind] = steps(model, inputs, targets, loss_of, optimizer_of(model, kind), device)
-        except Exception as error:
-            if kind == "adamw":
-                raise
-            result[kind] = f"{type(error).__name__}: {error}"
-    return result
+            found |= device_use(step)
+        except Exception as error:  # the row stands without it
+            print(f"profile FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+    return found
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -91,89 +111,125 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return sw.optimizer(model, matrix=sw.muon(lr=1e-3), elementwise=sw.adamw(lr=1e-4))
 
 
-def steps(
-    model: nn.Module,
-    inputs: Any,
-    targets: Any,
-    loss_of: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> dict[str, Any]:
-    clock = StepClock(device)
-    for index in range(WARMUPS + STEPS):
-        if index == WARMUPS and device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        clock.start()
-        loss = loss_of(model(inputs), targets)
-        clock.mark()
-        loss.backward()
-        clock.mark()
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.mark()
-    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
-    return {"parts": clock.intervals()[WARMUPS:], "peak": peak, "loss": loss.item()}
+def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
+    """Milliseconds of a step in which the host issues it (from an idle device; where the queue of
+    launches is full, the host waits), in which any kernel runs, and the kernels that take most."""
+    hosts = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        hosts.append(1e3 * (time.perf_counter() - began))
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+    results = profiler.profiler.kineto_results if profiler.profiler else None
+    events = [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in (results.events() if results else ())
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    busy, until = 0, 0
+    totals: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for begin, end, name in sorted(events):
+        busy += max(0, end - max(begin, until))
+        until = max(until, end)
+        totals[name] += end - begin
+        calls[name] += 1
+    top = [
+        {"kernel": name[:90], "ms": total * 1e-6 / count, "calls": calls[name] / count}
+        for name, total in totals.most_common(TOP)
+    ]
+    span = until - min((begin for begin, _, _ in events), default=until)
+    return {
+        "host": statistics.median(hosts),
+        "busy": busy * 1e-6 / count,
+        "idle": 100 * (1 - busy / max(1, span)),
+        "launches": len(events) / count,
+        "kernels": top,
+    }
 
 
-def measured(options: Options, ends: float, eager: bool) -> Iterator[tuple[list[Row], list[str]]]:
-    """The rows so far after each case, and the lines of those that failed."""
+def measured(
+    options: Options, cases: Sequence[tuple[str, str, str]], ends: float, eager: bool
+) -> Iterator[tuple[list[Row], list[Row], list[str]]]:
+    """The rows of steps and of kernels so far after each case, and the lines of those that
+    failed."""
     rows: list[Row] = []
+    kernels: list[Row] = []
     failed: list[str] = []
     base: dict[tuple[str, str], Row] = {}
     backend = "nccl" if options.device == "cuda" else "gloo"
-    for name, precision in CASES:
+    for name, precision, kind in cases:
         if time.perf_counter() > ends:
-            failed.append(f"{name}, {precision}: not begun, the time was over")
+            failed.append(f"{name}, {precision}, {kind}: not begun, the time was over")
             continue
-        systems = (name, precision, "eager" if eager else "compiled")
+        systems = (name, precision, kind, "eager" if eager else "compiled")
         try:
-            done = in_processes(worker, 1, backend, replace(options, systems=systems))
+            found = in_processes(worker, 1, backend, replace(options, systems=systems))
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            failed.append(f"{name}, {precision}: FAILED, {lines[-1][:300]}")
+            failed.append(f"{name}, {precision}, {kind}: FAILED, {lines[-1][:300]}")
             print(str(error)[-3000:], file=sys.stderr)
             continue
-        for kind, found in done.items():
-            if isinstance(found, str):
-                failed.append(f"{name}, {precision}, {kind}: FAILED, {found[:300]}")
-                continue
-            row: Row = {"model": name, "precision": precision, "optimizer": kind}
-            row |= {"peak": found["peak"], "loss": found["loss"]} | step_row(found["parts"])
-            row["update"] = row["optimizer"] if isinstance(row["optimizer"], float) else None
-            row["optimizer"] = kind
-            theirs = base.setdefault((name, kind), row)
-            for key in ("step", "peak"):
-                if isinstance(row[key], float) and isinstance(theirs[key], float):
-                    row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]
-            rows.append(row)
-        yield rows, failed
-    yield rows, failed
+        row: Row = {"model": name, "precision": precision, **step_row(found.pop("parts"))}
+        row |= {"update": row["optimizer"], "optimizer": kind}
+        kernels += [{**row, **one} for one in found.pop("kernels", ())]
+        row |= found
+        theirs = base.setdefault((name, kind), row)
+        for key in ("step", "peak", "busy"):
+            if isinstance(row.get(key), float) and isinstance(theirs.get(key), float):
+                row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]
+        rows.append(row)
+        yield rows, kernels, failed
+    yield rows, kernels, failed
 
 
-def step_table(rows: list[Row], failed: list[str], mark: str) -> Table:
+def step_tables(
+    rows: list[Row], kernels: list[Row], failed: list[str], mark: str
+) -> Iterator[Table]:
     shapes = "; ".join(f"{name}: {words}" for name, (_, words) in MODELS.items())
-    return Table(
+    columns = {
+        "model": ("model", "s"),
+        "precision": ("precision", "s"),
+        "optimizer": ("optimizer", "s"),
+    }
+    yield Table(
         title="Training step, fp8 products" + mark,
         note=f"{shapes}; vocab 32768 untied.\nzero(3), 1 rank, fp32 main weights and grads, reduce "
-        f"fp32, blocks and loss compiled. A fresh\nprocess per model and precision, {WARMUPS} + "
-        f"{STEPS} steps each.\n" + "\n".join(failed),
-        columns={
-            "model": ("model", "s"),
-            "precision": ("precision", "s"),
-            "optimizer": ("optimizer", "s"),
+        f"fp32, blocks and loss compiled. A fresh\nprocess per row, {WARMUPS} + {STEPS} steps. "
+        f"host: to issue a step to an idle device; busy: any kernel runs; idle: of 3\nsteps with "
+        f"the profiler on.\n" + "\n".join(failed),
+        columns=columns
+        | {
             "step": ("step ms", ".1f"),
             "step_ratio": ("x bf16", ".3f"),
             "step_spread": ("spread %", ".1f"),
             "forward": ("forward", ".1f"),
             "backward": ("backward", ".1f"),
             "update": ("update", ".1f"),
+            "host": ("host ms", ".1f"),
+            "busy": ("busy ms", ".1f"),
+            "busy_ratio": ("x bf16", ".3f"),
+            "idle": ("idle %", ".1f"),
+            "launches": ("launches", ".0f"),
             "peak": ("peak GiB", ".2f"),
             "peak_ratio": ("x bf16", ".3f"),
             "loss": ("last loss", ".4f"),
         },
         rows=rows,
     )
+    if kernels:
+        yield Table(
+            title="Kernels of a step" + mark,
+            note=f"The {TOP} that take most of each step, with the profiler on.",
+            columns=columns
+            | {"kernel": ("kernel", "s"), "ms": ("ms", ".2f"), "calls": ("calls", ".0f")},
+            rows=kernels,
+        )
 
 
 # ---------------------------------------------------------------------------------------- kernels
@@ -222,17 +278,24 @@ def kernel_tables() -> Iterator[Table]:
 
     for shape in SHAPES:
         x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-        found = fp8_block.empty(x, True, True)
-        for tile in kernels.TILES if shape == SHAPES[2] else kernels.TILES[:1]:
-            run = lambda x=x, f=found, t=tile: kernels.quantise(x, f[:2], f[2:], tile=t)  # noqa: E731
-            add("quantise, both planes", shape, str(tile), 2 * x.nbytes, run)
+        for turned in (1, 128):
+            found = fp8_block.empty(x, True, turned)
+            for tile in kernels.TILES if shape == SHAPES[2] else kernels.TILES[:1]:
+                run = partial(
+                    kernels.quantise, x, found[:2], found[2:], tile=tile, square=turned == 128
+                )
+                name = f"quantise, both planes, turned {turned}x128"
+                add(name, shape, f"{tile.warps}, {tile.tokens}, {tile.pairs}", 2 * x.nbytes, run)
         run = lambda x=x, f=found: kernels.quantise(x, f[:2], None)  # noqa: E731
         add("quantise, rows", shape, "", x.nbytes * 3 // 2, run)
-        add("turn codes", shape, "", x.numel() * 2, lambda c=found[0]: kernels.turn(c))
         main = torch.randn(shape[0] // 4, shape[1], device="cuda")
         planes = empty_planes(main.shape, (SQUARE_128,), "cuda")
         run = lambda m=main, p=planes: encode(m, (SQUARE_128,), out=p)  # noqa: E731
         add("encode fp32 weights", tuple(main.shape), "", main.numel() * 5, run)
+        run = lambda p=planes[0]: kernels.turn(p.codes, p.scales)  # noqa: E731
+        add("turn codes", tuple(main.shape), "", main.numel() * 2, run)
+        if shape == SHAPES[0]:
+            add("encode a 0.96B block", (51380224, 1), "1 launch", 51380224 * 5, block_encoder())
         yield Table(
             title="Quantising kernels",
             note=f"Bytes read and written over the median time, cache flushed; a copy: {copy:.2f}\n"
@@ -249,6 +312,22 @@ def kernel_tables() -> Iterator[Table]:
         )
 
 
+def block_encoder() -> Callable[[], object]:
+    """Encodes the weights of one block of the 0.96B GPT in one launch."""
+    from shardwise.kernels import fp8_block as kernels
+
+    matrices, start = [], 0
+    for rows, columns in [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]:
+        matrices.append(kernels.Matrix(rows, columns, start, start))
+        start += rows * columns
+    main, codes = torch.randn(start, device="cuda"), torch.empty(start, device="cuda").byte()
+    scales, tiles = (
+        torch.empty(start // 16384, device="cuda"),
+        kernels.list_tiles(matrices, main.device),
+    )
+    return lambda: kernels.encode(main, codes, scales, tiles=tiles)
+
+
 def product_row(columns: int, out: int) -> Row:
     """The three products of one layer, in TFLOP/s, beside bf16's."""
     from shardwise.precision import fp8_block
@@ -259,7 +338,9 @@ def product_row(columns: int, out: int) -> Row:
     grad = torch.randn(16384, out, device="cuda", dtype=bf16)
     w = torch.randn(out, columns, device="cuda", dtype=bf16)
     (plane,) = encode(w, (SQUARE_128,))
-    xs, gs = (fp8_block.quantise(each, True, True, "exact") for each in (x, grad))
+    xs, narrow = (fp8_block.quantise(x, True, turned, "exact") for turned in (128, 1))
+    gs = fp8_block.quantise(grad, True, 1, "exact")
+    left, right = (each[2].view(torch.float8_e4m3fn) for each in (gs, narrow))
     runs: dict[str, Callable[[], object]] = {
         "y": lambda: fp8_block.multiply(xs[0], xs[1], plane, "forward", bf16),
         "y16": lambda: x @ w.t(),
@@ -267,6 +348,9 @@ def product_row(columns: int, out: int) -> Row:
         "dx16": lambda: grad @ w,
         "dw": lambda: fp8_block.weight_gradient(gs[2], gs[3], xs[2], xs[3], bf16),
         "dw16": lambda: grad.t() @ x,
+        "dw_narrow": lambda: torch._scaled_mm(
+            left, right.t(), scale_a=gs[3].t(), scale_b=narrow[3], out_dtype=bf16
+        ),
     }
     flops = 2e-9 * 16384 * columns * out
     return {key: flops / milliseconds(run) for key, run in runs.items()}
@@ -284,11 +368,58 @@ def product_table() -> Table:
     columns = {"shape": ("tokens x in x out", "s")}
     for key in ("y", "dx", "dw"):
         columns |= {key: (key, ".0f"), f"{key}16": (f"{key} bf16", ".0f")}
+    columns["dw_narrow"] = ("dw, x in 1x128", ".0f")
     return Table(
         title="Products",
-        note="TFLOP/s of operands that are quantised already; dx turns the weight's codes.",
+        note="TFLOP/s of operands that are quantised already; dx turns the weight's codes.\n"
+        "The last column is no product of the library: what x in 1x128 blocks would give.",
         columns=columns,
         rows=rows,
+    )
+
+
+def grouped_row(experts: int, hidden: int, width: int, rows: int) -> Row:
+    """torch's scaled grouped product with a scale for each row, beside bf16's, in TFLOP/s: of the
+    first weight of a gated MLP, and of its gradient."""
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+    x, dy = (torch.randn(rows, n, device="cuda", dtype=bf16) for n in (hidden, 2 * width))
+    w = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16)
+    codes = {key: each.to(fp8) for key, each in {"x": x, "w": w}.items()}
+    codes |= {"xt": x.t().contiguous().to(fp8), "gt": dy.t().contiguous().to(fp8)}
+    ones = partial(torch.ones, device="cuda")
+    scales = ones(rows), ones(experts, 2 * width)
+    runs: dict[str, Callable[[], object]] = {
+        "y": lambda: torch._scaled_grouped_mm(
+            codes["x"], codes["w"].transpose(-2, -1), *scales, offs=ends, out_dtype=bf16,
+            use_fast_accum=True,
+        ),
+        "y16": lambda: torch.nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends),
+        "dw": lambda: torch._scaled_grouped_mm(
+            codes["gt"], codes["xt"].t(), ones(experts * 2 * width), ones(experts * hidden),
+            offs=ends, out_dtype=bf16, use_fast_accum=True,
+        ),
+        "dw16": lambda: torch.nn.functional.grouped_mm(dy.t(), x, offs=ends),
+    }  # fmt: skip
+    row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}"}
+    flops = 4e-9 * rows * hidden * width
+    for key, run in runs.items():
+        try:
+            row[key] = flops / milliseconds(run)
+        except Exception as error:
+            row["shape"] = f"{row['shape']} {key} FAILED {type(error).__name__}: {str(error)[:90]}"
+    return row
+
+
+def grouped_table() -> Table:
+    columns = {"shape": ("experts, hidden, width, rows", "s")}
+    for key in ("y", "dw"):
+        columns |= {key: (key, ".0f"), f"{key}16": (f"{key} bf16", ".0f")}
+    return Table(
+        title="Grouped products",
+        note="TFLOP/s of torch's grouped products in fp8, fast accumulation, and in bf16.",
+        columns=columns,
+        rows=[grouped_row(*shape) for shape in grouped_mlp.SHAPES],
     )
 
 
@@ -296,8 +427,9 @@ def main(arguments: Sequence[str]) -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
-    parser.add_argument("--seconds", type=float, default=120, help="no case begins later")
+    parser.add_argument("--seconds", type=float, default=200, help="no case begins later")
     parser.add_argument("--only", choices=("kernels", "steps"), help="one part")
+    parser.add_argument("--match", default="", help="rows of steps whose words hold this")
     parser.add_argument("--eager", action="store_true", help="blocks and loss are not compiled")
     parser.add_argument("--tiny", action="store_true", help="a dry run of the steps")
     options = parser.parse_args(arguments)
@@ -319,13 +451,16 @@ def main(arguments: Sequence[str]) -> None:
             for table in kernel_tables():
                 keep(table)
             keep(product_table())
+            keep(grouped_table())
         except Exception as error:
             print(f"kernels FAILED: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()  # the processes of the steps need the memory
     if options.only != "kernels":
         run = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=options.tiny)
-        for rows, failed in measured(run, began + options.seconds, options.eager):
-            keep(step_table(rows, failed, run.mark))
+        cases = [case for case in CASES if options.match in ", ".join(case)]
+        for found in measured(run, cases, began + options.seconds, options.eager):
+            for table in step_tables(*found, run.mark):
+                keep(table)
     for table in tables.values():
         print(table.markdown())
     print(f"written: {options.results / name}.md; {time.perf_counter() - began:.0f} s")

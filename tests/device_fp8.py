@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
     SQUARE_128,
+    WIDE,
     Rounding,
     decode_reference,
     encode,
@@ -31,7 +30,7 @@ from shardwise.precision.fp8 import (
 )
 from shardwise.precision.fp8_functions import Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
-from tests.device_mxfp8 import one_rank
+from tests.device_mxfp8 import one_rank, run
 from tests.parity import mxfp8_helpers as helpers
 from tests.reference import mxfp8 as reference
 
@@ -52,24 +51,24 @@ def same(found: Tensor, expected: Tensor, what: str) -> None:
 
 def check_quantised(x: Tensor, rounding: Rounding, tile: kernels.Tile = kernels.TILES[0]) -> None:
     """Both planes, and each by itself, against the definition on the CPU."""
-    expected = fp8_block.quantise(x.cpu(), True, True, rounding)
     on_gpu = x.to(DEVICE)
-    for rows, columns in ((True, True), (True, False), (False, True)):
-        found = fp8_block.empty(on_gpu, rows, columns)
+    for rows, turned in ((True, 1), (True, 128), (True, 0), (False, 1)):
+        expected = fp8_block.quantise(x.cpu(), rows, turned, rounding)
+        found = fp8_block.empty(on_gpu, rows, turned)
         for part in found:
             part.fill_(7)
         kernels.quantise(
             on_gpu,
             found[:2] if rows else None,
-            found[2:] if columns else None,
+            found[2:] if turned else None,
+            square=turned == WIDE,
             rounding=rounding,
             tile=tile,
         )
         names = ("codes", "scales", "turned codes", "turned scales")
-        wanted = (rows, rows, columns, columns)
-        for name, part, value, on in zip(names, found, expected, wanted, strict=True):
-            if on:
-                same(part, value, f"{name} of {tuple(x.shape)} {rounding} {tile}")
+        for name, part, value in zip(names, found, expected, strict=True):
+            if part.numel():
+                same(part, value, f"{name} of {tuple(x.shape)} {turned} {rounding} {tile}")
 
 
 def every_value_quantised() -> None:
@@ -104,24 +103,57 @@ def weights_encoded() -> None:
             codes, scales = encode_reference(x, SQUARE_128, rounding)
             same(plane.codes, codes, f"codes {dtype} {rounding}")
             same(plane.scales, scales, f"scales {dtype} {rounding}")
-            same(kernels.turn(plane.codes), codes.t().contiguous(), "turned")
+            turned, turned_scales = kernels.turn(plane.codes, plane.scales)
+            same(turned, codes.t().contiguous(), "turned")
+            same(turned_scales, scales.t().contiguous(), "turned scales")
+
+
+def many_weights_encoded_in_one_launch() -> None:
+    shapes = ((512, 640), (128, 128), (256, 1408), (1408, 256))
+    values = [torch.randn(shape) * 0.02 for shape in shapes]
+    values[2][5, 7] = float("inf")
+    for dtype in (torch.bfloat16, torch.float32):
+        flat = torch.cat([value.view(-1).to(dtype) for value in values]).to(DEVICE)
+        matrices, start = [], 0
+        for number, value in enumerate(values):
+            into = start + number * WIDE**2  # a tile between neighbours stays as it is
+            matrices.append(kernels.Matrix(*value.shape, start, into))
+            start += value.numel()
+        size = start + len(values) * WIDE**2
+        codes = torch.full((size,), 7, dtype=torch.uint8, device=DEVICE)
+        scales = torch.full((size // WIDE**2,), 7.0, device=DEVICE)
+        tiles = kernels.list_tiles(matrices, DEVICE)
+        kernels.encode(flat, codes, scales, tiles=tiles)
+        untouched = torch.ones_like(codes, dtype=torch.bool)
+        for value, matrix in zip(values, matrices, strict=True):
+            expected, expected_scales = encode_reference(value.to(dtype), SQUARE_128)
+            into, number = matrix.into, matrix.into // WIDE**2
+            found = codes[into : into + value.numel()].view(value.shape)
+            same(found, expected, f"codes of {tuple(value.shape)} {dtype}")
+            mine = scales[number : number + expected_scales.numel()]
+            same(mine.view(expected_scales.shape), expected_scales, f"scales {dtype}")
+            untouched[into : into + value.numel()] = False
+        assert (codes[untouched] == 7).all()
 
 
 def more_elements_than_31_bits_count() -> None:
     rows, columns = 65536, 40960  # 2.7e9
     x = torch.empty(rows, columns, dtype=torch.bfloat16, device=DEVICE).normal_()
-    found = fp8_block.quantise(x, True, True, "exact")
-    for start in (0, 52352, rows - 128):  # 52428.8 is where 2^31 elements end
-        part = fp8_block.quantise(x[start : start + 128], True, True, "exact")
-        assert torch.equal(found[0][start : start + 128], part[0])
-        assert torch.equal(found[1][:, start : start + 128], part[1])
-        assert torch.equal(found[2][:, start : start + 128], part[2])
-        assert torch.equal(found[3][start // 128], part[3][0])
-    del found, part
+    for turned in (1, WIDE):
+        found = fp8_block.quantise(x, True, turned, "exact")
+        for start in (0, 52352, rows - 128):  # 52428.8 is where 2^31 elements end
+            part = fp8_block.quantise(x[start : start + 128], True, turned, "exact")
+            assert torch.equal(found[0][start : start + 128], part[0])
+            assert torch.equal(found[1][:, start : start + 128], part[1])
+            assert torch.equal(found[2][:, start : start + 128], part[2])
+            scales = found[3] if turned == 1 else found[3].t()
+            assert torch.equal(scales[start // 128], part[3].view(-1))
+        del found, part, scales
     (plane,) = encode(x, (SQUARE_128,))
     (tail,) = encode(x[-128:], (SQUARE_128,))
     assert torch.equal(plane.codes[-128:], tail.codes)
-    assert torch.equal(kernels.turn(plane.codes)[:, -128:], tail.codes.t())
+    turned, _ = kernels.turn(plane.codes, plane.scales)
+    assert torch.equal(turned[:, -128:], tail.codes.t())
 
 
 def off_by(found: Tensor, expected: Tensor) -> float:
@@ -140,12 +172,14 @@ def products_are_those_of_the_decoded_operands() -> None:
         grad = torch.randn(tokens, rows, device=DEVICE).bfloat16()
         weight = torch.randn(rows, columns, device=DEVICE).bfloat16() / 23
         (plane,) = encode(weight, (SQUARE_128,))
-        xs, gs = (fp8_block.quantise(each, True, True, "exact") for each in (x, grad))
+        xs = fp8_block.quantise(x, True, WIDE, "exact")
+        gs = fp8_block.quantise(grad, True, 1, "exact")
         w = decode_reference(plane.codes, plane.scales, SQUARE_128, torch.float64)
-        a, g, at, gt = (
+        a, g, gt = (
             decode_reference(codes, scales.t(), ROW_128, torch.float64)
-            for codes, scales in (xs[:2], gs[:2], xs[2:], gs[2:])
+            for codes, scales in (xs[:2], gs[:2], gs[2:])
         )
+        at = decode_reference(*xs[2:], SQUARE_128, torch.float64)
         for name, found, expected in (
             ("y", fp8_block.multiply(*xs[:2], plane, "forward", torch.bfloat16), a @ w.t()),
             ("dx", fp8_block.multiply(*gs[:2], plane, "backward", torch.bfloat16), g @ w),
@@ -267,6 +301,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     every_value_quantised,
     any_number_of_tokens_and_any_tile,
     weights_encoded,
+    many_weights_encoded_in_one_launch,
     products_are_those_of_the_decoded_operands,
     a_linear_layer_is_that_of_the_cpu,
     training_is_that_of_weights_quantised_at_use,
@@ -275,24 +310,5 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logger.info("torch %s, %s", torch.__version__, torch.cuda.get_device_name())
-    failed = 0
-    for check in CHECKS:
-        began = time.perf_counter()
-        try:
-            check()
-            torch.cuda.synchronize()
-            result = "ok"
-        except Exception:
-            failed += 1
-            result = "FAILED\n" + traceback.format_exc()
-        torch.cuda.empty_cache()
-        logger.info("%-55s %5.1f s  %s", check.__name__, time.perf_counter() - began, result)
-    logger.info("%d of %d checks passed", len(CHECKS) - failed, len(CHECKS))
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(CHECKS))

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -400,11 +400,12 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-def main() -> int:
+def run(checks: Sequence[Callable[[], None]]) -> int:
+    """Run one check after another, with a line for each; the exit status of the process."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     logger.info("torch %s, %s", torch.__version__, torch.cuda.get_device_name())
     failed = 0
-    for check in CHECKS:
+    for check in checks:
         began = time.perf_counter()
         try:
             check()
@@ -413,10 +414,11 @@ def main() -> int:
         except Exception:
             failed += 1
             result = "FAILED\n" + traceback.format_exc()
-        logger.info("%-50s %5.1f s  %s", check.__name__, time.perf_counter() - began, result)
-    logger.info("%d of %d checks passed", len(CHECKS) - failed, len(CHECKS))
+        torch.cuda.empty_cache()
+        logger.info("%-55s %5.1f s  %s", check.__name__, time.perf_counter() - began, result)
+    logger.info("%d of %d checks passed", len(checks) - failed, len(checks))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(CHECKS))

@@ -6,6 +6,7 @@
     x [tokens, features]            one program: 128 tokens x 128 features, loaded once
       largest of each row      -->  codes  [tokens, features]   scales [features/128, tokens]
       of each column, turned   -->  turned [features, tokens]   scales [tokens/128, features]
+      or of the tile, turned   -->  turned [features, tokens]   scales [features/128, tokens/128]
 
 Both operands of an fp8 product have the summed dimension innermost, so the weight's gradient, which
 sums over tokens, reads turned codes. A tile is read twice, the second time out of the cache, a
@@ -19,6 +20,7 @@ The bits are those of ``precision/fp8.py``. Tokens past the last fill up the las
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,19 +42,12 @@ class Tile(NamedTuple):
     registers: int | None = None  # limit for each thread; None: the compiler's choice
 
 
-# `python -m benchmarks.fp8_steps` tries all of them for both planes; the first is used.
+# `python -m benchmarks.fp8_steps` tries all of them for both planes; the first is used. On an H200
+# eight others, of 2 to 16 warps, came to 32 to 72 % of a copy, and these to 77.6, 77.0 and 71.6 %.
 TILES = (
     Tile(warps=4, tokens=128, pairs=32),
     Tile(warps=4, tokens=64, pairs=64),
     Tile(warps=4, tokens=64, pairs=32),
-    Tile(warps=2, tokens=32, pairs=16),
-    Tile(warps=8),
-    Tile(warps=4, tokens=32, pairs=16),
-    Tile(warps=4, tokens=64, pairs=16),
-    Tile(warps=8, tokens=128, pairs=16),
-    Tile(warps=8, tokens=64, pairs=32),
-    Tile(warps=8, tokens=128, pairs=64),
-    Tile(warps=16, tokens=128, pairs=64),
 )
 ENCODE_TILE = Tile(warps=16, registers=64)
 
@@ -75,13 +70,14 @@ def _scale(largest, rceil: tl.constexpr):
 @triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features,
-    rows: tl.constexpr, columns: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr,
-    even: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
+    native: tl.constexpr, even: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     strips = features // 128
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     # 64 bits where the tile begins, 32 inside it: half the registers for addresses.
     start = band.to(tl.int64) * 64 * features + strip * 64
+    whole = tl.zeros([1, 1], tl.int32)  # the largest of the tile
     if rows:
         for part in range(128 // high):
             token, pair = part * high + tl.arange(0, high)[:, None], tl.arange(0, 64)[None, :]
@@ -91,7 +87,10 @@ def _quantise_kernel(
             else:
                 raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
             largest = tl.maximum((raw << 16) & 0x7FFF0000, raw & 0x7FFF0000)
-            scale, inverse = _scale(tl.max(largest, axis=1, keep_dims=True), rceil)
+            largest = tl.max(largest, axis=1, keep_dims=True)
+            if square:
+                whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
+            scale, inverse = _scale(largest, rceil)
             first = (raw << 16).to(tl.float32, bitcast=True)
             second = (raw & -65536).to(tl.float32, bitcast=True)
             if native:  # two at once; Triton 3.6 joins codes of its own casts into wrong words
@@ -108,6 +107,10 @@ def _quantise_kernel(
     if columns:
         into = turned_ptr + strip.to(tl.int64) * 128 * padded + band * 128
         scales = turned_scales_ptr + band.to(tl.int64) * features + strip * 128
+        if square:
+            scale, inverse = _scale(whole, rceil)
+            place = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
+            tl.store(turned_scales_ptr + place, scale)
         for part in range(64 // wide):  # the tile again, out of the cache
             token, pair = tl.arange(0, 128)[:, None], part * wide + tl.arange(0, wide)[None, :]
             place = token * (features // 2) + pair
@@ -117,36 +120,46 @@ def _quantise_kernel(
                 raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
             turned = tl.trans(raw)  # [wide, 128]
             place = tl.trans(pair * 2 * padded) + tl.trans(token)
-            scale, inverse = _scale(tl.max((turned << 16) & 0x7FFF0000, 1, keep_dims=True), rceil)
-            tl.store(scales + tl.trans(pair * 2), scale)
-            codes = to_codes((turned << 16).to(tl.float32, bitcast=True), inverse, True, native)
+            first, second = turned << 16, turned & -65536
+            if not square:
+                scale, inverse = _scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
+                tl.store(scales + tl.trans(pair * 2), scale)
+            codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
             tl.store(into + place, codes)
-            scale, inverse = _scale(tl.max(turned & 0x7FFF0000, 1, keep_dims=True), rceil)
-            tl.store(scales + tl.trans(pair * 2) + 1, scale)
-            codes = to_codes((turned & -65536).to(tl.float32, bitcast=True), inverse, True, native)
+            if not square:
+                scale, inverse = _scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
+                tl.store(scales + tl.trans(pair * 2) + 1, scale)
+            codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
             tl.store(into + padded + place, codes)
 
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, columns,
+    x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, columns, listed: tl.constexpr,
     wide: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    strips = columns // 128
-    band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
-    start = band.to(tl.int64) * 128 * columns + strip * 128
+    tile = tl.program_id(0)
+    if listed:  # tiles of many matrices: see ``list_tiles``
+        start = tl.multiple_of(tl.load(tiles_ptr + tile), 128)
+        into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 128)
+        number = tl.load(tiles_ptr + 2 * count + tile)
+        columns = tl.multiple_of(tl.load(tiles_ptr + 3 * count + tile).to(tl.int32), 128)
+    else:
+        strips = columns // 128
+        start = (tile // strips).to(tl.int64) * 128 * columns + tile % strips * 128
+        into, number = start, tile
     place = tl.arange(0, 128)[:, None] * columns + tl.arange(0, 128)[None, :]
     bits = bf16_bits(tl.load(x_ptr + start + place), wide)
     largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), axis=0, keep_dims=True)
     scale, inverse = _scale(largest, rceil)
     codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(codes_ptr + start + place, codes)
+    tl.store(codes_ptr + into + place, codes)
     # One element, as a block: a scalar of a reduction is not stored alike by every Triton.
-    tl.store(scales_ptr + tl.program_id(0) + tl.zeros([1, 1], tl.int32), scale)
+    tl.store(scales_ptr + number + tl.zeros([1, 1], tl.int32), scale)
 
 
 @triton.jit
-def _turn_kernel(codes_ptr, out_ptr, rows, columns):
+def _turn_kernel(codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns):
     strips = columns // 128
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     line, lane = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
@@ -155,6 +168,7 @@ def _turn_kernel(codes_ptr, out_ptr, rows, columns):
     )
     start = strip.to(tl.int64) * 128 * rows + band * 128
     tl.store(out_ptr + start + line * rows + lane, tl.trans(tile))
+    tl.store(out_scales_ptr + strip * (rows // 128) + band, tl.load(scales_ptr + tl.program_id(0)))
 
 
 def _raw(x: Tensor) -> Tensor:
@@ -166,11 +180,13 @@ def quantise(
     planes: tuple[Tensor, Tensor] | None,  # uint8 [padded, features], fp32 [features / 128, padded]
     turned: tuple[Tensor, Tensor] | None,  # uint8 [features, padded], fp32 [padded / 128, features]
     *,
+    square: bool = False,  # of turned, with both: fp32 [features / 128, padded / 128]
     rounding: str = "exact",
     native: bool | None = None,
     tile: Tile = TILES[0],
 ) -> None:
     """Fill the planes that are given; ``padded``: the tokens, up to a multiple of 128."""
+    assert not square or planes, "the first pass finds the largest of a tile"
     tokens, features = x.shape
     padded = -(-tokens // WIDE) * WIDE
     if not tokens:
@@ -178,7 +194,7 @@ def quantise(
     codes, scales = (planes[0].view(torch.int16), planes[1]) if planes else (x, x)
     _quantise_kernel[(padded // WIDE * (features // WIDE),)](
         x.view(torch.int32), codes, scales, *(turned or (x, x)), tokens, padded, features,
-        rows=planes is not None, columns=turned is not None,
+        rows=planes is not None, columns=turned is not None, square=square,
         rceil=rounding == "rceil", native=casts_natively(x.device) if native is None else native,
         even=tokens == padded, high=tile.tokens, wide=tile.pairs, num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -190,21 +206,51 @@ def encode(
     codes: Tensor,  # uint8 [rows, columns]
     scales: Tensor,  # fp32 [rows / 128, columns / 128]
     *,
+    tiles: Tensor | None = None,
     rounding: str = "exact",
     native: bool | None = None,
     tile: Tile = ENCODE_TILE,
 ) -> None:
-    rows, columns = x.shape
-    _encode_kernel[(rows // WIDE * (columns // WIDE),)](
-        _raw(x), codes, scales, columns, wide=x.dtype == torch.float32,
-        rceil=rounding == "rceil", native=casts_natively(x.device) if native is None else native,
+    """Encode one matrix, or the ``tiles`` of many (:func:`list_tiles`) that lie in flat tensors."""
+    columns, count = WIDE, 0 if tiles is None else tiles.shape[1]
+    if tiles is None:
+        columns, count = x.shape[1], x.numel() // WIDE**2
+    if not count:
+        return
+    _encode_kernel[(count,)](
+        _raw(x), codes, scales, x if tiles is None else tiles, count, columns,
+        listed=tiles is not None, wide=x.dtype == torch.float32, rceil=rounding == "rceil",
+        native=casts_natively(x.device) if native is None else native,
         num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip
 
 
-def turn(codes: Tensor) -> Tensor:
-    """The transpose of uint8 [rows, columns], both multiples of 128, as memory of its own."""
+class Matrix(NamedTuple):
+    """Where a matrix lies in flat tensors: of values and of codes, in elements."""
+
+    rows: int
+    columns: int
+    start: int
+    into: int  # a multiple of 128 x 128: the scales of a matrix begin at ``into / 128 / 128``
+
+
+def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tensor:
+    """int64 [4, n] for n tiles of 128x128: its first value, first code, its scale, the columns."""
+    found = []
+    for rows, columns, start, into in matrices:
+        bands, strips = rows // WIDE, columns // WIDE
+        number = torch.arange(bands * strips)
+        inside = number // strips * WIDE * columns + number % strips * WIDE
+        wide = torch.full_like(number, columns)
+        found.append(torch.stack([start + inside, into + inside, into // WIDE**2 + number, wide]))
+    return torch.cat(found, 1).to(device)
+
+
+def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The transposes of uint8 [rows, columns], both multiples of 128, and of the scales of its
+    blocks, as memory of their own."""
     rows, columns = codes.shape
-    out = torch.empty(columns, rows, dtype=codes.dtype, device=codes.device)
-    _turn_kernel[(rows // WIDE * (columns // WIDE),)](codes, out, rows, columns, num_warps=8)
-    return out
+    out, out_scales = codes.new_empty(columns, rows), scales.new_empty(scales.shape[::-1])
+    grid = (rows // WIDE * (columns // WIDE),)
+    _turn_kernel[grid](codes, scales, out, out_scales, rows, columns, num_warps=8)
+    return out, out_scales

@@ -3,21 +3,25 @@
 
 ::
 
-    x [tokens, in]   --quantise-->  codes  [tokens, in]  scales [in/128, tokens]    y  = x · Wᵀ
-                                    turned [in, tokens]  scales [tokens/128, in]    dW = dyᵀ · x
-    dy [tokens, out] --quantise-->  codes  [tokens, out], turned [out, tokens]      dx = dy · W, dW
+    x [tokens, in]   --quantise-->  codes  [tokens, in]   scales [in/128, tokens]       y  = x · Wᵀ
+                                    turned [in, tokens]   scales [in/128, tokens/128]   dW = dyᵀ · x
+    dy [tokens, out] --quantise-->  codes  [tokens, out]  scales [out/128, tokens]      dx = dy · W
+                                    turned [out, tokens]  scales [tokens/128, out]      dW = dyᵀ · x
 
-Weights are in 128x128 blocks, activations and gradients in 1x128, along what is summed over. Hopper
-multiplies them (``torch._scaled_mm``, cuBLAS 12.9 and later), and sums a block of 128 in its own
-precision, about 14 bits. Elsewhere the operands are decoded and multiplied in fp32: the same
-numbers but for that sum.
+Of the operands of a product the left one is in blocks of 1x128, along what is summed over, and the
+right one in blocks of 128x128: weights, and x where it meets dy, because Hopper is faster at that
+than at 1x128 by 1x128. It multiplies them (``torch._scaled_mm``, cuBLAS 12.9 and later), and sums a
+block of 128 in its own precision, about 14 bits. Elsewhere the operands are decoded and multiplied
+in fp32: the same numbers but for that sum.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,7 @@ from torch import Tensor
 
 from shardwise.precision.fp8 import (
     ROW_128,
+    SQUARE_128,
     WIDE,
     Plane,
     Rounding,
@@ -42,16 +47,17 @@ def padded(tokens: int) -> int:
     return (tokens + WIDE - 1) // WIDE * WIDE
 
 
-def empty(x: Tensor, rows: bool, columns: bool) -> Quantised:
+def empty(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Memory for the planes of x [tokens, features] that are wanted; the others have no element."""
     tokens, features = padded(x.shape[0]), x.shape[1]
     shapes = [(tokens, features), (features // WIDE, tokens)] if rows else [(0, 0)] * 2
-    shapes += [(features, tokens), (tokens // WIDE, features)] if columns else [(0, 0)] * 2
-    codes, scales, turned, turned_scales = (
-        x.new_empty(shape, dtype=dtype)
-        for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
-    )
-    return codes, scales, turned, turned_scales
+    if turned:
+        scales = (tokens // WIDE, features), (features // WIDE, tokens // WIDE)
+        shapes += [(features, tokens), scales[turned == WIDE]]
+    else:
+        shapes += [(0, 0)] * 2
+    kinds = (torch.uint8, torch.float32) * 2
+    return tuple(x.new_empty(s, dtype=d) for s, d in zip(shapes, kinds, strict=True))  # type: ignore[return-value]
 
 
 class Tally:
@@ -91,36 +97,65 @@ def tallied(wanted: bool = True) -> Iterator[Tally]:
         _tally = before
 
 
-def quantise(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quantised:
-    """x [tokens, features] in blocks along features (``rows``) and along tokens (``columns``)."""
-    found = _quantised(x, rows, columns, rounding)
+def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
+    """x [tokens, features] in blocks along features (``rows``) and, turned, along tokens.
+
+    ``turned``: the number of features that share a scale with 128 tokens: 1 or, beside ``rows``,
+    128; 0: not wanted.
+    """
+    found = _quantised(x, rows, turned, rounding)
     if _tally is not None and not x.is_meta:
-        codes, turned = found[0], found[2]
-        _tally.add(x, codes[: len(x)] if rows else turned[:, : len(x)].t())
+        _tally.add(x, found[0][: len(x)] if rows else found[2][:, : len(x)].t())
     return found
 
 
-def _quantised(x: Tensor, rows: bool, columns: bool, rounding: Rounding) -> Quantised:
+_last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None
+
+
+def quantise_once(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
+    """:func:`quantise` of x [..., features], once for layers that read the same x one after another
+    (query, key and value): they save the same codes for backward."""
+    global _last
+    if x.is_inference():  # has no version
+        return quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
+    key, last = (x._version, rows, turned, rounding), _last
+    if last is not None and last[0]() is x and last[1] == key:
+        return last[2]
+    found = quantise(x.reshape(-1, x.shape[-1]), rows, turned, rounding)
+    _last = weakref.ref(x, _forget), key, found
+    return found
+
+
+def _forget(x: weakref.ref[Tensor]) -> None:
+    global _last
+    if _last is not None and _last[0] is x:
+        _last = None
+
+
+def _quantised(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
+    found = empty(x, rows, turned)
     if uses_kernels(x.device):
         from shardwise.kernels import fp8_block
 
-        found = empty(x, rows, columns)
         fp8_block.quantise(
             x.to(torch.bfloat16).contiguous(),
             found[:2] if rows else None,
-            found[2:] if columns else None,
+            found[2:] if turned else None,
+            square=turned == WIDE,
             rounding=rounding,
         )
         return found
-    codes, scales, turned, turned_scales = empty(x, rows, columns)
     whole = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
+    codes, scales, others, other_scales = found
     if rows:
         codes, each = encode_reference(whole, ROW_128, rounding)
         scales = each.t().contiguous()
-    if columns:
-        turned, each = encode_reference(whole.t().contiguous(), ROW_128, rounding)
-        turned_scales = each.t().contiguous()
-    return codes, scales, turned, turned_scales
+    if turned:
+        block = SQUARE_128 if turned == WIDE else ROW_128
+        others, other_scales = encode_reference(whole.t().contiguous(), block, rounding)
+        if block == ROW_128:
+            other_scales = other_scales.t().contiguous()
+    return codes, scales, others, other_scales
 
 
 def multiply(
@@ -131,12 +166,12 @@ def multiply(
     if codes.is_meta:
         return codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
     if scaled_problem(codes.device) is None:
-        if phase == "forward":
-            return _scaled_by_blocks(codes, scales, plane.codes, plane.scales, dtype)
-        from shardwise.kernels import fp8_block
+        right = plane.codes, plane.scales
+        if phase == "backward":
+            from shardwise.kernels import fp8_block
 
-        turned = plane.scales.t().contiguous()
-        return _scaled_by_blocks(codes, scales, fp8_block.turn(plane.codes), turned, dtype)
+            right = fp8_block.turn(*right)
+        return scaled_by_blocks(codes, scales, *right, dtype)
     left = _decoded(codes, scales)
     weight = decode_reference(plane.codes, plane.scales, plane.block, torch.float32)
     return (left @ (weight.t() if phase == "forward" else weight)).to(dtype)
@@ -145,18 +180,16 @@ def multiply(
 def weight_gradient(
     grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """dyᵀ · x [out, in] of turned codes [out, tokens] and [in, tokens]."""
+    """dyᵀ · x [out, in] of turned codes [out, tokens] and [in, tokens], these in 128x128 blocks."""
     if grad.is_meta or not grad.shape[1]:
         return grad.new_zeros(len(grad), len(x), dtype=dtype)
     if scaled_problem(grad.device) is None:
-        left, right = (each.view(torch.float8_e4m3fn) for each in (grad, x))
-        return torch._scaled_mm(
-            left, right.t(), scale_a=grad_scales.t(), scale_b=x_scales, out_dtype=dtype
-        )
-    return (_decoded(grad, grad_scales) @ _decoded(x, x_scales).t()).to(dtype)
+        return scaled_by_blocks(grad, grad_scales, x, x_scales, dtype)
+    right = decode_reference(x, x_scales, SQUARE_128, torch.float32)
+    return (_decoded(grad, grad_scales) @ right.t()).to(dtype)
 
 
-def _scaled_by_blocks(
+def scaled_by_blocks(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """[tokens, k] times the transpose of [n, k], whose scales are [n / 128, k / 128]."""

@@ -29,6 +29,7 @@ from shardwise.precision.fp8 import (
     ROW,
     ROW_128,
     SCALES,
+    WIDE,
     FP8Error,
     Plane,
     Rounding,
@@ -134,60 +135,85 @@ class _Linear(torch.autograd.Function):
         ctx.weight, ctx.matmul, ctx.recipe, ctx.x_shape = weight, matmul, recipe, x.shape
         ctx.weight_dtype = None if parameter is None else parameter.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        flat = x.reshape(-1, x.shape[-1])
-        learns = ctx.needs_input_grad[1]
+        tokens, learns = x.shape[:-1].numel(), ctx.needs_input_grad[1]
         named = parameter if weight is None else None
         if recipe.activations is None:
             ctx.save_for_backward(named, x if learns else None, None)
+            flat = x.reshape(-1, x.shape[-1])
             y = _product(flat, None, named, weight, matmul, bias, "forward", x.dtype)
         else:
             by_codes = learns and recipe.weight_gradient == "fp8"
-            codes, scales, turned, turned_scales = _quantised(
-                flat, True, by_codes, recipe.activations, named is not None
+            # A compiler sees by itself that layers quantise the same x.
+            quantise = fp8_block.quantise_once if named is None else _traced_quantise
+            codes, scales, turned, turned_scales = quantise(
+                x, True, WIDE if by_codes else 0, recipe.activations
             )
             kept = (turned, turned_scales) if by_codes else (x if learns else None, None)
             ctx.save_for_backward(named, *kept)
             y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype)
-            y = y[: flat.shape[0]] if bias is None else y[: flat.shape[0]] + bias
+            y = y[:tokens] if bias is None else y[:tokens] + bias
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         named, kept, kept_scales = ctx.saved_tensors
-        recipe, weight, matmul = ctx.recipe, ctx.weight, ctx.matmul
+        recipe, weight = ctx.recipe, ctx.weight
         grad = grad.reshape(-1, grad.shape[-1])
-        tokens, dtype = grad.shape[0], grad.dtype
         of_x = of_weight = of_bias = None
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         by_codes = wants_weight and recipe.weight_gradient == "fp8"
-        codes, scales, turned, turned_scales = grad, None, None, None
         if recipe.activations is not None and (wants_x or by_codes):
-            codes, scales, turned, turned_scales = _quantised(
-                grad, wants_x, by_codes, recipe.activations, named is not None
-            )
-        if wants_x:
-            of_x = _product(codes, scales, named, weight, matmul, None, "backward", dtype)
-            of_x = of_x[:tokens].view(ctx.x_shape)
+            codes = (kept, kept_scales) if by_codes else (None, None)
+            options = wants_x, recipe.activations, ctx.weight_dtype
+            if weight is None:
+                of_x, of_weight = ops.fp8_linear_backward.default(grad, named, *codes, *options)
+            else:
+                of_x, of_weight = linear_backward(grad, weight, *codes, *options)
+        elif wants_x:
+            of_x = _product(grad, None, named, weight, ctx.matmul, None, "backward", grad.dtype)
         if wants_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if by_codes:
-            assert turned is not None and turned_scales is not None
-            gradient = (
-                ops.fp8_weight_gradient.default if named is not None else fp8_block.weight_gradient
-            )
-            of_weight = gradient(turned, turned_scales, kept, kept_scales, ctx.weight_dtype)
-        elif wants_weight:
+        if wants_weight and not by_codes:
             x = kept.reshape(-1, kept.shape[-1])
             of_weight = weight_gradient(grad, x, ctx.weight_dtype)
-        return of_x, of_weight, of_bias, None, None, None
+        return (
+            of_x.view(ctx.x_shape) if wants_x and of_x is not None else None,
+            of_weight if wants_weight else None,
+            of_bias,
+            *(None, None, None),
+        )
 
 
-def _quantised(
-    x: Tensor, rows: bool, columns: bool, rounding: Rounding, traced: bool
-) -> fp8_block.Quantised:
-    quantise = ops.fp8_quantise.default if traced else fp8_block.quantise
-    return quantise(x, rows, columns, rounding)  # type: ignore[no-any-return]
+def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Any:
+    flat = x.reshape(-1, x.shape[-1])
+    return ops.fp8_quantise.default(flat, rows, turned, rounding)
+
+
+def linear_backward(
+    grad: Tensor,  # [tokens, rows]
+    weight: FP8Tensor,  # [rows, columns]
+    x: Tensor | None,  # [columns, tokens]: turned codes; None: the weight's gradient is not wanted
+    x_scales: Tensor | None,
+    wants_x: bool,
+    rounding: Rounding,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """dy · W and dyᵀ · x of dy in fp8, the second in ``dtype``; what is not wanted has no
+    element."""
+    codes, scales, turned, turned_scales = fp8_block.quantise(
+        grad, wants_x, 0 if x is None else 1, rounding
+    )
+    of_x, of_weight = grad.new_empty(0), grad.new_empty(0)
+    if wants_x:
+        plane = weight.plane("backward")
+        of_x = fp8_block.multiply(codes, scales, plane, "backward", grad.dtype)[: grad.shape[0]]
+    if x is not None:
+        assert x_scales is not None
+        of_weight = fp8_block.weight_gradient(
+            turned, turned_scales, x, x_scales, dtype or grad.dtype
+        )
+    return of_x, of_weight
 
 
 def _product(

@@ -9,6 +9,7 @@ graph serves all blocks of a model that are alike.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import FP8Error, Plane
-from shardwise.precision.fp8_functions import product
+from shardwise.precision.fp8_functions import linear_backward, product
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Reads
 
@@ -52,19 +53,51 @@ def weight_of(parameter: Tensor) -> Any:
     return found
 
 
-@torch.library.custom_op("shardwise::fp8_quantise", mutates_args=())
-def _quantise(
-    x: Tensor, rows: bool, columns: bool, rounding: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fp8_block.quantise(x, rows, columns, rounding)  # type: ignore[arg-type]
+# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
+_library = torch.library.Library("shardwise", "FRAGMENT")
 
 
-@_quantise.register_fake
-def _(x: Tensor, rows: bool, columns: bool, rounding: str) -> fp8_block.Quantised:
-    return fp8_block.empty(x, rows, columns)
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
+    """Make the decorated function an operator of pure results; ``fake`` knows their shapes."""
+
+    def register(function: Callable[..., Any]) -> None:
+        name = schema.partition("(")[0]
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
+
+    return register
 
 
-@torch.library.custom_op("shardwise::fp8_product", mutates_args=())
+def _fake_quantise(x: Tensor, rows: bool, turned: int, rounding: str) -> fp8_block.Quantised:
+    return fp8_block.empty(x, rows, turned)
+
+
+@_operator(
+    "fp8_quantise(Tensor x, bool rows, int turned, str rounding)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_quantise,
+)
+def _quantise(x: Tensor, rows: bool, turned: int, rounding: str) -> fp8_block.Quantised:
+    return fp8_block.quantise(x, rows, turned, rounding)  # type: ignore[arg-type]
+
+
+def _fake_product(
+    x: Tensor,
+    scales: Tensor | None,
+    parameter: Tensor,
+    bias: Tensor | None,
+    phase: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
+
+
+@_operator(
+    "fp8_product(Tensor x, Tensor? scales, Tensor parameter, Tensor? bias, str phase,"
+    " ScalarType dtype) -> Tensor",
+    _fake_product,
+)
 def _product(
     x: Tensor,
     scales: Tensor | None,
@@ -77,36 +110,44 @@ def _product(
     return product(x, scales, weight, weight.matmul, bias, phase, dtype)  # type: ignore[arg-type]
 
 
-@_product.register_fake
-def _(
-    x: Tensor,
-    scales: Tensor | None,
+def _fake_linear_backward(
+    grad: Tensor,
     parameter: Tensor,
-    bias: Tensor | None,
-    phase: str,
-    dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
+    x: Tensor | None,
+    x_scales: Tensor | None,
+    wants_x: bool,
+    rounding: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    rows, columns = parameter.shape
+    of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
+    shape = (0,) if x is None else (rows, columns)
+    return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
-@torch.library.custom_op("shardwise::fp8_weight_gradient", mutates_args=())
-def _weight_gradient(
-    grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return fp8_block.weight_gradient(grad, grad_scales, x, x_scales, dtype)
+@_operator(
+    "fp8_linear_backward(Tensor grad, Tensor parameter, Tensor? x, Tensor? x_scales, bool wants_x,"
+    " str rounding, ScalarType? dtype) -> (Tensor, Tensor)",
+    _fake_linear_backward,
+)
+def _linear_backward(
+    grad: Tensor,
+    parameter: Tensor,
+    x: Tensor | None,
+    x_scales: Tensor | None,
+    wants_x: bool,
+    rounding: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    weight = weight_of(parameter)
+    return linear_backward(grad, weight, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
 
 
-@_weight_gradient.register_fake
-def _(grad: Tensor, grad_scales: Tensor, x: Tensor, x_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return grad.new_empty(grad.shape[0], x.shape[0], dtype=dtype)
+def _fake_decode(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-@torch.library.custom_op("shardwise::fp8_decode", mutates_args=())
+@_operator("fp8_decode(Tensor parameter) -> Tensor", _fake_decode)
 def _decode(parameter: Tensor) -> Tensor:
     weight = weight_of(parameter)
     return weight.dequantise("forward", dtype=parameter.dtype)  # type: ignore[no-any-return]
-
-
-@_decode.register_fake
-def _(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -34,7 +34,17 @@ from shardwise.buffer import Buffer
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, weakly
 from shardwise.memory import Block as Memory
-from shardwise.precision.fp8 import SCALES, Block, FP8Error, Plane, Rounding, encode, scale_shape
+from shardwise.precision.fp8 import (
+    SCALES,
+    SQUARE_128,
+    Block,
+    FP8Error,
+    Plane,
+    Rounding,
+    encode,
+    scale_shape,
+    uses_kernels,
+)
 from shardwise.precision.fp8_products import Matmul, Native
 from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
@@ -59,6 +69,7 @@ class GroupPlane:
         self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
         self.part_filled: Any = None  # main.state when they did
         self.views: list[Plane] | None = None
+        self._tiles: Tensor | None = None  # of the weights that this rank encodes, as a kernel asks
 
     def view(self, index: int, low: int, high: int) -> Plane:
         """The plane of elements [low, high) of one weight, which must be whole blocks. A stack of
@@ -78,6 +89,26 @@ class GroupPlane:
         memory, begin = self.memory.tensor, self.layout.numel
         low, high = (begin + end // self.share * self.width for end in (first, last))
         return memory[first:last], memory[low:high]
+
+    def encode_all(self, source: Buffer, rounding: Rounding) -> bool:
+        """Whether a kernel has encoded all elements of ``source`` into their places."""
+        values, memory = source.flat, self.memory.tensor
+        known = self.block == SQUARE_128 and values.dtype in (torch.bfloat16, torch.float32)
+        if not (known and values.device == memory.device and uses_kernels(memory.device)):
+            return False
+        from shardwise.kernels import fp8_block as kernels
+
+        if self._tiles is None:
+            places = zip(self.layout.items, self.layout.starts, source.pieces, strict=True)
+            matrices = [
+                kernels.Matrix((high - low) // item.shape[-1], item.shape[-1], offset, start + low)
+                for item, start, (low, high, offset) in places
+            ]
+            self._tiles = kernels.list_tiles(matrices, memory.device)
+        codes, scales = self.ranges(0, self.layout.numel)
+        scales = scales.view(SCALES[self.block])
+        kernels.encode(values, codes, scales, tiles=self._tiles, rounding=rounding)
+        return True
 
     def make_part(self, first: int, last: int) -> None:
         """Make the memory of what outer axes bring: addresses [first, last)."""
@@ -110,15 +141,17 @@ class GroupPlane:
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
-    """Encode the elements of ``source`` into the same places of each plane, in one read."""
+    """Encode the elements of ``source`` into the same places of each plane, in one read; in one
+    launch where a kernel takes all weights of a plane."""
+    rest = [plane for plane in planes if not plane.encode_all(source, rounding)]
     for index, (low, high, _) in enumerate(source.pieces):
-        if high > low and planes:
-            into = [plane.view(index, low, high) for plane in planes]
+        if high > low and rest:
+            into = [plane.view(index, low, high) for plane in rest]
             codes = into[0].codes
             value = source.view(index).view(codes.shape)
             if value.device != codes.device:  # offloaded: cast first, to copy half the bytes
                 value = value.to(torch.bfloat16).to(codes.device)
-            encode(value, [plane.block for plane in planes], out=into, rounding=rounding)
+            encode(value, [plane.block for plane in rest], out=into, rounding=rounding)
 
 
 class FP8Group(Group):

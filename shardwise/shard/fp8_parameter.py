@@ -165,7 +165,9 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return _traced(func, args, kwargs)
-        if torch.compiler.is_compiling() or _reads_no_values(func):  # a compiler asks what it is
+        # A graph's operator, which finds the planes; or a compiler asks what the parameter is.
+        plain = getattr(func, "namespace", "") == "shardwise" or torch.compiler.is_compiling()
+        if plain or _reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is F.linear:

@@ -97,6 +97,8 @@ class TrainConfig:
         precision: format of the compute weights; ``auto``: fp32 on CPU, bf16 on GPUs. ``mxfp8``,
             ``mxfp8_2d`` and ``fp8_block`` store linear layers so and leave the rest bf16; the run
             says which and why. ``fp8_block`` multiplies in fp8 too. Main weights are fp32.
+        final_bf16: fraction of the steps, at the end, that are computed in bf16 after steps with
+            weights in fp8: the run is saved there, and goes on in the other precision.
         compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs.
         seed: seed of the weights, of the order of the samples and of the random generators.
         eval_every: steps between evaluations of the held-out loss; 0: none.
@@ -136,6 +138,7 @@ class TrainConfig:
     final: float = 0.1
     clip: float = 1.0
     precision: PrecisionName = "auto"
+    final_bf16: float = 0.0
     compile: CompileChoice = "auto"
     seed: int = 0
     eval_every: int = 50
@@ -185,6 +188,13 @@ class TrainConfig:
             problems.append(f"decay={self.decay!r} is a fraction of the steps: 0 to 1")
         if not 0 <= self.final <= 1:
             problems.append(f"final={self.final!r} is a fraction of the learning rates: 0 to 1")
+        if not 0 <= self.final_bf16 < 1:
+            problems.append(f"final_bf16={self.final_bf16!r} is a fraction of the steps: 0 to 1")
+        if self.final_bf16 and self.precision in ("auto", "fp32", "bf16"):
+            problems.append(
+                f"final_bf16={self.final_bf16!r} ends steps in fp8, and precision="
+                f"{self.precision!r} has none: choose a precision in fp8, or leave it out"
+            )
         if not 0 < self.held_out <= 0.5:
             problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
         if self.replicas is not None and self.replicas < 1:
@@ -246,6 +256,11 @@ class TrainConfig:
         if self.compile == "auto":
             return device == "cuda" and self.tp == 1 and self.module is None
         return self.compile == "on"
+
+    @property
+    def fp8_steps(self) -> int:
+        """The number of steps with weights in fp8, where ``precision`` is such a format."""
+        return self.steps - round(self.final_bf16 * self.steps)
 
     def factor(self, step: int) -> float:
         """The factor of both learning rates in ``step`` (counted from 0)."""

@@ -32,7 +32,14 @@ from shardwise.precision.fp8_block import Tally, tallied
 from shardwise.report.compare import plan_event
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
-from shardwise.train.build import Parts, build, build_scheduler, precision_of
+from shardwise.train.build import (
+    Parts,
+    build,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    precision_of,
+)
 from shardwise.train.codecs import write_codec
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
@@ -153,6 +160,8 @@ class Trainer:
         with Guard() as guard:
             self._concluded = time.perf_counter()
             while self.step < config.steps and reason is None:
+                if self.step >= config.fp8_steps and precision_of(self.config, self.world).format:
+                    self._leave_fp8()
                 if self.step + 1 == profiled:
                     with record_step(self.world.device) as profile:
                         reason = self._train_step(guard)
@@ -388,6 +397,22 @@ class Trainer:
         parts.scheduler = build_scheduler(self.config, parts.optimizer, self.step)
         parts.sampler.load_state_dict(extra["data"])
         return loaded
+
+    def _leave_fp8(self) -> None:
+        """Go on in bf16: by a checkpoint, which a model in that precision loads (collective)."""
+        self.save()
+        self._finish_saving()
+        path = self.store.wait()
+        assert path is not None
+        parts, end = self.parts, self.parts.model.document_end
+        self._configure(dataclasses.replace(self.config, precision="bf16", final_bf16=0.0))
+        del parts.model, parts.optimizer, parts.scheduler, self.experts  # before the next ones come
+        parts.config, parts.model = self.config, build_model(self.config, self.world)
+        parts.model.document_end = end
+        parts.optimizer = build_optimizer(self.config, parts.model)
+        self._restore(path, or_older=False)
+        self.experts = ExpertLoad(parts.model)
+        self.events("note", text=f"step {self.step}: bf16 from here on (final_bf16)")
 
     def sample(self) -> None:
         """Log a text that the model generates (collective)."""

@@ -81,7 +81,15 @@ def test_on_two_axes(strategy: str, tmp_path: Path) -> None:
 
 def test_with_weights_in_mxfp8(tmp_path: Path) -> None:
     wide = dataclasses.replace(TINY.model, dim=32)
-    compare("zero3", "muon", 2, tmp_path, precision="mxfp8", model=wide)
+    # The last two of eight steps are in bf16.
+    options = {"precision": "mxfp8", "final_bf16": 0.25, "keep": 4}
+    compare("zero3", "muon", 2, tmp_path, model=wide, **options)
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        (note,) = events_of(folder, "note")
+        assert note["text"] == "step 6: bf16 from here on (final_bf16)"
+        checkpoints = sorted((folder / "checkpoints").iterdir())
+        saved = [Manifest.read(path).config["precision"] for path in checkpoints]
+        assert saved == ["mxfp8", "mxfp8", "bf16"]
     (run,) = events_of(tmp_path / "first", "run")
     weights, (planned,) = run["weights"], events_of(tmp_path / "first", "plan")
     assert weights["format"] == "mxfp8" and weights["stored"] >= 7 * wide.num_layers

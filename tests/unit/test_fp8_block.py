@@ -16,6 +16,7 @@ from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
     SQUARE_128,
+    Block,
     FP8Error,
     Rounding,
     decode_reference,
@@ -35,12 +36,12 @@ def made(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator) * torch.exp2(powers)
 
 
-def through(x: Tensor, rounding: Rounding, along: int = 1) -> Tensor:
+def through(x: Tensor, rounding: Rounding, along: int = 1, block: Block = ROW_128) -> Tensor:
     """x [n, m] in fp32 as blocks of 128 along a dimension hold it; that dimension is padded."""
     turned = x if along == 1 else x.t()
     whole = F.pad(turned, (0, -turned.shape[1] % 128))
-    codes, scales = encode_reference(whole, ROW_128, rounding)
-    values = decode_reference(codes, scales, ROW_128, torch.float32)[:, : turned.shape[1]]
+    codes, scales = encode_reference(whole, block, rounding)
+    values = decode_reference(codes, scales, block, torch.float32)[:, : turned.shape[1]]
     return values if along == 1 else values.t()
 
 
@@ -100,7 +101,8 @@ def test_each_product_is_that_of_what_its_operands_were_rounded_to(
         of_x = (through(g, rounding) @ w).bfloat16()
         of_weight = g.t() @ flat
         if recipe.weight_gradient == "fp8":
-            of_weight = through(g, rounding, along=0).t() @ through(flat, rounding, along=0)
+            right = through(flat, rounding, along=0, block=SQUARE_128)
+            of_weight = through(g, rounding, along=0).t() @ right
     assert x.grad is not None and parameter.grad is not None
     assert torch.equal(y.detach().view(-1, ROWS), expected)
     assert torch.equal(x.grad.view(-1, COLUMNS), of_x)
@@ -123,15 +125,43 @@ def test_x_is_saved_as_codes_unless_the_gradient_is_bf16() -> None:
     assert not any(each is not None for each in frozen.grad_fn.saved_tensors)
 
 
+def test_layers_that_read_the_same_x_share_its_codes() -> None:
+    """Query, key and value; another x, or the same one written to, is quantised anew."""
+    recipe, seen = Recipe("exact", "fp8"), []
+    weights = [FP8Tensor.encode(made(ROWS, COLUMNS, seed=n), "fp8_block") for n in range(3)]
+    parameters = [nn.Parameter(made(ROWS, COLUMNS)) for _ in weights]
+    x = made(256, COLUMNS).bfloat16()
+
+    def codes_of(y: Any) -> Tensor:
+        return next(each for each in y.grad_fn.saved_tensors if each is not None)
+
+    def layers(x: Tensor) -> list[Tensor]:
+        pairs = zip(weights, parameters, strict=True)
+        return [fp8_linear(x, w, parameter=p, recipe=recipe) for w, p in pairs]
+
+    with fp8_block.tallied() as tally:
+        seen = layers(x)
+    assert tally.figures()["values"] == x.numel(), "quantised once"
+    first = codes_of(seen[0])
+    assert all(codes_of(y).data_ptr() == first.data_ptr() for y in seen)
+    other = layers(x.clone())
+    assert codes_of(other[0]).data_ptr() != first.data_ptr()
+    assert all(map(torch.equal, seen, other))
+    x.mul_(2.0)
+    assert not torch.equal(layers(x)[0], seen[0])
+    del x, other
+    assert fp8_block._last is None, "codes go with the tensor that they are of"
+
+
 def test_what_is_lost_is_counted() -> None:
     x = torch.ones(130, 128)
     x[5, :64] = 1e-6  # zero beside a one
     x[7, 3], x[9, 9] = 0.0, float("nan")
     with fp8_block.tallied() as tally:
-        fp8_block.quantise(x.bfloat16(), True, True, "exact")
+        fp8_block.quantise(x.bfloat16(), True, 128, "exact")
         with fp8_block.tallied(False):
-            fp8_block.quantise(x.bfloat16(), False, True, "exact")
-    fp8_block.quantise(x.bfloat16(), True, False, "exact")  # not inside
+            fp8_block.quantise(x.bfloat16(), False, 1, "exact")
+    fp8_block.quantise(x.bfloat16(), True, 0, "exact")  # not inside
     found = tally.figures()
     assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
     # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,

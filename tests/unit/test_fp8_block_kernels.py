@@ -45,26 +45,51 @@ def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_plane_has_the_bits_of_the_definition(dtype: torch.dtype, rounding: Rounding) -> None:
     x = values(150, 256, dtype)  # 22 tokens of the second tile
-    expected = quantise(x, True, True, rounding)
-    for rows, columns in ((True, True), (True, False), (False, True)):
-        found = empty(x, rows, columns)
+    for rows, turned in ((True, 1), (True, 128), (True, 0), (False, 1)):
+        expected = quantise(x, rows, turned, rounding)
+        found = empty(x, rows, turned)
         for part in found:
             part.fill_(7)
         kernels.quantise(
             x.to(torch.bfloat16),
             found[:2] if rows else None,
-            found[2:] if columns else None,
+            found[2:] if turned else None,
+            square=turned == 128,
             rounding=rounding,
             native=False,
         )
-        wanted = [True] * 2 * rows + [True] * 2 * columns
-        parts = zip(found, expected, [rows, rows, columns, columns], strict=True)
-        checked = [torch.equal(a.nan_to_num(-1), b.nan_to_num(-1)) for a, b, on in parts if on]
-        assert checked == wanted
+        checked = [
+            torch.equal(a.nan_to_num(-1), b.nan_to_num(-1))
+            for a, b in zip(found, expected, strict=True)
+            if a.numel()
+        ]
+        assert checked == [True] * 2 * (rows + (turned > 0))
     x = values(256, 128 * 2, dtype)
     codes, scales = encode_reference(x, SQUARE_128, rounding)
     mine, my_scales = torch.full_like(codes, 7), torch.full_like(scales, 7)
     kernels.encode(x, mine, my_scales, rounding=rounding, native=False)
     assert torch.equal(mine, codes)
     assert torch.equal(my_scales.nan_to_num(-1), scales.nan_to_num(-1))
-    assert torch.equal(kernels.turn(codes[:128]), codes[:128].t())
+    turned, turned_scales = kernels.turn(codes[:128], scales[:1])
+    assert torch.equal(turned, codes[:128].t())
+    assert torch.equal(turned_scales.nan_to_num(-1), scales[:1].t().nan_to_num(-1))
+
+
+@inside
+def test_tiles_of_many_matrices_are_encoded_in_one_launch() -> None:
+    first, second = values(256, 256, torch.float32), values(128, 384, torch.float32) * 3
+    flat = torch.cat([torch.full((128,), 9.0), second.view(-1), first.view(-1)])
+    matrices = [
+        kernels.Matrix(256, 256, 128 + second.numel(), 16384),  # a gap of one tile before it
+        kernels.Matrix(128, 384, 128, 16384 + first.numel()),
+    ]
+    codes, scales = torch.full((16384 * 8,), 7, dtype=torch.uint8), torch.full((8,), 7.0)
+    tiles = kernels.list_tiles(matrices, flat.device)
+    kernels.encode(flat, codes, scales, tiles=tiles, native=False)
+    for value, matrix in zip((first, second), matrices, strict=True):
+        expected, expected_scales = encode_reference(value, SQUARE_128)
+        into, number = matrix.into, matrix.into // 16384
+        assert torch.equal(codes[into : into + value.numel()].view(value.shape), expected)
+        mine = scales[number : number + expected_scales.numel()].view(expected_scales.shape)
+        assert torch.equal(mine.nan_to_num(-1), expected_scales.nan_to_num(-1))
+    assert (codes[:16384] == 7).all() and scales[0] == 7, "nothing else was written"
