@@ -109,8 +109,9 @@ def _quantise_kernel(
         scales = turned_scales_ptr + band.to(tl.int64) * features + strip * 128
         if square:
             scale, inverse = _scale(whole, rceil)
-            place = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
-            tl.store(turned_scales_ptr + place, scale)
+            # A name of its own: Triton takes a variable from before a loop for one of the loop.
+            corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
+            tl.store(turned_scales_ptr + corner, scale)
         for part in range(64 // wide):  # the tile again, out of the cache
             token, pair = tl.arange(0, 128)[:, None], part * wide + tl.arange(0, wide)[None, :]
             place = token * (features // 2) + pair
