@@ -436,8 +436,8 @@ def matrix_groups(
     found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
     for one in members:
         sharding, group = sharding_of(one.parameter), one.group
-        names = ("form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function")
-        names += ("step_bytes",)
+        names = ["form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function"]
+        names += ["step_bytes"]
         alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, names))
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
