@@ -50,6 +50,11 @@ from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
 
+_ALIKE = (
+    *("form", "scale", "wire", "replicas", "tensor_parallel"),
+    *("step_bytes", "kind", "function"),
+)  # settings of parameters that one exchange works on
+
 
 def momentum_state(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
     """The state of a parameter, new or as it was, stored where it is needed (collective then)."""
@@ -436,9 +441,7 @@ def matrix_groups(
     found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
     for one in members:
         sharding, group = sharding_of(one.parameter), one.group
-        names = ("form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function")
-        names += ("step_bytes",)
-        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, names))
+        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _ALIKE))
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
     return [
