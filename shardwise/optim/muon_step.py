@@ -309,7 +309,7 @@ class MatrixGroup:
         spans: Sequence[Span],
     ) -> list[Tensor]:
         """Advance the momentum of a round; returns the updates to orthogonalise: zeros without a
-        gradient, and anything where another replica computes."""
+        gradient, and nothing where another replica computes."""
         found = [self._nothing(span, given[span.parameter]) for span in spans]
         for numbers in self._by_group(spans, given):
             numbers = [number for number in numbers if spans[number].mine]
@@ -334,12 +334,12 @@ class MatrixGroup:
         return found
 
     def _nothing(self, span: Span, given: bool) -> Tensor:
-        """The elements of a span before there are any."""
+        """Zeros for a span without a gradient, which its owner computes all the same; else
+        nothing."""
         local = local_of(self.members[span.parameter].parameter)
-        if given and span.mine:
+        if given or not span.mine:
             return local.new_empty(0)
-        make = local.new_empty if given else local.new_zeros
-        return counted(make(span.end - span.begin), KIND)
+        return counted(local.new_zeros(span.end - span.begin), KIND)
 
     def _piece(self, span: Span, state: Tensor) -> Tensor:
         """The elements of a span in a flat state, or gradient: it begins where this replica's part
