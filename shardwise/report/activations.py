@@ -15,13 +15,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.memory import Ledger
 from shardwise.moe.grouped_mlp import GroupedMLP
@@ -37,7 +37,9 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._sizes = ledger, dict[int, int]()
+        self._ledger = ledger
+        # By address: the bytes of a storage, and a reference that tells of its end.
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.live = sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in model.buffers())
         self.peak = 0  # with the ledger's bytes
         self.at_peak = 0  # of it, those followed here
@@ -46,19 +48,24 @@ class Follower(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = _storages(result)
-        if made:
-            given = _storages((args, kwargs))  # views of those are no new memory
-            for key, storage in made.items():
-                if key not in given and key not in self._sizes:
-                    self._sizes[key] = nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
-                    weakref.finalize(storage, self._forget, key).atexit = False
+        fresh = {key: one for key, one in _storages(result).items() if key not in self._alive}
+        if fresh:
+            given = _storages((args, kwargs or {}))  # views of those are no new memory
+            for key, storage in fresh.items():
+                if key not in given:
+                    nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
+                    gone = weakref.ref(storage, partial(self._end, key))
+                    self._alive[key] = (nbytes, gone)
                     self.live += nbytes
             self.note()
         return result
 
+    def _end(self, key: int, reference: Any) -> None:
+        if key in self._alive and self._alive[key][1] is reference:
+            self._forget(key)
+
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+        self.live -= self._alive.pop(key, (0, None))[0]
 
     def adopt(self, tensor: Tensor) -> None:
         """The ledger counts the memory of this tensor from here on."""
@@ -70,13 +77,21 @@ class Follower(TorchDispatchMode):
             self.peak, self.at_peak = self._ledger.total + self.live, self.live
 
 
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+def _storages(
+    value: Any, found: dict[int, torch.UntypedStorage] | None = None
+) -> dict[int, torch.UntypedStorage]:
     """The memory on the meta device of the tensors inside, by address."""
-    found = {}
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.is_meta:
+    found = {} if found is None else found
+    if isinstance(value, Tensor):
+        if value.is_meta:
             storage = getattr(value, "_local_tensor", value).untyped_storage()
             found[storage._cdata] = storage
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _storages(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _storages(one, found)
     return found
 
 
