@@ -48,11 +48,11 @@ class Follower(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        fresh = {key: one for key, one in _storages(result).items() if key not in self._alive}
-        if fresh:
+        made = _storages(result)
+        if made:
             given = _storages((args, kwargs or {}))  # views of those are no new memory
-            for key, storage in fresh.items():
-                if key not in given:
+            for key, storage in made.items():
+                if key not in given and key not in self._alive:
                     nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
                     gone = weakref.ref(storage, partial(self._end, key))
                     self._alive[key] = (nbytes, gone)
