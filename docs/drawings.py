@@ -106,8 +106,7 @@ def memory() -> Canvas:
     with patch.object(planning, "Follower", Recording):
         plan = sw.plan(model, {"dp": 8}, "zero3", optimizer="muon", batch=(4, 512))
     kinds = [kind for kind in (*KINDS, "activations") if any(one.get(kind) for one in held)]
-    colours = KIND_COLOURS | {"activations": GREEN}
-    keys = [Key(KINDS.get(kind, kind), colours[kind]) for kind in kinds]
+    keys = [Key(KINDS.get(kind, kind), KIND_COLOURS[kind]) for kind in kinds]
     peak = max(sum(one.values()) for one in held)
     about = "6 blocks of width 512 under zero(3), rank 0 of 8, 4 x 512 tokens: "
     about += f"{size_text(peak)} at the peak, {size_text(plan.optimizer_bytes)} of momentum besides"
@@ -127,7 +126,7 @@ def memory() -> Canvas:
         ceiling = [low + one.get(kind, 0) for low, one in zip(floor, shown, strict=True)]
         line = [(frame.x(at * stride), frame.y(value)) for at, value in enumerate(ceiling)]
         under = [(frame.x(at * stride), frame.y(value)) for at, value in enumerate(floor)]
-        canvas.area([*line, *reversed(under)], fill=colours[kind], tip=KINDS.get(kind, kind))
+        canvas.area([*line, *reversed(under)], fill=KIND_COLOURS[kind], tip=KINDS.get(kind, kind))
         floor = ceiling
     return canvas
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"shardwise.{name}")
     api = importlib.import_module("shardwise.api")
     if not hasattr(api, name):
+        near = ", ".join(get_close_matches(name, api.__all__, cutoff=0.5))
         raise AttributeError(
-            f"module 'shardwise' has no attribute {name!r}; dir(shardwise) lists its names"
+            f"module 'shardwise' has no attribute {name!r}{near and f'; there are: {near}'}"
         )
     globals()[name] = found = getattr(api, name)
     return found

@@ -410,7 +410,6 @@ _FIXES = {
     errno.EROFS: "choose a folder that can be written",
     errno.EACCES: "choose a folder that you may write",
     errno.ENOSPC: "free some space there, or choose another disk",
-    errno.EADDRINUSE: "choose a free port (torchrun --master-port), or end the process that has it",
 }
 
 

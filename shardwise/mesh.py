@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -233,12 +234,28 @@ def _check_positive(**sizes: int | None) -> None:
         raise ValueError(f"init_mesh({', '.join(wrong)}): the size of an axis is 1 or more")
 
 
+@contextmanager
+def naming_the_port() -> Iterator[None]:
+    """While ranks meet, a port that another process has becomes an error with the fix first."""
+    try:
+        yield
+    except dist.DistNetworkError as error:  # type: ignore[attr-defined]
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"choose a free port (torchrun --master-port, MASTER_PORT), or end the process that "
+            f"listens there: the ranks cannot meet at {where}, which is in use"
+        ) from error
+
+
 def _join_process_group(device_type: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        with naming_the_port():
+            dist.init_process_group(backend)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

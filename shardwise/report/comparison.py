@@ -27,18 +27,20 @@ def comparison_parts(
     runs: Mapping[str, Sequence[Event]],
 ) -> tuple[list[Canvas], dict[str, list[str]], dict[str, list[str]]]:
     """Pictures of the loss, straight and by logarithms; final figures; different settings."""
-    lines = [(name, _losses(events)) for name, events in runs.items()]
-    pictures = [canvas for log in (False, True) if (canvas := _losses_canvas(lines, log))]
+    # All runs by the same loss: the held-out one where each has a curve of it.
+    evaluated = all(len(events_of(events, "eval")) > 1 for events in runs.values())
+    lines = [(name, _losses(events, evaluated)) for name, events in runs.items()]
+    about = f"{'held out' if evaluated else 'of training'}, by tokens"
+    pictures = [canvas for log in (False, True) if (canvas := _losses_canvas(lines, about, log))]
     return pictures, _ends(runs), _differences(runs)
 
 
-def _losses(events: Sequence[Event]) -> list[Point]:
-    """Held-out loss by tokens where it was evaluated, else the loss of training."""
+def _losses(events: Sequence[Event], evaluated: bool) -> list[Point]:
+    """The loss by tokens: held out, or of training."""
     steps = events_of(events, "step")
     tokens = {event["step"]: number(event.get("tokens")) for event in steps}
-    held_out = events_of(events, "eval")
     found = []
-    for event in held_out if len(held_out) > 1 else steps:
+    for event in events_of(events, "eval") if evaluated else steps:
         value, step = number(event.get("bits_per_byte")), number(event.get("step"))
         value = number(event.get("loss")) if value is None else value
         at = tokens.get(event["step"])
@@ -47,7 +49,7 @@ def _losses(events: Sequence[Event]) -> list[Point]:
     return sorted(found)
 
 
-def _losses_canvas(lines: Sequence[Line], log: bool) -> Canvas | None:
+def _losses_canvas(lines: Sequence[Line], about: str, log: bool) -> Canvas | None:
     shown = [(name, points) for name, points in lines if points][: len(PALETTE)]
     if not shown:
         return None
@@ -57,7 +59,7 @@ def _losses_canvas(lines: Sequence[Line], log: bool) -> Canvas | None:
     margin = 0.06 * (max(ys) - min(ys) or 1)
     straight = (max(0.0, min(ys) - margin), max(ys) + margin)
     canvas = Canvas(WIDTH, HEIGHT, "Loss of each run")
-    top = draw_title(canvas, "Loss of each run", "held out where it was evaluated; by tokens")
+    top = draw_title(canvas, "Loss of each run", about)
     frame = draw_axes(
         canvas,
         top=top,

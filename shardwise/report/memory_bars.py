@@ -15,14 +15,13 @@ from shardwise.report.axes import WIDTH, Key, draw_title, draw_x_axis, title_hei
 from shardwise.report.series import Event, number
 from shardwise.report.sizes import size_text, tick_text
 from shardwise.report.step_pictures import fullest_moment
-from shardwise.report.svg import GREEN, GREY, KIND_COLOURS, ORANGE, PINK, YELLOW, Canvas, Scale
+from shardwise.report.svg import GREEN, GREY, KIND_COLOURS, ORANGE, YELLOW, Canvas, Scale
 from shardwise.report.table import KINDS
 
 Bar = dict[str, int]
 _COLOURS = KIND_COLOURS | {
     "optimizer": GREEN,
     "transient": YELLOW,
-    "activations": PINK,
     "other": GREY,
     "measured": GREY,
     "grad": ORANGE,
@@ -46,6 +45,8 @@ def planned_bar(plan: Mapping[str, Any]) -> Bar:
         "optimizer": plan["optimizer_bytes"],
         "activations": plan.get("activations") or 0,
     }
+    # At the peak not all gradients need be there.
+    found["grad"] -= min(found["grad"], max(0, sum(found.values()) - plan["total"]))
     return found | {"transient": max(0, plan["total"] - sum(found.values()))}
 
 

@@ -26,6 +26,7 @@ from shardwise.report.svg import (
     PINK,
     RED,
     SKY,
+    VIOLET,
     YELLOW,
     Canvas,
     Scale,
@@ -206,7 +207,7 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
 
 _COLOURS = {
     "forward": BLUE,
-    "backward": "#00466E",
+    "backward": VIOLET,
     "library": GREY,
     "waiting": RED,
     "all-gather": SKY,

@@ -17,6 +17,7 @@ from typing import Any
 # Okabe and Ito's colours: told apart by people who see red and green alike, on both papers.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#D9C400", "#8A8F98"
+VIOLET = "#6A5ACD"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
 KIND_COLOURS = {
     "main": BLUE,
@@ -25,6 +26,7 @@ KIND_COLOURS = {
     "grad_accumulator": YELLOW,
     "grad_transient": RED,
     "receive": PINK,
+    "activations": VIOLET,
     "pool_idle": GREY,
     "optimizer": GREEN,
     "other": GREY,

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise import comm
 from shardwise.agreement import all_ranks, together
+from shardwise.mesh import naming_the_port
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ def join(timeout: float) -> World:
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
-    store, rank, size = next(rendezvous("env://", timeout=limit))
+    with naming_the_port():
+        store, rank, size = next(rendezvous("env://", timeout=limit))
     # torchrun may keep its store over a restart, with the addresses of dead ranks in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     fresh = dist.PrefixStore(f"shardwise/attempt-{attempt}", store)  # type: ignore[attr-defined]

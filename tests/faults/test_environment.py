@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -132,6 +133,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = inside("plan", "smoke", "--svg", "file/map.svg", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "error: file/map.svg: Not a directory\n"
+
+
+def test_a_port_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        for meet in (lambda: world.join(5.0), shardwise.init_mesh):
+            with pytest.raises(ValueError, match=rf"^choose a free port .*127.0.0.1:{port}"):
+                meet()
+
+
+def test_a_name_that_is_not_there_names_others() -> None:
+    with pytest.raises(
+        AttributeError, match=r"'shardwise' has no attribute 'fully_sharded'.*fully"
+    ):
+        _ = shardwise.fully_sharded  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"'xyzzy'$"):
+        _ = shardwise.xyzzy  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------ warnings
