@@ -19,7 +19,7 @@ from torch import Tensor
 
 import benchmarks.train as bench
 from shardwise.models import gpt
-from shardwise.models.layers import attend, call_again, rotate
+from shardwise.models.layers import Mask, attend, call_again, rotate
 from shardwise.optim import adamw
 
 
@@ -37,7 +37,9 @@ def only_products() -> None:
 def rotations() -> None:
     """Rotated queries and keys are computed again too."""
 
-    def forward(self: gpt.Attention, hidden: Tensor, rotary: Tensor, mask: object = None) -> Tensor:
+    def forward(
+        self: gpt.Attention, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: object
+    ) -> Tensor:
         def placed(x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
             return rotate(norm(x), rotary)
 
@@ -46,7 +48,7 @@ def rotations() -> None:
         v = self.wv(hidden).unflatten(-1, (-1, self.head_width))
         q = call_again(partial(placed, norm=self.q_norm), q)
         k = call_again(partial(placed, norm=self.k_norm), k)
-        mixed: Tensor = self.wo(attend(q, k, v, None).flatten(2))
+        mixed: Tensor = self.wo(attend(q, k, v, mask).flatten(2))
         return mixed
 
     gpt.Attention.forward = forward  # type: ignore[assignment]

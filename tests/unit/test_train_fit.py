@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.suggest import largest
 from shardwise.train import fit
-from shardwise.train.build import named_precision
+from shardwise.train.build import named_precision, with_vocabulary
 from shardwise.train.config import TrainConfig
+from shardwise.train.recipes import RECIPES
 from shardwise.train.world import World
 
 MODEL = GPTConfig(
@@ -78,6 +79,22 @@ def test_a_cpu_computes_a_batch_whole() -> None:
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"1 x 1024 tokens does not fit the 1\.00 MiB of a rank"):
         fitted(monkeypatch, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("gpt_124m", 1), ("gpt_1b", 1), ("gpt_1b_mxfp8", 1), ("moe_1b", 1), ("gpt_1b_nodes", 8)],
+)
+def test_a_large_recipe_starts_on_a_card_of_24_gb_without_a_flag(name: str, ranks: int) -> None:
+    """And so on one of 139 GiB, and on 8 of 80 GB, where a rank holds a part of the states. The
+    small recipes take less; only ``smoke``, a batch of 12, does not fall over 8 ranks."""
+    config = with_vocabulary(RECIPES[name](), 8192)
+    weights = "bf16" if config.precision == "auto" else config.precision
+    precision = named_precision(weights, experts=config.model.num_experts > 0)
+    assert config.microbatches == "auto" and config.share(8) * 8 == config.batch
+    most = "block" if config.model.recompute == "auto" else config.model.recompute
+    held = fit.bytes_held(config, most, precision, world(size=ranks), 1, 2)
+    assert held <= fit.HEADROOM * 23.5 * 2**30
 
 
 @given(
