@@ -52,7 +52,7 @@ class FunctionGroup(MatrixGroup):
                 f"{first.group['function']} needs whole matrices: use sw.muon for it"
             )
         self.function = function_of(first.group)
-        self.fused, self.local = False, {}
+        self.fused, self.local, self.others = False, {}, {}
         self._states: States = {}
         self._problem: str | None = None
         self._seen: dict[Key, int] = {}  # versions of step counters that are known not to be 0

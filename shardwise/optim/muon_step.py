@@ -34,7 +34,14 @@ from shardwise.memory import counted, held
 from shardwise.optim import muon
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import KIND, Exchange, Key, Span
-from shardwise.optim.gradients import divide, gradient_of, moved_state, state_cut, zero_state
+from shardwise.optim.gradients import (
+    divide,
+    division_of,
+    gradient_of,
+    moved_state,
+    state_cut,
+    zero_state,
+)
 from shardwise.optim.matrix_parameter import Known, MatrixParameter
 from shardwise.optim.ownership import assign_owners, update_order
 from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of
@@ -42,6 +49,7 @@ from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
 from shardwise.optim.split import Matrix
 from shardwise.optim.storage import (
     Sharding,
+    Written,
     local_of,
     sharding_of,
     version_of,
@@ -75,26 +83,6 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
         if axis is not None:
             found = all(comm.agree(found, axis))
     return found
-
-
-class Written:
-    """Tensors that are written flat: views of them, or copies that go back at the end."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def flat(self, tensor: Tensor) -> Tensor:
-        if tensor.is_contiguous():
-            return tensor.view(-1)
-        copy = next((copy for one, copy in self._copies if one is tensor), None)
-        if copy is None:
-            copy = tensor.contiguous()
-            self._copies.append((tensor, copy))
-        return copy.view(-1)
-
-    def finish(self) -> None:
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
 
 
 class MatrixGroup:
@@ -164,6 +152,7 @@ class MatrixGroup:
             skipped = [index for indices in self.local.values() for index in indices]
             self.exchange.excluded = frozenset(skipped)
         self._begins = {position: self._begins_of(of) for position, of in self.local.items()}
+        self.others = self._updated_elsewhere()
 
     def _matrices(self, measured: bool, orders: Sequence[int], known: Known) -> list[Matrix]:
         return [
@@ -256,6 +245,28 @@ class MatrixGroup:
             and all(exchange.is_local(index) for index in indices)
         }
 
+    def _updated_elsewhere(self) -> dict[int, list[tuple[int, int]]]:
+        """By position: elements whose momentum is stored here, and whose weights another replica
+        updates. A parameter of another library is not divided: every replica has its states."""
+        exchange = self.exchange
+        mine: list[list[tuple[int, int]]] = [[] for _ in self.members]
+        if self.spread is not None:
+            mine = [[one] for one in self.spread.mine]
+        else:
+            for index, (replica, _) in enumerate(exchange.ownership.owners):
+                if replica == exchange.replica:
+                    begin = exchange.offsets[index]
+                    parts = [(begin + lo, begin + hi) for lo, hi in exchange.stored[index]]
+                    mine[self._parameter(index)] += parts
+        found: dict[int, list[tuple[int, int]]] = {}
+        for position, one in enumerate(self.members) if self.divides else ():
+            if division_of(one.parameter) is None:
+                end = local_of(one.parameter).numel()
+                bounds = [0, *(bound for part in sorted(mine[position]) for bound in part), end]
+                gaps = zip(bounds[::2], bounds[1::2], strict=True)
+                found[position] = [(lo, hi) for lo, hi in gaps if lo < hi]
+        return {position: gaps for position, gaps in found.items() if gaps}
+
     def _begins_of(self, indices: Sequence[int]) -> dict[tuple[int, int], numpy.ndarray]:
         """The places where matrices begin in this rank's part of their parameter, by shape."""
         found: dict[tuple[int, int], list[int]] = {}
@@ -276,6 +287,7 @@ class MatrixGroup:
         """
         given = [one.parameter.grad is not None for one in self.members]
         here = [p for p, has in enumerate(given) if has and p in self.local and self._stored[p]]
+        self._advance_others(states, given, clip)
         rounds = self.exchange.run(partial(self._begin, states, given, clip), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
             self._step_local([p for p in here if p in part], states, clip)
@@ -324,14 +336,34 @@ class MatrixGroup:
             if not numbers:
                 continue
             group = self.members[spans[numbers[0]].parameter].group
-            if self.fused:
-                updates = muon.update_momentum_by_kernels(buffers, grads, group, clip)
-            else:
-                updates = muon.update_momentum(buffers, grads, group)
+            updates = self._advance(buffers, grads, group, clip)
             written.finish()
             for number, update in zip(numbers, updates, strict=True):
                 found[number] = counted(update, KIND)
         return found
+
+    def _advance(
+        self,
+        buffers: list[Tensor],
+        grads: list[Tensor],
+        group: dict[str, Any],
+        clip: Tensor | None,
+    ) -> list[Tensor]:
+        if self.fused:
+            return muon.update_momentum_by_kernels(buffers, grads, group, clip)
+        return muon.update_momentum(buffers, grads, group)
+
+    def _advance_others(self, states: States, given: Sequence[bool], clip: Tensor | None) -> None:
+        """Advance momenta that are stored here, of weights that another replica updates."""
+        for position, parts in self.others.items():
+            one = self.members[position]
+            grad = gradient_of(one.parameter) if given[position] else None
+            if grad is not None:
+                written, flat = Written(), grad.reshape(-1)
+                momentum = written.flat(local_of(states[one.parameter]["momentum_buffer"]))
+                buffers = [momentum[lo:hi] for lo, hi in parts]
+                self._advance(buffers, [flat[lo:hi] for lo, hi in parts], one.group, clip)
+                written.finish()
 
     def _nothing(self, span: Span, given: bool) -> Tensor:
         """Zeros for a span without a gradient, which its owner computes all the same; else

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE, quoted
-from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer
+from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer, function_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed, as_matrix, recall_routes, routes_of
 from shardwise.optim.sharded import (
+    SETTINGS,
     ShardedOptimizer,
     group_of,
     parameter_problems,
@@ -84,17 +85,51 @@ def optimizer(
         [(one.name, one.parameter) for one in found],
         [(one.name, one.parameter, one.route) for one in matrices],
     )
-    kinds = [(one.name, one.route.kind) for one in found]
+    groups = _groups(matrix, matrices, problems) + _groups(elementwise, rest, problems)
+    kinds = [(one.name, one.route.kind, one.route.settings) for one in found]
     facts = [f"{matrix=}", f"{elementwise=}", summary(kinds)]
     every = (one.parameter for one in routed)
     raise_unless_same("this optimizer cannot work", problems, facts, every)
-    groups = []
     if matrix is not None:
         _warn_of_routes(found)
-        groups.append(group_of(matrix, [one.parameter for one in matrices]))
-    if rest and elementwise is not None:
-        groups.append(group_of(elementwise, [one.parameter for one in rest]))
     return ShardedOptimizer(groups, {id(one.parameter): one.name for one in found})
+
+
+def _groups(settings: Any, members: Sequence[Routed], problems: list[str]) -> list[dict[str, Any]]:
+    """A parameter group for all members that have the same settings of their own."""
+    alike: dict[str, list[Routed]] = {}
+    for one in members:
+        alike.setdefault(repr(sorted(one.route.settings)), []).append(one)
+    groups = []
+    for those in alike.values() if isinstance(settings, tuple(SETTINGS.values())) else ():
+        try:
+            own = changed(settings, dict(those[0].route.settings))
+        except (TypeError, ValueError) as error:
+            names = quoted([one.name for one in those])
+            problems.append(f"settings of {names} by sw.route: {error}")
+        else:
+            groups.append(group_of(own, [one.parameter for one in those]))
+    return groups
+
+
+def changed(settings: Any, own: dict[str, Any]) -> Any:
+    """Settings of an optimizer with some changed; ``lr_scale`` multiplies the learning rate."""
+    if not own:
+        return settings
+    lr = own.pop("lr", settings.lr)
+    scale = own.pop("lr_scale", 1.0)
+    if not isinstance(scale, int | float) or not scale >= 0:
+        raise ValueError(f"lr_scale={scale!r} must be a number, 0 or more")
+    own["lr"] = lr * scale
+    if isinstance(settings, FunctionSettings):
+        given = {name: getattr(settings, name) for name in ("weight_decay", "wire")}
+        function = function_of({"function": settings.function})
+        return function(**{**settings.options, **given, **own})
+    known = [entry.name for entry in fields(settings) if entry.init]
+    unknown = [name for name in own if name not in known]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is unknown; there are {', '.join(known)}")
+    return replace(settings, **own)
 
 
 def _warn_of_routes(found: Sequence[Routed]) -> None:

@@ -59,6 +59,7 @@ class Route:
     reason: str
     split: Split | None = None
     flat: bool = False  # one matrix [out, rest], whatever its dimensions: a convolution
+    settings: tuple[tuple[str, Any], ...] = ()  # of its own, in place of the optimizer's
 
     def shape_of(self, shape: Sequence[int]) -> Shape:
         """The shape of a parameter as matrices [..., out, in]."""
@@ -81,6 +82,7 @@ def route(
     matrix: Selector | Sequence[Selector] = (),
     elementwise: Selector | Sequence[Selector] = (),
     split: Mapping[str, Split] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Route]:
     """Choose the optimizer of every parameter, before or after sharding, by this library or torch.
 
@@ -90,6 +92,10 @@ def route(
             Vectors of a module that goes to ``matrix`` keep their default. A convolution there is
             one matrix, [out, everything else].
         split: how fused weights fall into matrices, by name pattern.
+        settings: settings that parameters have in place of their optimizer's, by name pattern:
+            ``{"*.wo.weight": {"lr_scale": 0.5}, "*norm*": {"weight_decay": 0.0}}``. ``lr_scale``
+            multiplies the learning rate. A later pattern changes what an earlier one set. Each
+            combination becomes a parameter group.
 
     Returns the routes by name. A second call starts from the default again.
     """
@@ -107,6 +113,7 @@ def route(
             for name in matching:
                 chosen[name].setdefault(kind, _named(selector))
     splits = _splits(split or {}, names, problems)
+    own = _settings(settings or {}, names, problems)
     routes: dict[str, Route] = {}
     known = _known(places)
     for name, parameter, modules in places:
@@ -125,7 +132,13 @@ def route(
         blocks = splits.get(name) or _declared(parameter, kind)
         folded = parameter.ndim > 3 or any(isinstance(one, _CONVOLUTIONS) for one in modules)
         flat = kind == "matrix" and folded and parameter.ndim > 2
-        routes[name] = Route(kind=kind, reason=reason, split=blocks, flat=flat)  # type: ignore[arg-type]
+        routes[name] = Route(
+            kind=kind,  # type: ignore[arg-type]
+            reason=reason,
+            split=blocks,
+            flat=flat,
+            settings=tuple(own.get(name, {}).items()),
+        )
         problems += route_problems(name, tuple(parameter.shape), routes[name])
     if problems:
         raise ValueError("this routing cannot work: " + "; ".join(problems))
@@ -350,6 +363,22 @@ def _splits(
                 problems.append(f"'{name}' has two splits: {found[name][0]!r} and {pattern!r}")
             found[name] = (pattern, split)
     return {name: split for name, (_, split) in found.items()}
+
+
+def _settings(
+    wanted: Mapping[str, Mapping[str, Any]], names: Iterable[str], problems: list[str]
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for pattern, values in wanted.items():
+        if not isinstance(values, Mapping) or not values:
+            problems.append(f"settings {pattern!r}: {values!r} is no dict like {{'lr': 0.01}}")
+            continue
+        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            problems.append(f"settings {pattern!r} match no parameter")
+        for name in matching:
+            found.setdefault(name, {}).update(values)
+    return found
 
 
 def _named(selector: Any) -> str:

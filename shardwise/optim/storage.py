@@ -271,3 +271,23 @@ def mark_written(parameters: Sequence[Tensor]) -> None:
         version.count += 1
         if version.on_stepped is not None:
             version.on_stepped()
+
+
+class Written:
+    """Tensors that are written flat: views of them, or copies that go back at the end."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        copy = next((copy for one, copy in self._copies if one is tensor), None)
+        if copy is None:
+            copy = tensor.contiguous()
+            self._copies.append((tensor, copy))
+        return copy.view(-1)
+
+    def finish(self) -> None:
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)

@@ -57,10 +57,12 @@ def build(wrap: Callable[[Model], Model] | None, **options: Any) -> tuple[Model,
     return model, optimizer
 
 
-def train(model: Model, optimizer: Any, rank: int, *, sharded: bool, steps: int = STEPS) -> None:
+def train(
+    model: Model, optimizer: Any, rank: int, *, sharded: bool, steps: int = STEPS, first: int = 0
+) -> None:
     """Rank 0 has all the data, and powers of two scale it: reductions round nothing, so gradients
     are the same bits in every world."""
-    for step in range(steps):
+    for step in range(first, steps):
         loss = loss_of(model, tokens(step))
         if sharded:
             loss = loss * (4.0 if rank == 0 else 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
-from shardwise.report import units
+from shardwise.report import engine, units
 from shardwise.report.dry_run import dry_run
 from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, plan
@@ -333,6 +334,27 @@ def test_layers_that_are_alike_and_ranks_cost_nothing_more(
     # a buffer of weights (gathered twice; the root's once), of packed and of main gradients
     assert few["events"] == 3 * (4 * 4 + 3) and ranks["events"] == 3 * (4 * 2 * 4 + 3)
     assert many["events"] == 3 * (126 * 2 * 4 + 3), "three of sixteen microbatches are played"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_states_and_step_of_muon_fit_into_the_states_of_adamw(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plan; tests/comm/test_plan.py compares plans with the ledger of ranks that step."""
+    with torch.device("meta"):
+        model = Llama(384, 384, 1056, 12, 1000)
+    cases: list[tuple[dict[str, int], str]] = [({"dp": 1}, "zero3")]
+    cases += [({"dp": 2}, f"zero{stage}") for stage in (0, 1, 3)]
+    cases += [({"dp_outer": 2, "dp": 2}, name) for name in ("hsdp", "hfsdp")]
+    # On CPUs six copies of the matrix that is computed are too many for a share of a quarter.
+    for shape, strategy in cases if device == "cuda" else cases[:-1]:
+        both = [plan(model, shape, strategy, optimizer=o, device=device) for o in ("adamw", "muon")]
+        spare = both[0].optimizer_bytes - both[1].optimizer_bytes
+        assert 0 < both[1].peak["step"] <= spare, (shape, strategy)
+    monkeypatch.setattr(engine, "MuonSettings", partial(sw.muon, step_bytes=1 << 40))
+    both = [plan(model, {"dp": 2}, optimizer=o, device="cpu") for o in ("adamw", "muon")]
+    spare = both[0].optimizer_bytes - both[1].optimizer_bytes
+    assert both[1].peak["step"] > 2 * spare, "in as much memory as it likes"
 
 
 def test_405_billion_parameters_over_4096_ranks() -> None:
