@@ -235,13 +235,14 @@ def _products(one: Stored, precision: Precision, device: torch.device) -> tuple[
     """How linear layers multiply by a weight on a device, and why not in fp8 by its hardware."""
     if one.format is None or "backward" not in READS[one.format]:
         return "", None
-    if len(one.shape) == 3:
+    if len(one.shape) == 3 and precision.recipe.activations is None:
         return "decoded", "experts multiply by decoded weights"
     if precision.products == "native":
         return "mxfp8", None
     if precision.recipe.activations is None:
         return "decoded", None
-    gradient = "" if precision.weight_gradient == "fp8" else ", dW in bf16"
+    by_codes = precision.weight_gradient == "fp8" and len(one.shape) == 2
+    gradient = "" if by_codes else ", dW in bf16"
     problem = scaled_problem(device)
     if problem is None:
         return f"fp8{gradient}", None
