@@ -3,7 +3,7 @@
 
 Each system of each row runs in a process of its own: the trainer as a user starts it (data, clip,
 events), and a tight loop over the same model (the peer). *bare* is the same compiled model without
-sharding and optimizer, forward and backward alone.
+sharding and optimizer, forward and backward alone, and stands beside the trainer's own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Case:
 
     def config(self) -> TrainConfig:
         made = load_recipe(self.recipe)
-        model: dict[str, Any] = {"recompute": "none", "vocab_size": 8192}
+        recompute = "auto" if self.system == "trainer" else "none"
+        model: dict[str, Any] = {"recompute": recompute, "vocab_size": 8192}
         if self.tiny:
             model |= {"num_layers": 2, "dim": 64, "num_heads": 2, "num_kv_heads": None}
             model |= {"hidden_dim": 128, "context": 32, "vocab_size": 97}
@@ -102,26 +103,31 @@ def measure(case: Case) -> dict[str, Any]:
     os.environ.update(environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     world, config = join(60.0), case.config()
     began = time.perf_counter()
-    step = (_trainer if case.system == "trainer" else _loop)(case, config, world)
+    step, compute = (_trainer if case.system == "trainer" else _loop)(case, config, world)
     cuda = world.device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
+
+    def timed(function: Callable[[], Any]) -> float:
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            function()
+        wait()
+        return (time.perf_counter() - started) / STEPS
+
     for number in range(WARMUPS):
-        step()
+        loss = step()
         wait()
         if number == 0:
             first = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    for _ in range(STEPS):
-        loss = step()
-    wait()
     return {
-        "seconds": (time.perf_counter() - started) / STEPS,
+        "seconds": timed(step),
         "first_step": first,
         "peak": torch.cuda.max_memory_allocated() / GIB if cuda else None,
         "loss": float(loss),
         "flops": config.model.flops_per_token() * config.batch * config.model.context,
+        "compute": timed(compute) if compute else None,
     }
 
 
@@ -137,7 +143,11 @@ class _Losses:
         pass
 
 
-def _trainer(case: Case, config: TrainConfig, world: World) -> Callable[[], float]:
+Step = Callable[[], Any]  # returns the loss
+
+
+def _trainer(case: Case, config: TrainConfig, world: World) -> tuple[Step, Step]:
+    """A step, and its forward and backward alone."""
     from shardwise.train.guard import Guard
 
     losses = _Losses()
@@ -149,10 +159,14 @@ def _trainer(case: Case, config: TrainConfig, world: World) -> Callable[[], floa
         trainer._train_step(guard)
         return losses.value
 
-    return step
+    def compute() -> None:
+        trainer._forward_backward()
+        trainer.parts.optimizer.zero_grad()
+
+    return step, compute
 
 
-def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], Any]:
+def _loop(case: Case, config: TrainConfig, world: World) -> tuple[Step, None]:
     device = world.device
     with torch.device("meta"):
         model = GPT(config.model)
@@ -195,7 +209,7 @@ def _loop(case: Case, config: TrainConfig, world: World) -> Callable[[], Any]:
         model.zero_grad()
         return total
 
-    return step
+    return step, None
 
 
 def _plain_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -257,6 +271,7 @@ def run(listed: Sequence[Case]) -> report.Table:
                 "name": case.system,
                 "batch": f"{case.microbatches} x {case.sequences} x {config.model.context}",
                 "step": 1e3 * seconds,
+                "compute": found["compute"] and 1e3 * found["compute"],
                 "tokens": config.batch * config.model.context / seconds,
                 "gemm": found["flops"] / seconds / GEMM,
                 "peak": found["peak"],
@@ -268,7 +283,8 @@ def run(listed: Sequence[Case]) -> report.Table:
     for row in rows:
         ours = next(r for r in rows if r["row"] == row["row"])
         if row is not ours and row.get("step") and ours.get("step"):
-            row["speed"] = row["step"] / ours["step"]  # type: ignore[operator]
+            beside = "compute" if row["name"] == "bare" else "step"
+            row["speed"] = row["step"] / ours[beside]  # type: ignore[operator]
             row["memory"] = ours["peak"] and row["peak"] and ours["peak"] / row["peak"]  # type: ignore[operator]
     return report.Table(
         title="The trainer on one GPU",
@@ -276,12 +292,14 @@ def run(listed: Sequence[Case]) -> report.Table:
         "starts it. *fsdp2*: torch FSDP2, torch.compile, fused AdamW (and `torch.optim.Muon`),\n"
         "plain compiled loss, a tight loop. *loop*: no wrapping, autocast, `sw.Muon`; experts by\n"
         "`F.grouped_mm`. *bare*: bf16 weights, forward and backward alone. *trainer /*: the\n"
-        "trainer's tokens per second over this system's, and its peak over this system's.",
+        "trainer's tokens per second over this system's (over *bare*'s: those of its forward and\n"
+        "backward), and its peak over this system's.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
             "batch": ("microbatches x sequences x tokens", ""),
             "step": ("step ms", ".1f"),
+            "compute": ("forward, backward ms", ".1f"),
             "tokens": ("tokens/s", ",.0f"),
             "gemm": ("of 803 TFLOP/s", ".3f"),
             "peak": ("peak GiB", ".2f"),

@@ -177,6 +177,17 @@ def counted(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     return tensor
 
 
+@contextmanager
+def held(nbytes: int, kind: str) -> Iterator[None]:
+    """Count bytes that what runs inside takes for a moment, in memory that is not seen here."""
+    entry = _Counted(kind)
+    entry.set(nbytes)
+    try:
+        yield
+    finally:
+        entry.set(0)
+
+
 class Caching:
     """Resize the storage: torch's caching allocator recycles the bytes on the current stream.
 

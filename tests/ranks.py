@@ -76,7 +76,7 @@ MAX_OPEN_FILES = 400
 # Where it works, one process imports what ranks need and every rank is a fork of it: 5 s of CPU
 # less each (half of them for torch._dynamo, which every torch optimizer imports when it is built).
 START = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "pytest"]
+PRELOADED = ["shardwise.api", "shardwise.train.session", "torch._dynamo", "pytest", "tests.frozen"]
 
 
 class RanksFailed(Exception):  # noqa: N818  (it names what happened, as pytest's own do)
@@ -361,8 +361,7 @@ def _serve(
                 # Longer than any test: a hang is reported by the pool, with stacks.
                 timeout=datetime.timedelta(minutes=20),
             )
-            gc.collect()
-            gc.freeze()  # a collection after each call then skips torch's own half million objects
+            _collect_garbage()
 
         _answer(pipe, join)
         while True:
@@ -371,7 +370,14 @@ def _serve(
             except EOFError:
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
-            gc.collect()
+            _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Collect, then let later collections skip what is left: torch's own half million objects,
+    and modules that tests import one after the other."""
+    gc.collect()
+    gc.freeze()
 
 
 def _run(message: bytes, rank: int, world_size: int) -> object:

@@ -14,6 +14,7 @@ import the other modules for the first CUDA tensor.
     block           a whole Newton-Schulz of a small matrix in one program
     momentum        momentum, Nesterov, norm, cast and pack in one pass (two for fp16)
     update          unpack, weight decay and update in one pass
+    adamw           AdamW and a clip in one pass
 """
 
 from __future__ import annotations

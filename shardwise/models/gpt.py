@@ -16,6 +16,7 @@ the model, which keeps the embedding, the last norm and the head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,18 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
-from shardwise.models.layers import RMSNorm, Rotary, attend, documents_mask, rotate
+from shardwise.models.layers import (
+    Call,
+    KeyValues,
+    Mask,
+    RMSNorm,
+    Rotary,
+    attend,
+    call_again,
+    call_once,
+    documents_mask,
+    rotate,
+)
 from shardwise.models.loss import Softmax, linear_cross_entropy, softmax_and_gradient
 from shardwise.moe import (
     MixtureOfExperts,
@@ -54,26 +66,45 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        held: KeyValues | None = None,
+    ) -> Tensor:
         q = self.wq(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, H, D]
         k = self.wk(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         v = self.wv(hidden).unflatten(-1, (-1, self.head_width))  # [B, T, K, D]
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
+        if held is not None:
+            k, v = held.extend(k, v)
         mixed = attend(q, k, v, mask)  # [B, T, H, D]
         return self.wo(mixed.flatten(2))  # type: ignore[no-any-return]  # [B, T, C]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other."""
+    """SwiGLU: one projection gates the other; ``call`` computes the product of the two."""
 
-    def __init__(self, dim: int, width: int) -> None:
+    def __init__(self, dim: int, width: int, call: Call = call_once) -> None:
         super().__init__()
+        self.call = call
         self.gate = nn.Linear(dim, width, bias=False)
         self.up = nn.Linear(dim, width, bias=False)
         self.down = nn.Linear(width, dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))  # type: ignore[no-any-return]  # inside [..., F]
+        product = self.call(_gated, self.gate(hidden), self.up(hidden))  # [..., F]
+        return self.down(product)  # type: ignore[no-any-return]
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def pointwise_call(config: GPTConfig) -> Call:
+    """How a block calls its norms and gated products."""
+    return call_again if config.recompute == "pointwise" else call_once
 
 
 def mixture(config: GPTConfig) -> MixtureOfExperts:
@@ -94,7 +125,7 @@ def mixture(config: GPTConfig) -> MixtureOfExperts:
         scale=config.expert_scale,
     )
     width = config.shared_hidden_dim
-    shared = FeedForward(config.dim, width) if width else None
+    shared = FeedForward(config.dim, width, pointwise_call(config)) if width else None
     return MixtureOfExperts(
         routing,
         config.dim,
@@ -126,31 +157,43 @@ class Block(nn.Module):
         self.feed_forward: nn.Module = (
             mixture(config)
             if config.has_experts(layer)
-            else FeedForward(config.dim, config.hidden_width)
+            else FeedForward(config.dim, config.hidden_width, pointwise_call(config))
         )
+        self.call = pointwise_call(config)
 
     def forward(
-        self, hidden: Tensor, rotary: Tensor, mask: Tensor | None = None
+        self,
+        hidden: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        held: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        hidden, normed = self.attend(hidden, rotary, mask)
+        hidden, normed = self.attend(hidden, rotary, mask, held)
         if isinstance(self.feed_forward, MixtureOfExperts):
             change, routes = self.feed_forward(normed)
             return hidden + change, routes.loss
         return hidden + self.feed_forward(normed), None
 
-    def attend(self, hidden: Tensor, rotary: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: KeyValues | None
+    ) -> tuple[Tensor, Tensor]:
         """The hidden states after attention, and the same normed for the feed-forward."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, mask)  # [B, T, C]
-        return hidden, self.feed_forward_norm(hidden)
+        normed = self.call(self.attention_norm, hidden)
+        hidden = hidden + self.attention(normed, rotary, mask, held)  # [B, T, C]
+        return hidden, self.call(self.feed_forward_norm, hidden)
 
     def compile_forward(self, **options: Any) -> None:
-        """Run forward through ``torch.compile``; of a block with experts, the part before them.
+        """Run forward through ``torch.compile``; of a block with experts, the part before them,
+        the router's choice and the shared expert.
 
         Only the function is compiled, not the module: hooks of sharding run around it as ever, and
         the names of parameters stay.
         """
-        part = "attend" if isinstance(self.feed_forward, MixtureOfExperts) else "forward"
-        setattr(self, part, torch.compile(getattr(self, part), **options))
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            self.attend = torch.compile(self.attend, **options)  # type: ignore[method-assign]
+            self.feed_forward.compile_parts(**options)
+        else:
+            self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
 
 
 class GPT(nn.Module):
@@ -225,6 +268,13 @@ class GPT(nn.Module):
     def context(self) -> int:
         return self.config.context
 
+    def empty_cache(self) -> list[KeyValues] | None:
+        """Room for the keys and values of a text that grows token by token; None where the tokens
+        of a sequence are spread over ranks."""
+        if self.sequence_parts > 1:
+            return None
+        return [KeyValues(self.config.context) for _ in self.blocks]
+
     def compile(self, **options: Any) -> None:  # type: ignore[override]
         """Compile the blocks, all equal ones into one graph, and the loss; before the first call.
 
@@ -235,13 +285,24 @@ class GPT(nn.Module):
             block.compile_forward(**options)  # type: ignore[operator]
         self.softmax = torch.compile(softmax_and_gradient, **options)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        held: Sequence[KeyValues] | None = None,
+    ) -> Tensor:
         """Logits [B, T, V]; with ``targets`` [B, T], the mean cross-entropy over scored targets.
 
         A target of -100 is not scored; without any scored target the loss is 0. In training mode
         mixtures of experts add the mean of their terms: load balance and z-loss.
+
+        ``held`` (of :meth:`empty_cache`) has the keys and values of the first tokens. Logits are
+        those of the others then, whose keys and values are added to it.
         """
         length = tokens.shape[1]
+        if held is not None and targets is not None:
+            raise ValueError("targets with held: a loss needs the logits of all tokens; give one")
         if length > self.config.context:
             raise ValueError(
                 f"{length} tokens do not fit GPTConfig(context={self.config.context}): "
@@ -251,18 +312,19 @@ class GPT(nn.Module):
             # Later tokens change nothing before them, so zeros fill the last part.
             tokens = F.pad(tokens, (0, missing))
             targets = None if targets is None else F.pad(targets, (0, missing), value=IGNORED)
-        hidden = self.embedding(tokens)  # [B, T, C], or a part of T: see sequence_parts
-        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)  # [2, T, 1, D]
-        mask = documents_mask(tokens, self.document_end)
+        begin = held[0].length if held else 0
+        mask = documents_mask(tokens, self.document_end, begin)
+        hidden = self.embedding(tokens[:, begin:])  # [B, T, C], or a part of T: see sequence_parts
+        rotary = self.rotary.table(tokens.shape[1], hidden.device, hidden.dtype)[:, begin:]
         recompute = bool(self.recomputed) and torch.is_grad_enabled()
         terms: list[Tensor] = []
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             if recompute:  # there is no dropout, so no random state to keep
                 hidden, term = checkpoint(
                     block, hidden, rotary, mask, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden, term = block(hidden, rotary, mask)
+                hidden, term = block(hidden, rotary, mask, held and held[number])
             if term is not None:
                 terms.append(term)
         hidden = self.norm(hidden)
@@ -302,8 +364,10 @@ def generate(
     ``top_k`` leaves the likeliest tokens, so many; ``top_p`` the fewest whose chances sum to it.
 
     On a sharded model all ranks call this function with the same arguments: each token is one
-    forward on every rank. Tokens are drawn on the CPU (``generator`` is a CPU generator too), so
-    one seed gives one text everywhere. ``temperature`` 0 takes the likeliest token.
+    forward on every rank. A GPT keeps the keys and values of earlier tokens while the text fits its
+    context; a longer text is computed from its last tokens each time. Tokens are drawn on the CPU
+    (``generator`` is a CPU generator too), so one seed gives one text everywhere. ``temperature`` 0
+    takes the likeliest token.
     """
     if temperature < 0 or not math.isfinite(temperature):
         raise ValueError(f"temperature={temperature} must be 0 (the likeliest token) or more")
@@ -318,8 +382,10 @@ def generate(
     was_training = model.training
     model.eval()
     try:
+        held = getattr(model, "empty_cache", lambda: None)()
         for _ in range(max_new_tokens):
-            logits = model(tokens[:, -context:])[:, -1].float().cpu()  # [B, V]
+            kept = {"held": held} if held and tokens.shape[1] <= context else {}
+            logits = model(tokens[:, -context:], **kept)[:, -1].float().cpu()  # [B, V]
             if temperature == 0:
                 drawn = logits.argmax(-1, keepdim=True)
             else:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Recompute = Literal["auto", "none", "block"]
+Recompute = Literal["auto", "none", "pointwise", "block"]
 Score = Literal["softmax", "sigmoid"]
 ExpertActivation = Literal["swiglu", "clamped_swiglu", "clamped_quick_geglu", "squared_relu"]
 
@@ -67,8 +67,9 @@ class GPTConfig:
         head_z_coefficient: weight of the term of the training loss that keeps the head's logits
             from drifting: the squared logarithm of the softmax's denominator.
         recompute: ``"block"`` keeps only the inputs of blocks and computes the rest again in
-            backward (activation checkpointing); ``"none"`` keeps all; ``"auto"`` leaves it to the
-            trainer, and is none elsewhere.
+            backward (activation checkpointing); ``"pointwise"`` lets compiled blocks compute norms
+            and gated products again, which backward fuses with passes that it makes anyway;
+            ``"none"`` keeps all; ``"auto"`` leaves it to the trainer, and is none elsewhere.
         num_experts: number of experts of a feed-forward; 0: a dense model.
         experts_per_token: number of experts that compute a token.
         expert_hidden_dim: width of one expert. ``None``: ``hidden_width / experts_per_token``, so

@@ -10,18 +10,28 @@ in the Hugging Face layout), once in 2 pi theta^(2i/width) tokens.
 
 A window of packed text holds several documents, each begun by the token that ended the one before:
 a model that is asked to go on from that token alone begins a text. Positions need not begin anew in
-each document, because rotary attention depends on distances alone.
+each document, because rotary attention depends on distances alone. On a GPU FlexAttention skips
+blocks of keys that no query sees, and looks into those alone where documents meet:
+
+    documents 0 0 0 1 | 1 1 1 1 | 1 1 1 2    in blocks of 4 tokens
+    queries   0 0 0 1   part                 part: the mask decides token by token
+              1 1 1 1   part  part           all:  every query sees every key
+              1 1 1 2   part  part  part
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 
@@ -58,34 +68,104 @@ class _Norm(torch.autograd.Function):
         return of_x, product.sum(0), None
 
 
-def documents_mask(tokens: Tensor, end: int | None) -> Tensor | None:
-    """Which keys a query sees where each token ``end`` begins a document: [batch, 1, query, key].
+Call = Callable[..., Tensor]  # of a function and its inputs
 
-    ``None``: all before it. So it is where there is no such token, which only a CPU can ask about
-    without waiting.
+
+def call_once(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``function(*inputs)``."""
+    return function(*inputs)
+
+
+def call_again(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``function(*inputs)``; a compiled graph keeps the inputs and computes the result again in
+    backward. Without compilation the result is kept: autograd would have to save it anyway."""
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+        return function(*inputs)
+    again = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return again  # type: ignore[no-any-return]
+
+
+Mask = Tensor | BlockMask  # dense: [batch, 1, query, key]
+BLOCK = 128  # queries, and keys, of one block of a BlockMask
+
+
+def documents_mask(tokens: Tensor, end: int | None, begin: int = 0) -> Mask | None:
+    """The keys that queries from ``begin`` on see, where each token ``end`` begins a document.
+
+    ``None``: all keys before a query, and its own. So it is where there is no such token, which
+    only a CPU can ask about without waiting.
     """
     if end is None:
         return None
     begins = tokens == end
     if tokens.device.type == "cpu" and not begins.any():
         return None
-    number = begins.cumsum(1)  # of the document that a token is in: [batch, context]
-    same = number[:, :, None] == number[:, None, :]
-    return same.tril_().unsqueeze(1)
+    number = begins.cumsum(1, dtype=torch.int32)  # of the document that a token is in: [B, T]
+    if tokens.device.type == "cuda" and tokens.shape[1] % BLOCK == 0 and not begin:
+        return document_blocks(number)
+    same = number[:, begin:, None] == number[:, None, :]
+    return same.tril_(begin).unsqueeze(1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention [batch, context, heads, width] inside the documents of
-    :func:`documents_mask`; several query heads may share a key head."""
-    mixed = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # [batch, heads, context, width]
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+def document_blocks(number: Tensor) -> BlockMask:
+    """The same for FlexAttention, from the number of each token's document: [batch, context]."""
+    number = number.contiguous()
+    blocks = number.unflatten(1, (-1, BLOCK))  # [batch, blocks, BLOCK]
+    first, last = blocks[..., 0], blocks[..., -1]  # numbers never fall
+    before = torch.ones(blocks.shape[1], blocks.shape[1], dtype=torch.bool, device=number.device)
+    seen = (last[:, None, :] >= first[:, :, None]) & before.tril()  # [batch, query, key]
+    whole = (first[:, None, :] == last[:, :, None]) & before.tril(-1)
+    ordered = []
+    for one in ((seen & ~whole).unsqueeze(1), whole.unsqueeze(1)):  # [batch, 1, query, key]
+        ordered += [one.sum(-1, dtype=torch.int32)]
+        ordered += [one.int().argsort(dim=-1, descending=True, stable=True).int()]
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (number[batch, query] == number[batch, key])
+
+    return BlockMask.from_kv_blocks(*ordered, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention, dynamic=False)  # as it is, it would make all scores
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+    """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`, or to all up
+    to a query's own; several query heads may share a key head. Fewer queries than keys are the last
+    ones."""
+    heads = [x.transpose(1, 2) for x in (q, k, v)]  # each [batch, heads, context, width]
+    options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
+    if isinstance(mask, BlockMask):
+        flex = q.device.type == "cuda" and not torch.compiler.is_compiling()
+        mix = _compiled_flex_attention() if flex else flex_attention
+        return mix(*heads, block_mask=mask, **options).transpose(1, 2)  # type: ignore[no-any-return]
+    causal, ahead = mask is None, k.shape[1] - q.shape[1]
+    if causal and ahead:  # torch's causal mask begins with the first key
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(ahead)
+        causal = False
+    mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=causal, **options)
     return mixed.transpose(1, 2)
+
+
+class KeyValues:
+    """The keys and values of one layer for the tokens so far, in a text that grows."""
+
+    def __init__(self, context: int) -> None:
+        self.context, self.length = context, 0
+        self._held: tuple[Tensor, Tensor] | None = None  # each [batch, context, heads, width]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of all tokens, with those of the next ones."""
+        if self._held is None:
+            shape = (k.shape[0], self.context, *k.shape[2:])
+            self._held = k.new_empty(shape), v.new_empty(shape)
+        begin, self.length = self.length, self.length + k.shape[1]
+        for held, new in zip(self._held, (k, v), strict=True):
+            held[:, begin : self.length] = new
+        keys, values = self._held
+        return keys[:, : self.length], values[:, : self.length]
 
 
 class Rotary:

@@ -46,7 +46,7 @@ def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:
     heads = {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in _HEAD_NORMS}
     within = {
         "attention_norm": SequenceParallel(use_local_output=True),
-        "attention": _gathers((Shard(1), None, None), (Replicate(), None, None)),
+        "attention": _gathers((Shard(1), *_OTHERS), (Replicate(), *_OTHERS)),
         **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
         **({f"attention.{name}": style for name, style in heads.items()}),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
@@ -75,6 +75,7 @@ def cut_over(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 _HEAD_NORMS = ("q_norm", "k_norm")
+_OTHERS = (None, None, None)  # rotary, mask, held
 
 
 def _gathers(here: Any, there: Any) -> PrepareModuleInput:

@@ -81,6 +81,12 @@ class MixtureOfExperts(nn.Module):
         local = check_share(self.router.routing.num_experts, size, rank)
         self.experts.spread(rank * local, local, axis)
 
+    def compile_parts(self, **options: Any) -> None:
+        """Run what is neither a grouped product nor a move of rows through ``torch.compile``."""
+        self.router.compile_parts(**options)
+        if self.shared is not None:
+            self.shared.forward = torch.compile(self.shared.forward, **options)
+
     @property
     def first_expert(self) -> int:
         """The number of this rank's first expert, among the experts of all ranks."""

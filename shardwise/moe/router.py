@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from shardwise import comm
@@ -150,6 +151,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.routing, self.axis = routing, axis
+        self.choose, self.losses = choose, losses
         self.weight = nn.Parameter(
             torch.empty(routing.num_experts, hidden, device=device, dtype=dtype)
         )
@@ -186,29 +188,16 @@ class Router(nn.Module):
             self.forget_load()  # the buffers have no values yet, and no state dict has counts
         return self
 
+    def compile_parts(self, **options: Any) -> None:
+        """Run the choice and the losses, dozens of small passes, through ``torch.compile``."""
+        self.choose, self.losses = (torch.compile(one, **options) for one in (choose, losses))
+
     def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
         """The routes of tokens [tokens, hidden]: sequences of ``length``, or ``None``: one."""
         routing = self.routing
-        # A dry run's tensors have no device that autocast knows.
-        kind = "cpu" if tokens.is_meta else tokens.device.type
-        with torch.autocast(kind, enabled=False):
-            # fp32: in bf16, different experts would tie.
-            rows = wide(tokens)
-            logits = F.linear(rows, self.weight.to(rows.dtype))  # [tokens, experts]
-        scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
-        ranked = scores.detach()
-        if routing.bias_rate:
-            ranked = ranked + self.expert_bias
-        if routing.groups > 1:
-            ranked = _in_best_groups(ranked, routing.groups, routing.groups_per_token)
-        chosen = ranked.topk(routing.experts_per_token, -1).indices  # [tokens, choices]
-        weights = scores.gather(-1, chosen)
-        if routing.normalise:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)
-        if routing.scale != 1:
-            weights = weights * routing.scale
-
-        wanted = _count(chosen, routing.num_experts)  # [experts], before anything is dropped
+        logits = logits_of(tokens, self.weight)
+        bias = self.expert_bias if routing.bias_rate else None
+        scores, chosen, weights, wanted = self.choose(logits, bias, routing)
         capacity = routing.capacity(len(tokens))
         kept, counts = None, wanted
         if capacity is not None:
@@ -226,35 +215,16 @@ class Router(nn.Module):
             kept=kept,
             counts=counts,
             dropped=dropped,
-            loss=self._loss(logits, scores, wanted) + self._sequence_loss(scores, chosen, length),
+            loss=self.losses(logits, scores, chosen, self._total(wanted, logits), routing, length),
             capacity=capacity,
         )
 
-    def _loss(self, logits: Tensor, scores: Tensor, wanted: Tensor) -> Tensor:
-        routing = self.routing
-        loss = logits.new_zeros(())
+    def _total(self, wanted: Tensor, logits: Tensor) -> Tensor:
+        """The choices of each expert [experts] on all ranks that have tokens of the batch."""
         total = wanted.to(logits.dtype)
-        if routing.balance_loss and self.axis is not None:
+        if self.routing.balance_loss and self.axis is not None:
             comm.all_reduce(total, self.axis).wait()  # on ranks without tokens too
-        if len(logits) == 0:
-            return loss + 0 * logits.sum()
-        if routing.balance_loss:
-            shares = total / total.sum().clamp_min(1)
-            loss = loss + routing.balance_loss * unevenness(scores, shares)
-        if routing.z_loss:
-            loss = loss + routing.z_loss * logits.logsumexp(-1).square().mean()
-        return loss
-
-    def _sequence_loss(self, scores: Tensor, chosen: Tensor, length: int | None) -> Tensor:
-        """The mean over sequences of how unevenly each one uses the experts."""
-        if not self.routing.sequence_loss or len(scores) == 0:
-            return scores.new_zeros(())
-        count, experts = len(scores) // (length or len(scores)), scores.shape[-1]
-        wanted = scores.new_zeros(count, experts)
-        own = chosen.view(count, -1)  # [sequences, choices of all its tokens]
-        wanted.scatter_add_(1, own, torch.ones_like(own, dtype=scores.dtype))
-        shares = wanted / own.shape[1]
-        return self.routing.sequence_loss * unevenness(scores.view(count, -1, experts), shares)
+        return total
 
     def tally(self) -> Tensor:
         """Counts [experts + 1] of this rank since the last :meth:`update_bias`, on the device: the
@@ -290,6 +260,97 @@ class Router(nn.Module):
         self.dropped.zero_()
 
 
+def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:
+    """``tokens·Wᵀ`` [tokens, experts] in fp32: in bf16, different experts would tie."""
+    narrow = tokens.dtype == weight.dtype == torch.bfloat16 and not isinstance(weight, DTensor)
+    if narrow and tokens.device.type in ("cuda", "meta"):
+        return _Logits.apply(tokens, weight)  # type: ignore[no-any-return, no-untyped-call]
+    # A dry run's tensors have no device that autocast knows.
+    kind = "cpu" if tokens.is_meta else tokens.device.type
+    with torch.autocast(kind, enabled=False):
+        rows = wide(tokens)
+        return F.linear(rows, weight.to(rows.dtype))
+
+
+class _Logits(torch.autograd.Function):
+    """fp32 products of bf16 tokens and weights on a GPU's matrix units, which add up in fp32.
+
+    A product of two bf16 numbers is exact there. The gradient of the logits is fp32: it goes as
+    two bf16 numbers, the rounded one and what rounding left.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return _wide_product(tokens, weight.t())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        tokens, weight = ctx.saved_tensors
+        rounded = grad.to(tokens.dtype)
+        both = torch.cat((rounded, (grad - rounded).to(tokens.dtype)), 1)  # [tokens, 2 experts]
+        of_tokens = both @ torch.cat((weight, weight)) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return of_tokens, None
+        high, low = _wide_product(both.t(), tokens).chunk(2)
+        return of_tokens, (high + low).to(weight.dtype)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32 of bf16 factors."""
+    if a.is_meta:  # a plan, which has no values; torch 2.11 has no such product on that device
+        return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    return torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[no-any-return, call-overload]
+
+
+def choose(
+    logits: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From logits [tokens, experts]: scores, chosen experts and their weights [tokens, choices],
+    and the choices of each expert [experts], before anything is dropped."""
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    ranked = scores.detach()
+    if bias is not None:
+        ranked = ranked + bias
+    if routing.groups > 1:
+        ranked = _in_best_groups(ranked, routing.groups, routing.groups_per_token)
+    chosen = ranked.topk(routing.experts_per_token, -1).indices  # [tokens, choices]
+    weights = scores.gather(-1, chosen)
+    if routing.normalise:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(_TINY)
+    if routing.scale != 1:
+        weights = weights * routing.scale
+    return scores, chosen, weights, _count(chosen, routing.num_experts)
+
+
+def losses(
+    logits: Tensor,
+    scores: Tensor,
+    chosen: Tensor,
+    total: Tensor,
+    routing: Routing,
+    length: int | None,
+) -> Tensor:
+    """The sum of the losses; ``total`` [experts]: choices on all ranks, for the balance."""
+    loss = logits.new_zeros(())
+    if len(logits) == 0:
+        return loss + 0 * logits.sum()
+    if routing.balance_loss:
+        shares = total / total.sum().clamp_min(1)
+        loss = loss + routing.balance_loss * unevenness(scores, shares)
+    if routing.z_loss:
+        loss = loss + routing.z_loss * logits.logsumexp(-1).square().mean()
+    if routing.sequence_loss:  # the mean over sequences of how unevenly each one uses the experts
+        count, experts = len(scores) // (length or len(scores)), scores.shape[-1]
+        own = chosen.view(count, -1)  # [sequences, choices of all its tokens]
+        wanted = scores.new_zeros(count, experts)
+        wanted = wanted.scatter_add(1, own, torch.ones_like(own, dtype=scores.dtype))
+        each = unevenness(scores.view(count, -1, experts), wanted / own.shape[1])
+        loss = loss + routing.sequence_loss * each
+    return loss
+
+
 def unevenness(scores: Tensor, shares: Tensor) -> Tensor:
     """The sum over experts of (share of choices x mean score), scaled to 0 for an even spread; its
     mean over sequences where ``scores`` [..., tokens, experts] and ``shares`` [..., experts] have
@@ -317,9 +378,8 @@ def _recomputing() -> bool:
 
 def _count(chosen: Tensor, num_experts: int) -> Tensor:
     """The counts [experts] int64, without a wait for the device, unlike ``bincount``."""
-    ordered = chosen.flatten().sort().values
-    edges = torch.arange(num_experts, device=chosen.device)
-    return torch.searchsorted(ordered, edges, right=True).diff(prepend=edges.new_zeros(1))
+    experts = torch.arange(num_experts, device=chosen.device)
+    return (chosen.view(-1, 1) == experts).sum(0)
 
 
 def _places_in_line(chosen: Tensor, counts: Tensor, first: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW for everything that is not a matrix: torch's own kernels on this rank's pieces."""
+"""AdamW for everything that is not a matrix: torch's own kernels on this rank's pieces; where a
+clip comes with the step, a kernel that applies both in one pass."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
 from shardwise.optim.storage import local_of
 
@@ -88,7 +90,12 @@ def step(
         averages.append(local_of(own["exp_avg"]))
         squares.append(local_of(own["exp_avg_sq"]))
         steps.append(own["step"])
-    if weights:
+    if weights and clip is not None and _kernel_fits(weights, grads, averages, squares):
+        from shardwise.kernels import adamw as kernel
+
+        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        kernel.step(weights, grads, averages, squares, steps, clip=clip, **options)
+    elif weights:
         torch_adamw(
             weights,
             grads,
@@ -109,3 +116,11 @@ def step(
             found_inf=None if clip is None else clip[1],
         )
     return stepped
+
+
+def _kernel_fits(*pieces: list[Tensor]) -> bool:
+    if pieces[0][0].device.type != "cuda" or not has_triton():
+        return False
+    from shardwise.kernels import adamw as kernel
+
+    return kernel.fits(*pieces)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange: pieces of matrices go to their owners, through Newton-Schulz, and back.
 
-    workspace (this rank's pieces)     | A 0-3 | B 0-1 |
+    spans (what this rank stores)      | A 0-3 | B 0-1 |
        to owners     all-to-all        pieces go to the owners, exact sizes
        compute                         owners assemble matrices and compute them shape by shape
        back          all-to-all        rows return to the ranks that store them
        to replicas   all-to-all        and go to the other replicas, which computed other matrices
 
 Rounds overlap: while round k is computed, round k + 1 goes to its owners and round k - 1 comes
-back. The caller is told of every finished round.
+back. The caller fills the spans of a round when the round begins and takes them when it is
+finished, so that a step holds a few rounds at a time, and never all matrices.
 
 The calls and their sizes follow from the ownership alone. A parameter without a gradient, or a rank
 without work, changes nothing about them, so no rank waits for a message that is never sent.
@@ -19,12 +20,13 @@ ownership between ranks, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.memory import counted
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.split import Matrix
 from shardwise.streams import Lanes
@@ -33,6 +35,40 @@ Key = tuple[int, int]  # (matrix, number among what is computed by itself in it)
 Compute = Callable[[Tensor, list[Key]], Tensor]  # [count, rows, cols] -> the same shape
 Part = tuple[int, int, int, int]  # (peer on the axis, matrix, lo, hi)
 View = Callable[[int, int, int], Tensor]  # (matrix, lo, hi) -> those elements, flat
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of elements of a parameter that this rank stores, and that one round exchanges."""
+
+    parameter: int
+    begin: int  # counted from the beginning of this rank's part of the parameter
+    end: int
+    mine: bool  # whether this replica computes its matrices; else it is received
+
+    def goes_on_with(self, other: Span) -> bool:
+        """Whether both are one span."""
+        end = replace(self, begin=self.end, end=other.end)
+        return end == other
+
+
+Begin = Callable[[Sequence[Span]], list[Tensor]]  # the elements of each span, flat and new
+
+
+KIND = "step"  # the ledger's word for the memory of a step
+
+
+class _Places:
+    """The elements of a round's spans, and where in them its matrices lie."""
+
+    def __init__(self, spans: list[Span], places: dict[int, tuple[int, int]], begin: Begin) -> None:
+        self.spans, self._places = spans, places
+        self.values = begin(spans)
+
+    def view(self, index: int, lo: int, hi: int) -> Tensor:
+        """Elements [lo, hi) of a matrix, which are stored here."""
+        number, place = self._places[index]
+        return self.values[number][place + lo : place + hi]
 
 
 class _Leg:
@@ -54,6 +90,7 @@ class _Leg:
 class _Round:
     """Matrices that are exchanged and computed together, as one rank sees them."""
 
+    members: tuple[int, ...]
     owned: dict[int, list[tuple[int, int]]]  # by matrix: the parts [lo, hi) that are stored here
     to_owners: _Leg | None
     back: _Leg | None
@@ -72,7 +109,7 @@ class _Transfer:
 
 
 class Exchange:
-    """The exchange of matrices that are stored on the same ranks, run on workspaces."""
+    """The exchange of matrices that are stored on the same ranks."""
 
     def __init__(
         self,
@@ -82,10 +119,10 @@ class Exchange:
         device: torch.device,
         *,
         wire: str = "fp32",
-        round_bytes: int | None = None,
+        step_bytes: int | None = None,
     ) -> None:
         """``shards``: the ranks that store different pieces; ``replicas``: those that store the
-        same pieces and compute different matrices."""
+        same pieces and compute different matrices; ``step_bytes``: see ``assign_owners``."""
         self.matrices, self.device, self.wire = list(matrices), device, wire
         self.shards, self.replicas = shards, replicas
         self.rank = shards.rank if shards is not None else 0
@@ -94,7 +131,7 @@ class Exchange:
             self.matrices,
             shards.size if shards is not None else 1,
             replicas.size if replicas is not None else 1,
-            round_bytes=round_bytes,
+            step_bytes=step_bytes,
         )
         # By matrix: the parts [lo, hi) that are stored here. Matrices that are cut alike share
         # their pieces.
@@ -108,7 +145,7 @@ class Exchange:
         for matrix, parts in zip(self.matrices, self.stored, strict=True):
             for lo, _ in parts:
                 begins.setdefault(matrix.parameter, matrix.start + lo)
-        # By matrix: where it starts, counted from the beginning of its workspace.
+        # By matrix: where it starts, counted from the beginning of this rank's part.
         self.offsets = [m.start - begins.get(m.parameter, 0) for m in self.matrices]
         self.rounds = [self._round(members) for members in self.ownership.rounds]
         self.excluded: frozenset[int] = frozenset()  # matrices that the caller computes itself
@@ -145,7 +182,7 @@ class Exchange:
             ]
             sends = [(peer, *part) for peer in others for part in shared]
             to_replicas = _Leg(self.replicas, sends, missing, header)
-        return _Round(owned, to_owners, back, to_replicas)
+        return _Round(tuple(members), owned, to_owners, back, to_replicas)
 
     def agree(self) -> None:
         """Raise where ranks have planned different exchanges, for which they would wait forever
@@ -163,6 +200,11 @@ class Exchange:
                     f"parameters, in the same order, with the same settings"
                 )
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything is sent."""
+        return self.replicas is not None or self.ownership.needs_exchange
+
     def is_local(self, index: int) -> bool:
         """Whether this rank owns and stores all of a matrix, and no replica waits for it."""
         owned = self.ownership.owners[index][1] == self.rank and self.replicas is None
@@ -170,80 +212,111 @@ class Exchange:
 
     # ------------------------------------------------------------------ running
 
-    def run(self, workspaces: Sequence[Tensor], compute: Compute) -> Iterator[int]:
-        """Replace this rank's pieces of every matrix by those of the computed matrix; yields the
-        number of every finished round, in order.
-
-        ``workspaces[p]`` is this rank's piece of parameter ``p``, flat, read and overwritten.
-        """
-
-        def stored(index: int, lo: int, hi: int) -> Tensor:
-            offset = self.offsets[index]
-            return workspaces[self.matrices[index].parameter][offset + lo : offset + hi]
-
+    def run(self, begin: Begin, compute: Compute) -> Iterator[tuple[list[Span], list[Tensor]]]:
+        """Exchange and compute round by round; yields the spans of every finished round, in order,
+        with the elements of the computed matrices. ``begin`` makes what is computed."""
         count = len(self.rounds)
         delay = 2 if self.replicas is not None else 1 if self.ownership.needs_exchange else 0
-        to_owners: list[_Transfer | None] = [None] * count
-        back: list[_Transfer | None] = [None] * count
-        to_replicas: list[_Transfer | None] = [None] * count
-        if count:
-            to_owners[0] = self._send(self.rounds[0].to_owners, stored)
-        for number in range(count + delay):  # one round goes to owners, earlier ones come back
-            if number + 1 < count:
-                to_owners[number + 1] = self._send(self.rounds[number + 1].to_owners, stored)
-            if number < count:
-                one = self.rounds[number]
-                whole = self._assemble(one, stored, to_owners[number])
-                to_owners[number] = None
-                self._compute(whole, compute)
+        ahead = min(delay, 1)
+        under_way: dict[int, _Places] = {}
+        to_owners: dict[int, _Transfer | None] = {}
+        back: dict[int, _Transfer | None] = {}
+        to_replicas: dict[int, _Transfer | None] = {}
+        for number in range(-ahead, count + delay):
+            coming = number + ahead
+            if coming < count:  # goes to its owners
+                one = self.rounds[coming]
+                under_way[coming] = _Places(*self._spans(one), begin)
+                to_owners[coming] = self._send(one.to_owners, under_way[coming].view)
+            if 0 <= number < count:  # is computed
+                one, view = self.rounds[number], under_way[number].view
+                whole, batches = self._assemble(one, view, to_owners.pop(number))
+                self._compute(whole, batches, compute)
+            if delay and 0 < number <= count:  # comes back
+                one, view = self.rounds[number - 1], under_way[number - 1].view
+                self._receive(back.pop(number - 1), view)
+                to_replicas[number - 1] = self._send(one.to_replicas, view)
+            if 0 <= number < count:
+                one, view = self.rounds[number], under_way[number].view
                 back[number] = self._send(one.back, lambda i, lo, hi, w=whole: w[i][lo:hi])  # type: ignore[misc]
-                self._keep_own(one, whole, stored)
-                del whole
-            if 0 < number <= count:
-                self._receive(back[number - 1], stored)
-                back[number - 1] = None
-                to_replicas[number - 1] = self._send(self.rounds[number - 1].to_replicas, stored)
-            if number >= delay:
-                self._receive(to_replicas[number - delay], stored)
-                to_replicas[number - delay] = None
-                yield number - delay
+                self._keep_own(one, whole, view)
+                del whole, batches
+            if number >= delay:  # is finished
+                done = under_way.pop(number - delay)
+                self._receive(to_replicas.pop(number - delay, None), done.view)
+                yield done.spans, done.values
+                del done
 
-    def _assemble(self, one: _Round, stored: View, arriving: _Transfer | None) -> dict[int, Tensor]:
-        """The matrices that this rank owns, flat; a view where it stores the matrix whole."""
-        whole: dict[int, Tensor] = {}
-        for index, parts in one.owned.items():
+    def _spans(self, one: _Round) -> tuple[list[Span], dict[int, tuple[int, int]]]:
+        """The spans of a round without excluded matrices, and by matrix the number of its span
+        and its place there, counted from the matrix's first element."""
+        spans: list[Span] = []
+        places: dict[int, tuple[int, int]] = {}
+        for index in one.members:
             if index in self.excluded:
                 continue
-            numel = self.matrices[index].numel
-            if parts == [(0, numel)]:
-                whole[index] = stored(index, 0, numel)
-                continue
-            whole[index] = torch.empty(numel, device=self.device)
-            for lo, hi in parts:
+            parameter, offset = self.matrices[index].parameter, self.offsets[index]
+            mine = self.ownership.owners[index][0] == self.replica
+            for lo, hi in self.stored[index]:
+                spans.append(Span(parameter, offset + lo, offset + hi, mine))
+                if len(spans) > 1 and spans[-2].goes_on_with(spans[-1]):
+                    end = spans.pop().end
+                    spans[-1] = replace(spans[-1], end=end)
+                places[index] = len(spans) - 1, offset - spans[-1].begin
+        return spans, places
+
+    def _assemble(
+        self, one: _Round, stored: View, arriving: _Transfer | None
+    ) -> tuple[dict[int, Tensor], list[tuple[Tensor, list[Key]]]]:
+        """The matrices that this rank owns, flat; and batches of one shape, of which plain matrices
+        are views."""
+        owned = [index for index in one.owned if index not in self.excluded]
+        shapes: dict[tuple[int, int], list[Key]] = {}
+        for index in owned:
+            for number, shape in enumerate(self.matrices[index].shapes):
+                shapes.setdefault(shape, []).append((index, number))
+        whole: dict[int, Tensor] = {}
+        batches = []
+        for shape, keys in shapes.items():
+            batch = self._empty(len(keys), *shape)
+            batches.append((batch, keys))
+            for (index, _), slot in zip(keys, batch, strict=True):
+                if not self.matrices[index].sizes:
+                    whole[index] = slot.view(-1)
+        for index in owned:
+            if self.matrices[index].sizes:
+                whole[index] = self._empty(self.matrices[index].numel)
+            for lo, hi in one.owned[index]:
                 whole[index][lo:hi] = stored(index, lo, hi)
         self._receive(arriving, lambda index, lo, hi: whole[index][lo:hi])
-        return whole
+        return whole, batches
 
-    def _compute(self, whole: dict[int, Tensor], compute: Compute) -> None:
-        """Compute matrices of one shape at a time, as one batch."""
-        shapes: dict[tuple[int, int], list[tuple[int, int, Tensor]]] = {}
-        for index, flat in whole.items():
-            matrix = self.matrices[index]
-            for number, block in enumerate(matrix.take(flat.view(matrix.rows, matrix.cols))):
-                shapes.setdefault(matrix.shapes[number], []).append((index, number, block))
-        for members in shapes.values():
-            batch = torch.stack([block for _, _, block in members])  # [count, rows, cols]
-            keys = [(index, number) for index, number, _ in members]
-            for (index, number), result in zip(keys, compute(batch, keys), strict=True):
-                matrix = self.matrices[index]
-                matrix.put(whole[index].view(matrix.rows, matrix.cols), number, result)
+    def _compute(
+        self, whole: dict[int, Tensor], batches: list[tuple[Tensor, list[Key]]], compute: Compute
+    ) -> None:
+        """Compute matrices of one shape at a time, as one batch, in place."""
+        for batch, keys in batches:
+            split = [
+                (slot, self.matrices[index], whole[index], number)
+                for (index, number), slot in zip(keys, batch, strict=True)
+                if self.matrices[index].sizes
+            ]
+            for slot, matrix, flat, number in split:
+                slot.copy_(matrix.take(flat.view(matrix.rows, matrix.cols))[number])
+            result = compute(batch, keys)
+            if result is not batch:
+                batch.copy_(result)
+            for slot, matrix, flat, number in split:
+                matrix.put(flat.view(matrix.rows, matrix.cols), number, slot)
 
     def _keep_own(self, one: _Round, whole: dict[int, Tensor], stored: View) -> None:
-        """Copy the parts of assembled matrices that are stored here into the workspaces."""
+        """Copy the parts of assembled matrices that are stored here into the spans."""
         for index, flat in whole.items():
             for lo, hi in one.owned[index]:
-                if hi - lo < self.matrices[index].numel:  # otherwise it is a view of them
-                    stored(index, lo, hi).copy_(flat[lo:hi])
+                stored(index, lo, hi).copy_(flat[lo:hi])
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)
 
     # ------------------------------------------------------------------ messages
 
@@ -252,7 +325,8 @@ class Exchange:
         if leg is None:
             return None
         sent = self._encode([source(index, lo, hi) for _, index, lo, hi in leg.sends])
-        received = torch.empty(sum(leg.receive_sizes), dtype=sent.dtype, device=self.device)
+        sent = counted(sent, KIND)
+        received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
             sizes = leg.receive_sizes, leg.send_sizes

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step of a matrix optimizer that is a function: gradients to owners, updates back.
 
-    grad               the elements that this rank has                       -> workspace
+    grad               the elements that this rank has                       -> updates
     exchange           whole matrices, one owner each; there the function
-                       reads and writes the state, which lies on the owner   -> workspace
+                       reads and writes the state, which lies on the owner   -> updates
     weight             decay, and less the update, on the pieces that are stored here
 
 A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
@@ -28,11 +28,12 @@ from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.division import ByMatrix
 from shardwise.layout import ELEMENT, Item, Layout
+from shardwise.memory import counted
 from shardwise.mesh import Ranks
-from shardwise.optim.exchange import Key
-from shardwise.optim.gradients import gradient_of, state_cut
+from shardwise.optim.exchange import KIND, Key, Span
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
-from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, States
+from shardwise.optim.matrix_parameter import MatrixParameter
+from shardwise.optim.muon_step import MatrixGroup, States
 from shardwise.optim.storage import local_of
 from shardwise.placements import joint_places
 from shardwise.tensor import ShardedTensor
@@ -132,25 +133,18 @@ class FunctionGroup(MatrixGroup):
 
     def _begin(
         self,
-        positions: Sequence[int],
         states: States,
-        into: dict[int, Tensor],
+        given: Sequence[bool],
         clip: Tensor | None,
-    ) -> None:
-        """Copy the gradients of one parameter group into its workspaces."""
-        for position in positions:
-            parameter = self.members[position].parameter
-            local, grad = local_of(parameter), gradient_of(parameter)
-            assert grad is not None
-            if self.spread is None and grad.numel() < local.numel():
-                into[position] = torch.empty_like(local, dtype=torch.float32)
-                if grad.numel():
-                    assert isinstance(parameter, ShardedTensor)
-                    mine = state_cut(parameter).within(parameter.cut, into[position])
-                    mine.view(-1).copy_(grad.reshape(-1))
-            else:
-                mine = self._mine(position, grad.contiguous())
-                into[position] = mine.to(torch.float32, copy=True)
+        spans: Sequence[Span],
+    ) -> list[Tensor]:
+        """The gradients of a round, in fp32."""
+        return [
+            counted(self._gradient(span).to(torch.float32, copy=True), KIND)
+            if span.mine and given[span.parameter]
+            else self._nothing(span, given[span.parameter]).float()
+            for span in spans
+        ]
 
     def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
         """The updates of matrices of one shape that this rank owns."""
@@ -217,15 +211,17 @@ class FunctionGroup(MatrixGroup):
             problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
         raise RuntimeError(f"no weight of this part of the step was changed: {problem}")
 
-    def _apply(
-        self, positions: Sequence[int], workspaces: dict[int, Tensor], clip: Tensor | None
+    def _apply_group(
+        self,
+        weights: list[Tensor],
+        updates: list[Tensor],
+        group: dict[str, Any],
+        clip: Tensor | None,
     ) -> None:
-        group = self.members[positions[0]].group
-        weights = [self._weight(position) for position in positions]
-        updates = [workspaces.pop(p).to(w.dtype) for p, w in zip(positions, weights, strict=True)]
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - float(group["lr"]) * group["weight_decay"])
-        torch._foreach_sub_(weights, updates)
+        pairs = zip(updates, weights, strict=True)
+        torch._foreach_sub_(weights, [update.to(weight.dtype) for update, weight in pairs])
 
 
 def group_class(kind: str) -> Callable[..., MatrixGroup]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.forms import Polynomial, choose, num_grams
 from shardwise.kernels.tables import Matrices
+from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
 
 MomentumForm = Literal["ema", "sum"]
@@ -49,7 +50,7 @@ class MuonSettings:
         momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
             ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
         decay: "cautious" decays only where the update has the weight's sign.
-        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
+        preset: nonic, nonic3, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
         form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
         scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
             "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.
@@ -61,6 +62,9 @@ class MuonSettings:
         replicas: ranks that store the same shards divide the matrices and "spread" the results
             (each gradient and momentum is stored by one replica, and about as much is sent as
             the all-reduce of gradients would send), or each replica "repeat"s all of it.
+        step_bytes: the memory that a step may take on a rank beside states; matrices are exchanged
+            and computed so many at a time, one at least. None: as much as makes states and step
+            together no larger than AdamW's states.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -78,6 +82,7 @@ class MuonSettings:
     wire: Literal["fp32", "fp16"] = "fp32"
     tensor_parallel: Literal["duplicated", "distributed", "blockwise"] = "duplicated"
     replicas: Literal["spread", "repeat"] = "spread"
+    step_bytes: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -87,6 +92,8 @@ class MuonSettings:
             problems.append(f"momentum={self.momentum!r} must be in [0, 1)")
         if not self.weight_decay >= 0:
             problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
+        if self.step_bytes is not None and not self.step_bytes > 0:
+            problems.append(f"step_bytes={self.step_bytes!r} must be more than 0, or None")
         for name, values in _CHOICES.items():
             if getattr(self, name) not in values:
                 problems.append(
@@ -105,7 +112,7 @@ class MuonSettings:
 
 
 # How a step is computed, not its result: a checkpoint leaves these to the optimizer that loads.
-MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form")
+MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form", "step_bytes")
 _CHOICES = {
     name: get_args(kind)
     for name, kind in get_type_hints(MuonSettings).items()
@@ -164,8 +171,6 @@ def apply_update(weights: list[Tensor], updates: list[Tensor], group: Mapping[st
 
 # ------------------------------------------------------------------------------ by Triton kernels
 
-BATCH_ELEMENTS = 1 << 29  # of one batch: 1 GiB in fp16, and as much again to work in
-
 
 def kernels_fit(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can work on these tensors: fp32 on a GPU that they were written for."""
@@ -213,9 +218,11 @@ def step_by_kernels(
     group: Mapping[str, Any],
     polynomial: Polynomial,
     scale: float,
+    most_bytes: int,
     clip: Tensor | None = None,
 ) -> None:
-    """One step of whole matrices [rows, cols] of one shape and parameter group, in three passes.
+    """One step of whole matrices [rows, cols] of one shape and parameter group, in three passes,
+    as many at a time as ``most_bytes`` of memory allow.
 
     pack             momentum, Nesterov, norm, cast; from gradients into an fp16 batch
     orthogonalise    the batch, in place
@@ -227,22 +234,28 @@ def step_by_kernels(
         from shardwise.kernels.momentum import pack
 
     form = None if group["form"] == "auto" else group["form"]
-    most = max(1, BATCH_ELEMENTS // (rows * cols))
-    for first in range(0, len(weights), most):
-        part = slice(first, first + most)
-        if planned:
-            hold_workspace(len(weights[part]), rows, cols, polynomial)
-            continue
-        packed = pack(grads[part], momenta[part], clip=clip, **_momentum_rule(group))
-        updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
-        apply_update_by_kernels(weights[part], updates, group, clip, scale)
+    most = max(1, most_bytes // workspace_bytes(1, rows, cols, polynomial, True))
+    num_parts = -(-len(weights) // most)
+    size = -(-len(weights) // num_parts)
+    for first in range(0, len(weights), size):
+        part = slice(first, first + size)
+        with held(workspace_bytes(len(weights[part]), rows, cols, polynomial, True), "step"):
+            if planned:
+                continue
+            packed = pack(grads[part], momenta[part], clip=clip, **_momentum_rule(group))
+            updates = newton_schulz.orthogonalise_packed(packed, polynomial, form)
+            apply_update_by_kernels(weights[part], updates, group, clip, scale)
 
 
-def hold_workspace(count: int, rows: int, cols: int, polynomial: Polynomial) -> None:
-    """In a plan: take, for a moment, the memory in which kernels orthogonalise ``count`` matrices:
-    a batch in fp16, as much to work in, and Gram matrices."""
+def workspace_bytes(
+    count: int, rows: int, cols: int, polynomial: Polynomial, by_kernels: bool
+) -> int:
+    """The memory in which ``count`` matrices are orthogonalised. Kernels: a batch in fp16, as much
+    to work in, and Gram matrices. Else: results in fp32, and the work on one matrix."""
+    if not by_kernels:
+        return 4 * (count + 6) * rows * cols
     grams = num_grams(polynomial, choose(rows, cols, polynomial)) * min(rows, cols) ** 2
-    torch.empty(count * (2 * rows * cols + grams), dtype=torch.float16, device="meta")
+    return 2 * count * (2 * rows * cols + grams)
 
 
 def _momentum_rule(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon's step over the matrices of an optimizer, wherever they are stored.
 
-    grad, momentum     element by element, on the pieces that this rank updates   -> workspace
-    exchange           whole matrices, one owner each                             -> workspace
+    grad, momentum     element by element, on the pieces that this rank updates   -> updates
+    exchange           whole matrices, one owner each                             -> updates
     weight             decay and update, on the pieces that are stored here
+
+Round by round, so that the memory of a step is bounded (``step_bytes``): a round's updates are made
+when it begins, and gone when its weights are written.
 
 On a GPU with kernels, matrices that this rank owns and stores whole skip the exchange: three
 kernels go from gradients to weights (``muon.step_by_kernels``).
@@ -16,8 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy
@@ -28,90 +30,25 @@ from shardwise import comm
 from shardwise.division import ByMatrix, Division
 from shardwise.kernels.newton_schulz import uses_kernels
 from shardwise.kernels.tables import Matrices
-from shardwise.layout import Grain
+from shardwise.memory import counted, held
 from shardwise.optim import muon
 from shardwise.optim.blocks import Blocks
-from shardwise.optim.exchange import Exchange, Key
-from shardwise.optim.gradients import divide, gradient_of, moved_state, zero_state
+from shardwise.optim.exchange import KIND, Exchange, Key, Span
+from shardwise.optim.gradients import divide, gradient_of, moved_state, state_cut, zero_state
+from shardwise.optim.matrix_parameter import Known, MatrixParameter
 from shardwise.optim.ownership import assign_owners, update_order
-from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of, price
+from shardwise.optim.presets import DEFAULT, newton_schulz, polynomial_of
 from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
-from shardwise.optim.routing import Route
-from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
+from shardwise.optim.split import Matrix
 from shardwise.optim.storage import (
     Sharding,
-    block_shape,
     local_of,
-    pieces_of,
     sharding_of,
     version_of,
 )
 from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
-Known = dict[Any, tuple[Sequence[Piece], list[Matrix]]]
-
-
-@dataclass(eq=False)
-class MatrixParameter:
-    """One parameter that Muon updates: a matrix, or several."""
-
-    name: str
-    parameter: Tensor
-    route: Route
-    group: dict[str, Any]  # its parameter group: learning rate and all
-
-    @cached_property
-    def split_here(self) -> tuple[Split | None, bool]:
-        """The split of what shards cut (a block, under tensor parallelism), and whether matrices
-        are whole in it."""
-        sharding, split = sharding_of(self.parameter), self.route.split
-        if split is None or not any(sharding.blocked):
-            return split, not any(sharding.blocked)
-        count = sharding.count(sharding.blocked)
-        shape = tuple(self.parameter.shape)
-        found = split.within(shape, sharding.block_dim, count, sharding.block)
-        assert found is not None, "refused at construction"
-        return found
-
-    def matrices(
-        self,
-        position: int,
-        *,
-        measured: bool,
-        order: int = 0,
-        known: Known | None = None,
-        divided: Sequence[Piece] | None = None,
-    ) -> list[Matrix]:
-        """Its matrices with pieces and prices; ``position`` is the parameter's in the group.
-        ``known``: those of parameters that are cut and priced alike, which are made once.
-        ``divided``: the pieces that ranks update, where those are not all that they store."""
-        known = {} if known is None else known
-        parameter, group = self.parameter, self.group
-        shape = self.route.shape_of(block_shape(parameter))
-        polynomial = polynomial_of(group.get("preset", DEFAULT))
-        grain = None
-        if isinstance(parameter, ShardedTensor):
-            grain = parameter.cut.layout.items[parameter.cut.index].grain
-        pinned = grain is not None and divided is None and keeps_whole(grain, shape)
-        pieces = pieces_of(parameter) if divided is None else divided
-        key = (id(pieces), shape, self.split_here[0], pinned)
-        if key not in known:  # with the pieces, whose id is part of the key
-            cost = partial(
-                price, polynomial=polynomial, form=group.get("form", "auto"), measured=measured
-            )
-            matrices = matrices_of(shape, self.split_here[0])
-            known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
-        return [
-            replace(matrix, name=self.name + matrix.name, parameter=position, order=order)
-            for matrix in known[key][1]
-        ]
-
-
-def keeps_whole(grain: Grain, shape: Sequence[int]) -> bool:
-    """Whether a layout stores every matrix of a parameter on one rank on purpose; a stack
-    [n, rows, cols] is cut between its matrices."""
-    return grain.kind == "tensor" and (grain.count == 1 or len(shape) == 3)
 
 
 def momentum_state(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +70,26 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
         if axis is not None:
             found = all(comm.agree(found, axis))
     return found
+
+
+class Written:
+    """Tensors that are written flat: views of them, or copies that go back at the end."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        copy = next((copy for one, copy in self._copies if one is tensor), None)
+        if copy is None:
+            copy = tensor.contiguous()
+            self._copies.append((tensor, copy))
+        return copy.view(-1)
+
+    def finish(self) -> None:
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
 
 
 class MatrixGroup:
@@ -168,7 +125,14 @@ class MatrixGroup:
             self.sharding = self.spread.sharding
             matrices = self._matrices(measured, orders, known)
             shards, replicas = self.sharding.axis(self.sharding.sharded), None
-        self.exchange = Exchange(matrices, shards, replicas, device, wire=first["wire"])
+        self.exchange = Exchange(
+            matrices,
+            shards,
+            replicas,
+            device,
+            wire=first["wire"],
+            step_bytes=first.get("step_bytes"),
+        )
         self._stored = [self._weight(position).numel() > 0 for position in range(len(members))]
         self.exchange.agree()
         of_round = [orders[self._parameter(index)] for index, *_ in self.exchange.ownership.rounds]
@@ -306,30 +270,27 @@ class MatrixGroup:
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
         given = [one.parameter.grad is not None for one in self.members]
-        any_given = any(given)
-        active = [has and here for has, here in zip(given, self._stored, strict=True)]
-        workspaces: dict[int, Tensor] = {}
-        exchanged = {p for p, one in enumerate(active) if one and p not in self.local}
-        for positions in self._by_group(sorted(exchanged)):
-            self._begin(positions, states, workspaces, clip)
-        rounds = self.exchange.run(self._flat(workspaces), self._compute)
+        here = [p for p, has in enumerate(given) if has and p in self.local and self._stored[p]]
+        rounds = self.exchange.run(partial(self._begin, states, given, clip), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
-            self._step_local([p for p in part if active[p] and p in self.local], states, clip)
-            for _ in range(count if any_given else 0):
-                next(rounds)
-            self._check()
-            for positions in self._by_group([p for p in part if p in exchanged]):
-                self._apply(positions, workspaces, clip)
+            self._step_local([p for p in here if p in part], states, clip)
+            for _ in range(count if any(given) else 0):
+                spans, updates = next(rounds)
+                self._check()
+                self._apply(spans, updates, given, clip)
+                del updates
             if self.spread is not None:
                 weights = [local_of(one.parameter) for one in self.members]
                 self.spread.gather([p for p in part if given[p]], weights)
             yield [self.members[position].parameter for position in part if given[position]]
 
-    def _by_group(self, positions: Sequence[int]) -> list[list[int]]:
-        """The positions of each parameter group."""
+    def _by_group(self, spans: Sequence[Span], given: Sequence[bool]) -> list[list[int]]:
+        """The numbers of spans whose parameters have gradients, by parameter group."""
         found: dict[int, list[int]] = {}
-        for position in positions:
-            found.setdefault(id(self.members[position].group), []).append(position)
+        for number, span in enumerate(spans):
+            if given[span.parameter]:
+                group = self.members[span.parameter].group
+                found.setdefault(id(group), []).append(number)
         return list(found.values())
 
     def _check(self) -> None:
@@ -337,80 +298,101 @@ class MatrixGroup:
 
     def _begin(
         self,
-        positions: Sequence[int],
         states: States,
-        workspaces: dict[int, Tensor],
+        given: Sequence[bool],
         clip: Tensor | None,
-    ) -> None:
-        """Advance the momentum of one parameter group; the updates become its workspaces.
-
-        A workspace leaves the elements open that another replica updates: they are received.
-        """
-        group = self.members[positions[0]].group
-        buffers, grads, advanced = [], [], []
-        for position in positions:
-            parameter = self.members[position].parameter
-            local = local_of(parameter)
-            buffer = local_of(states[parameter]["momentum_buffer"])
-            if self.spread is None and buffer.numel() < local.numel():
-                workspaces[position] = torch.empty_like(local)
-            if buffer.numel():
-                grad = gradient_of(parameter)
-                assert grad is not None
-                grads.append(grad)
-                buffers.append(buffer)
-                advanced.append(position)
-        if not buffers:
-            return
-        if self.fused:
-            updates = muon.update_momentum_by_kernels(buffers, grads, group, clip)
-        else:
-            updates = muon.update_momentum(buffers, grads, group)
-        for position, update in zip(advanced, updates, strict=True):
-            if position not in workspaces:
-                workspaces[position] = self._mine(position, update.contiguous())
+        spans: Sequence[Span],
+    ) -> list[Tensor]:
+        """Advance the momentum of a round; returns the updates to orthogonalise: zeros without a
+        gradient, and anything where another replica computes."""
+        found = [self._nothing(span, given[span.parameter]) for span in spans]
+        for numbers in self._by_group(spans, given):
+            numbers = [number for number in numbers if spans[number].mine]
+            written = Written()
+            buffers, grads = [], []
+            for number in numbers:
+                span = spans[number]
+                parameter = self.members[span.parameter].parameter
+                momentum = local_of(states[parameter]["momentum_buffer"])
+                buffers.append(self._piece(span, written.flat(momentum)))
+                grads.append(self._gradient(span))
+            if not numbers:
                 continue
-            parameter = self.members[position].parameter
-            momentum = states[parameter]["momentum_buffer"]
-            assert isinstance(parameter, ShardedTensor) and isinstance(momentum, ShardedTensor)
-            mine = momentum.cut.within(parameter.cut, workspaces[position])
-            mine.view(-1).copy_(update.view(-1))
-
-    def _flat(self, workspaces: dict[int, Tensor]) -> list[Tensor]:
-        """The workspaces of all parameters, flat: zeros for a parameter that has none although
-        owners expect its pieces, nothing for one that skips the exchange."""
-        nothing = local_of(self.members[0].parameter).new_empty(0)
-        found = []
-        for position in range(len(self.members)):
-            if position in workspaces:
-                found.append(workspaces[position].view(-1))
-            elif position in self.local or not self._stored[position]:
-                found.append(nothing)
+            group = self.members[spans[numbers[0]].parameter].group
+            if self.fused:
+                updates = muon.update_momentum_by_kernels(buffers, grads, group, clip)
             else:
-                found.append(torch.zeros_like(self._weight(position)).view(-1))
+                updates = muon.update_momentum(buffers, grads, group)
+            written.finish()
+            for number, update in zip(numbers, updates, strict=True):
+                found[number] = counted(update, KIND)
         return found
+
+    def _nothing(self, span: Span, given: bool) -> Tensor:
+        """The elements of a span before there are any."""
+        local = local_of(self.members[span.parameter].parameter)
+        if given and span.mine:
+            return local.new_empty(0)
+        make = local.new_empty if given else local.new_zeros
+        return counted(make(span.end - span.begin), KIND)
+
+    def _piece(self, span: Span, state: Tensor) -> Tensor:
+        """The elements of a span in a flat state, or gradient: it begins where this replica's part
+        of the parameter does."""
+        parameter, begin = self.members[span.parameter].parameter, 0
+        if self.spread is not None:
+            state = self.spread.take(span.parameter, state)
+        elif isinstance(parameter, ShardedTensor):
+            begin = max(0, state_cut(parameter).piece[0] - parameter.cut.piece[0])
+        return state[span.begin - begin : span.end - begin]
+
+    def _gradient(self, span: Span) -> Tensor:
+        grad = gradient_of(self.members[span.parameter].parameter)
+        assert grad is not None
+        return self._piece(span, grad.reshape(-1))
 
     def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
         """[count, rows, cols], orthogonalised and scaled by the whole matrix's shape."""
         rows, cols = batch.shape[-2:]
-        if batch.is_meta:  # a plan, which has no values
-            if self.fused:
-                muon.hold_workspace(len(batch), rows, cols, self.polynomial)
-            return batch
-        if self.blocks is None:
-            result = newton_schulz(batch, self.polynomial, form=self.form)
-        else:
-            result = self.blocks.orthogonalise(batch, self.polynomial, self.form)
-            rows, cols = self.blocks.whole_shape(rows, cols)
-        return result.mul_(muon.scale_of(self.scale, rows, cols))
+        with held(muon.workspace_bytes(len(batch), rows, cols, self.polynomial, self.fused), KIND):
+            if batch.is_meta:  # a plan, which has no values
+                return batch
+            if self.blocks is None:
+                result = newton_schulz(batch, self.polynomial, form=self.form)
+            else:
+                result = self.blocks.orthogonalise(batch, self.polynomial, self.form)
+                rows, cols = self.blocks.whole_shape(rows, cols)
+            return result.mul_(muon.scale_of(self.scale, rows, cols))
 
     def _apply(
-        self, positions: Sequence[int], workspaces: dict[int, Tensor], clip: Tensor | None
+        self,
+        spans: Sequence[Span],
+        updates: Sequence[Tensor],
+        given: Sequence[bool],
+        clip: Tensor | None,
     ) -> None:
-        """Decay and update the weights of one parameter group."""
-        weights = [self._weight(position) for position in positions]
-        updates = [workspaces.pop(position) for position in positions]
-        group = self.members[positions[0]].group
+        """Decay and update the weights of a round."""
+        for numbers in self._by_group(spans, given):
+            group = self.members[spans[numbers[0]].parameter].group
+            written = Written()
+            weights = [self._stored_piece(spans[number], written) for number in numbers]
+            self._apply_group(weights, [updates[number] for number in numbers], group, clip)
+            written.finish()
+
+    def _stored_piece(self, span: Span, written: Written) -> Tensor:
+        """The elements of a span in the weight that is stored here."""
+        flat = written.flat(local_of(self.members[span.parameter].parameter))
+        if self.spread is not None:
+            flat = self.spread.take(span.parameter, flat)
+        return flat[span.begin : span.end]
+
+    def _apply_group(
+        self,
+        weights: list[Tensor],
+        updates: list[Tensor],
+        group: dict[str, Any],
+        clip: Tensor | None,
+    ) -> None:
         if self.fused:
             muon.apply_update_by_kernels(weights, updates, group, clip)
         else:
@@ -436,7 +418,8 @@ class MatrixGroup:
         for (_, _, rows, cols), (group, kinds, places) in batches.items():
             grads, momenta, weights = (Matrices(kind, places, rows, cols) for kind in kinds)
             scale = muon.scale_of(self.scale, rows, cols)
-            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, clip)
+            most = self.exchange.ownership.step_bytes // (2 if self.exchange.moves else 1)
+            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, most, clip)
 
 
 def matrix_groups(
@@ -454,6 +437,7 @@ def matrix_groups(
     for one in members:
         sharding, group = sharding_of(one.parameter), one.group
         names = ("form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function")
+        names += ("step_bytes",)
         alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, names))
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)

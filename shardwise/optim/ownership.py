@@ -16,8 +16,15 @@ A parameter goes to one replica whole, so that its gradient is reduced to that r
 parameter that is a large part of a replica's work is divided between replicas, a run of matrices
 each. The matrices of a replica then go to its ranks. Both assignments are balanced by the cost of
 Newton-Schulz: the most expensive first, to the least loaded. A rank that stores the largest piece
-of a matrix owns it, as long as the load stays balanced. Matrices of one shape are neighbours in a
-round, so that their owner computes them as one batch.
+of a matrix owns it, as long as the load stays balanced.
+
+Matrices are exchanged in rounds, small enough that all memory of a step stays within a budget. An
+owner takes its matrices shape by shape, so that it computes long batches, and each owner begins
+elsewhere, so that every rank stores a part of each round:
+
+    round         0      1      2      3
+    owner 0     | A A  | A A  | B B  | B B  |
+    owner 1     | B B  | B B  | A A  | A A  |
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.optim.split import Matrix, Piece
@@ -33,7 +40,9 @@ from shardwise.optim.split import Matrix, Piece
 LOAD_TOLERANCE = 1.05  # the load, over the mean, up to which a rank owns what it stores
 DIVIDE_SHARE = 0.25  # of a replica's load: a parameter that costs more is divided
 NUM_COMPARED = 8  # how many equally loaded replicas are compared further
-ROUND_BYTES = 256 << 20  # of one owner's matrices in one round; two rounds are in memory at a time
+ROUND_BYTES = 256 << 20  # of one owner's matrices in one round, at most
+LEAST_STEP_BYTES = 16 << 20  # less memory is not worth more rounds
+WIDTH = 4  # bytes of an element of a matrix that is computed
 NUM_PARTS = 8  # of a step whose weights are gathered as soon as they are updated
 
 
@@ -46,6 +55,8 @@ class Ownership:
     num_replicas: int
     owners: tuple[tuple[int, int], ...]  # (replica, rank on the shard axis), by matrix
     rounds: tuple[tuple[int, ...], ...]
+
+    step_bytes: int = 0  # the memory that one step may take on a rank, beside states
 
     def remote_pieces(self, index: int) -> list[Piece]:
         """The pieces of a matrix that its owner does not store."""
@@ -89,35 +100,59 @@ def assign_owners(
     num_shards: int,
     num_replicas: int = 1,
     *,
-    round_bytes: int | None = None,
-    width: int = 4,
+    step_bytes: int | None = None,
 ) -> Ownership:
     """Choose an owner for every matrix, and divide the work into rounds.
 
-    ``round_bytes`` bounds an owner's matrices in one round, of ``width`` bytes per element.
+    ``step_bytes``: the memory that one step may take on a rank. A round has one matrix of each
+    owner at least. None: the bytes by which AdamW's two states, stored like the weights, exceed one
+    momentum that replicas divide, unless owners would wait for each other in so many rounds.
     """
-    round_bytes = ROUND_BYTES if round_bytes is None else round_bytes
+    stored = WIDTH * sum(matrix.numel for matrix in matrices) // num_shards
+    chosen = max(LEAST_STEP_BYTES, 2 * stored - stored // num_replicas)
     owners: list[tuple[int, int]] = [(0, 0)] * len(matrices)
     for replica, members in enumerate(_assign_replicas(matrices, num_replicas)):
         for index, rank in _assign_ranks(matrices, members, num_shards).items():
             owners[index] = (replica, rank)
-    by_shape = sorted(
-        range(len(matrices)), key=lambda i: (matrices[i].order, matrices[i].shapes, i)
+    plan = Ownership(
+        tuple(matrices), num_shards, num_replicas, tuple(owners), (), step_bytes or chosen
     )
-    rounds: list[tuple[int, ...]] = []
-    current: list[int] = []
-    filled: dict[tuple[int, int], int] = {}
-    for index in by_shape:
-        owner, nbytes = owners[index], matrices[index].numel * width
-        full = bool(filled.get(owner, 0)) and filled[owner] + nbytes > round_bytes
-        if current and (full or matrices[current[-1]].order != matrices[index].order):
-            rounds.append(tuple(current))
-            current, filled = [], {}
-        current.append(index)
-        filled[owner] = filled.get(owner, 0) + nbytes
-    if current:
-        rounds.append(tuple(current))
-    return Ownership(tuple(matrices), num_shards, num_replicas, tuple(owners), tuple(rounds))
+    return replace(plan, rounds=_rounds(plan, waits=step_bytes is not None))
+
+
+def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
+    """Matrices that are exchanged together: about as much work of each owner in each round.
+
+    ``waits``: whether there may be so many rounds that owners have nothing to do in some.
+    """
+    matrices, replicas = plan.matrices, plan.num_replicas
+    # Pieces that travel are in memory three times in each of three rounds (updates, sent,
+    # received), those between replicas in four; matrices that are computed three times more.
+    copies = 8 * replicas + 4 if plan.needs_exchange or replicas > 1 else 5
+    most = max(1, min(ROUND_BYTES, plan.step_bytes // copies))
+    found: list[tuple[int, ...]] = []
+    for order in sorted({matrix.order for matrix in matrices}):
+        members: dict[tuple[int, int], list[int]] = {}
+        for index, matrix in enumerate(matrices):
+            if matrix.order == order:
+                members.setdefault(plan.owners[index], []).append(index)
+        every = [[matrices[index] for index in held] for held in members.values()]
+        count = max(-(-WIDTH * sum(one.numel for one in held) // most) for held in every)
+        busy = [sum(one.cost for one in held) // max(one.cost for one in held) for held in every]
+        count = min(count, max(map(len, every)) if waits else min(busy))
+        rounds: list[list[int]] = [[] for _ in range(count)]
+        for (replica, rank), held in members.items():
+            cost = sum(matrices[index].cost for index in held)
+            numel = sum(matrices[index].numel for index in held)
+            begin = count * (replica * plan.num_shards + rank) // (replicas * plan.num_shards)
+            before = 0  # in shares of the cost and of the elements, a half each
+            for index in sorted(held, key=lambda i: (matrices[i].shapes, i)):
+                share = matrices[index].cost * numel + matrices[index].numel * cost
+                at = count * (2 * before + share) // (4 * cost * numel)
+                rounds[(begin + at) % count].append(index)
+                before += share
+        found += [tuple(sorted(one)) for one in rounds if one]
+    return tuple(found)
 
 
 def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:

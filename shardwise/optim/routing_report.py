@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from shardwise.kernels.newton_schulz import uses_kernels
+from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon import MuonSettings, muon, scale_of
-from shardwise.optim.muon_step import MatrixParameter
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.routing import Routed, routes_of
 from shardwise.optim.sharded import group_of

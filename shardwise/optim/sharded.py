@@ -34,8 +34,9 @@ from shardwise.optim.gradients import (
     quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
+from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.muon_step import MatrixGroup, MatrixParameter, matrix_groups
+from shardwise.optim.muon_step import MatrixGroup, matrix_groups
 from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (
     axes_of,

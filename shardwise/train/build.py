@@ -91,7 +91,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         )
     )
     model = build_model(config, world)
-    model.document_end = world.together(lambda: document_end(config, corpus, world))  # type: ignore[assignment]
+    model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
     made = build_optimizer(config, model)
     return Parts(
         config=config,
@@ -119,7 +119,7 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | None:
+def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
     """The token after which attention begins anew; None where documents see each other."""
     if config.documents == "joined":
         return None
@@ -130,9 +130,7 @@ def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | Non
                 f"nobody knows which of them ends a document: name it with --tokenizer"
             )
         return None
-    # A mask costs a GPU its fastest kernel.
-    apart = config.documents == "apart" or world.device.type == "cpu"
-    return corpus.codec.end if apart else None
+    return corpus.codec.end
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:
@@ -174,7 +172,7 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         model = make_model(config)
     if config.module is not None:
         model.to(world.device)
-    if compiles(config, world):
+    if config.compiles(world.device.type):
         model.compile()
     if config.tp > 1:
         assert isinstance(model, GPT)
@@ -217,15 +215,6 @@ def spread_experts(
         )
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
-
-
-def compiles(config: TrainConfig, world: World) -> bool:
-    """Whether the model runs through torch.compile. The hooks of tensor parallelism are not traced
-    yet, so ``auto`` leaves such models as they are, and modules of other origin too."""
-    if config.compile == "auto":
-        ours = config.tp == 1 and config.module is None
-        return world.device.type == "cuda" and ours
-    return config.compile == "on"
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

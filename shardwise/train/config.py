@@ -74,7 +74,7 @@ class TrainConfig:
         held_out: fraction of the data that is evaluated and never trained on.
         documents: whether the documents of one window see each other: ``joined``, or ``apart``,
             where each token that ends a document begins the next; ``auto``: apart where that token
-            is known, on CPU (on GPUs joined).
+            is known.
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
         microbatches: pieces in which a rank computes its share of a batch, one after another;
@@ -218,8 +218,9 @@ class TrainConfig:
             problems.append(f"ep={self.ep} spreads experts, and the model has none: leave it at 1")
         if self.module is not None and (self.tp > 1 or self.ep > 1):
             problems.append(f"module={self.module!r} is not cut: leave tp and ep at 1")
-        if self.module is not None and self.model.recompute == "block":
-            problems.append("model.recompute='block' is the GPT's: leave it out with a module")
+        if self.module is not None and self.model.recompute in ("block", "pointwise"):
+            chosen = self.model.recompute
+            problems.append(f"model.recompute={chosen!r} is the GPT's: leave it out with a module")
         if self.module is not None and self.compile == "on":
             problems.append("compile='on' is the GPT's: compile a module in its own function")
         if self.tp > 1 and self.compile == "on":
@@ -247,6 +248,14 @@ class TrainConfig:
     @property
     def placements(self) -> Placements:
         return STRATEGIES[self.strategy]
+
+    def compiles(self, device: str) -> bool:
+        """Whether the model runs through torch.compile on this type of device. The hooks of tensor
+        parallelism are not traced yet, so ``auto`` leaves such models as they are, and modules of
+        other origin too."""
+        if self.compile == "auto":
+            return device == "cuda" and self.tp == 1 and self.module is None
+        return self.compile == "on"
 
     @property
     def fp8_steps(self) -> int:

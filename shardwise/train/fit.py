@@ -3,9 +3,10 @@
 
     the plan of one microbatch --> the most sequences that fit --> the fewest microbatches
 
-Blocks are recomputed only where a microbatch without recomputation would be short of ``ENOUGH``
-tokens, which a GPU needs to be busy. The plan counts memory without compilation, which saves some:
-what it says fits does. All ranks plan with the least memory of any rank, so they decide alike.
+Compiled blocks compute norms and gated products again, which costs nothing. Whole blocks are
+recomputed only where a microbatch without that would be short of ``ENOUGH`` tokens, which a GPU
+needs to be busy. The plan counts memory without compilation, which saves some: what it says fits
+does. All ranks plan with the least memory of any rank, so they decide alike.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
         )
     if memory is None:
         return decided(config, config.num_microbatches, "none"), None
-    choices = ("none", "block") if recompute == "auto" else (recompute,)
+    least = "pointwise" if config.compiles(world.device.type) else "none"
+    choices = (least, "block") if recompute == "auto" else (recompute,)
     each = config.share(world.size) * config.num_microbatches  # sequences of a step on a rank
     found: dict[str, int] = {}
     for choice in choices:
@@ -69,7 +71,11 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
             f"more, a shorter context or a smaller model ('shardwise plan' shows what each takes)"
         )
     made = decided(config, each // found[best], best)
-    again = "blocks are recomputed in backward" if best == "block" else "nothing is recomputed"
+    again = {
+        "none": "nothing is recomputed",
+        "pointwise": "norms and gated products are recomputed in backward",
+        "block": "blocks are recomputed in backward",
+    }[best]
     line = (
         f"{made.num_microbatches} microbatches of {found[best]} x {config.model.context} tokens "
         f"on each rank, {again}: fits {size_text(memory)}"

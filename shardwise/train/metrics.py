@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import sys
 import time
@@ -44,8 +45,9 @@ class Speed:
         }
 
 
+@functools.cache
 def peak_flops(device: torch.device) -> float:
-    """FLOP/s of one device: of known GPUs by name, of others measured with a large product."""
+    """FLOP/s of one device: of known GPUs by name, of others measured once with a large product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, peak in _PEAKS.items():

@@ -53,7 +53,10 @@ class HubFolder(Mapping[str, Tensor]):
                 f"of one, with its safetensors"
             )
         if index.is_file():
-            self._files: dict[str, str] = dict(_json_of(index).get("weight_map", {}))
+            named = _json_of(index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(n, str) for n in named.values()):
+                raise ValueError(f"{index} holds no weight_map of tensors to file names")
+            self._files: dict[str, str] = named
         elif (self.folder / _SINGLE).is_file():
             with self._open(_SINGLE) as file:
                 self._files = dict.fromkeys(file.keys(), _SINGLE)
@@ -74,10 +77,13 @@ class HubFolder(Mapping[str, Tensor]):
     def _open(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
+        path = self.folder / name
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError(f"{path} is not there, or is no regular file")
         try:
-            return safe_open(self.folder / name, framework="pt")
+            return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.folder / name} cannot be read ({error})") from None
+            raise ValueError(f"{path} cannot be read ({error})") from None
 
     def __getitem__(self, name: str) -> Tensor:
         with self._open(self._files[name]) as file:

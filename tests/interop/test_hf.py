@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from shardwise.moe import MixtureOfExperts
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.train.recipes import load_recipe
 from shardwise.train.session import Request, resolve
-from shardwise.train.weights import open_model
+from shardwise.train.weights import HubFolder, open_model
 from tests.ranks import run_ranks
 from tests.train_runs import TINY, events_of, inside, make_trainer, write_text
 
@@ -361,6 +362,22 @@ def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "hub" / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json is not there"):
         resolve(Request(recipe="smoke", changes=changes))
+
+
+def test_a_pipe_in_place_of_weights_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    write_hub(tmp_path / "hub", BEGUN["zero3"][0])
+    folder = HubFolder(tmp_path / "hub")
+    pipe = folder.folder / "part-0.safetensors"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(
+        ValueError, match=r"part-0\.safetensors is not there, or is no regular file"
+    ):
+        dict(folder)
+    for wrong in ({}, {"weight_map": [1]}, {"weight_map": {"a": 3}}):
+        (folder.folder / "model.safetensors.index.json").write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match="no weight_map"):
+            HubFolder(folder.folder)
 
 
 def refused(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> str:

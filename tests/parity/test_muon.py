@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise.optim import muon_step, ownership
+from shardwise.optim import muon_step
 from shardwise.optim.split import Split
 from tests.models import (
     STRATEGIES,
@@ -138,12 +138,8 @@ def test_any_grain_gives_the_same_bits_and_whole_tensors_are_not_sent(grain: Any
 
 def check_rounds(rank: int, world_size: int, strategy: str) -> int:
     expected = unsharded(rank)
-    before = ownership.ROUND_BYTES
-    ownership.ROUND_BYTES = 1  # every matrix a round of its owner
-    try:
-        model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size))
-    finally:
-        ownership.ROUND_BYTES = before
+    # Every matrix a round of its owner.
+    model, optimizer = build(partial(wrap, STRATEGIES[strategy], world_size), step_bytes=1)
     (group,) = optimizer._matrix_groups
     train(model, optimizer, rank, sharded=True)
     assert_same(everything(model, optimizer), expected, "rounds")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, Item, plan
-from shardwise.optim.exchange import Exchange, Key
+from shardwise.optim.exchange import Exchange, Key, Span
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
@@ -143,18 +144,41 @@ def test_a_plan_is_a_function_of_its_input() -> None:
     assert assign_owners(llama(LLAMA, 4, 8), 8, 2).digest != one.digest
 
 
-def test_rounds_hold_neighbours_of_one_shape_and_fit_their_slots() -> None:
-    matrices = llama(LLAMA, 8, 8)
-    largest = max(matrix.numel for matrix in matrices) * 4
-    found = assign_owners(matrices, 8, round_bytes=2 * largest)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_rounds_fit_their_budget_and_keep_every_owner_busy(ranks: int) -> None:
+    matrices = llama(LLAMA, 32, ranks)
+    largest = 4 * max(matrix.numel for matrix in matrices)
+    found = assign_owners(matrices, ranks)
+    mean = 4 * sum(matrix.numel for matrix in matrices) / ranks
+    assert found.step_bytes == int(mean), "what a second state would take"
     assert len(found.rounds) > 1
-    for members in found.rounds:
-        held: Counter[tuple[int, int]] = Counter()
+    most, slowest, batched = mean / len(found.rounds), 0, []
+    for number, members in enumerate(found.rounds):
+        owned: Counter[tuple[int, int]] = Counter()
+        costs: Counter[tuple[int, int]] = Counter()
+        stored: Counter[int] = Counter()
         for index in members:
-            held[found.owners[index]] += matrices[index].numel * 4
-        assert max(held.values()) <= 2 * largest
-    order = [matrices[index].shapes for members in found.rounds for index in members]
-    assert order == sorted(order)
+            owned[found.owners[index]] += matrices[index].numel * 4
+            costs[found.owners[index]] += matrices[index].cost
+            for rank, lo, hi in matrices[index].pieces:
+                stored[rank] += 4 * (hi - lo)
+            batched.append((found.owners[index], number, matrices[index].shapes))
+        assert max(owned.values()) <= 2 * most + largest
+        assert max(stored.values()) <= 3 * most + largest, "no rank stores most of a round"
+        slowest += max(costs.values())
+    assert slowest <= 1.5 * max(found.loads.values()), "owners wait little for each other"
+    batches = Counter(owner for owner, _, _ in set(batched))
+    assert max(batches.values()) <= len(found.rounds) + 4, "one shape after the other"
+
+
+def test_a_smaller_budget_makes_more_rounds_and_one_matrix_is_the_least() -> None:
+    matrices = llama(LLAMA, 8, 8)
+    default = assign_owners(matrices, 8)
+    fine = assign_owners(matrices, 8, step_bytes=default.step_bytes // 4)
+    finest = assign_owners(matrices, 8, step_bytes=1)
+    assert len(default.rounds) < len(fine.rounds) <= len(finest.rounds)
+    assert len(finest.rounds) == max(Counter(finest.owners).values())
+    assert default.digest != finest.digest, "ranks compare it"
 
 
 def test_pieces_of_matrices() -> None:
@@ -202,7 +226,7 @@ def test_planning_needs_no_process_group_and_both_sides_of_a_message_agree(
     meta = torch.device("meta")
     exchanges = {
         (replica, rank): Exchange(
-            matrices, axis(ranks, rank), axis(replicas, replica), meta, wire=wire, round_bytes=150
+            matrices, axis(ranks, rank), axis(replicas, replica), meta, wire=wire, step_bytes=150
         )
         for replica, rank in workers
     }
@@ -265,22 +289,28 @@ def there_and_back(rank: int, world_size: int, rows: int, wire: str, exponent: i
     torch.manual_seed(0)
     fulls = [torch.randn(rows, 5) * 2.0**exponent for _ in range(3)]
     begin, end = chunk_range(rows, [world_size], [rank])
-    workspaces = [full[begin:end].reshape(-1).clone() for full in fulls]
+    stored = [full[begin:end].reshape(-1) for full in fulls]
+    found = [torch.zeros_like(one) for one in stored]
     seen: list[Tensor] = []
 
+    def start(spans: Sequence[Span]) -> list[Tensor]:
+        assert all(span.mine for span in spans)
+        return [stored[span.parameter][span.begin : span.end].clone() for span in spans]
+
     def double(batch: Tensor, keys: list[Key]) -> Tensor:
-        seen.extend(batch)
+        seen.extend(batch.clone())
         return batch * 2
 
-    rounds = list(exchange.run(workspaces, double))
-    assert rounds == list(range(len(exchange.rounds)))
+    for spans, values in exchange.run(start, double):
+        for span, value in zip(spans, values, strict=True):
+            found[span.parameter][span.begin : span.end] += value
     worst = 0.0
-    for full, workspace in zip(fulls, workspaces, strict=True):
+    for full, one in zip(fulls, found, strict=True):
         expected = 2 * full[begin:end].reshape(-1)
         if wire == "fp32":
-            assert torch.equal(workspace, expected)
+            assert torch.equal(one, expected)
         if expected.numel():
-            error = (workspace - expected).abs().max() / full.abs().max()
+            error = (one - expected).abs().max() / full.abs().max()
             worst = max(worst, error.item())
     for matrix in seen:
         assert matrix.shape == (rows, 5)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -16,7 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, IGNORED, GPTConfig, RopeScaling, _likeliest, generate
-from shardwise.models.layers import RMSNorm, Rotary, documents_mask, rotate, stretch
+from shardwise.models.layers import (
+    BLOCK,
+    RMSNorm,
+    Rotary,
+    document_blocks,
+    documents_mask,
+    rotate,
+    stretch,
+)
 from shardwise.moe import MixtureOfExperts
 from tests.models import mesh_of
 from tests.ranks import on_ranks
@@ -73,6 +82,31 @@ def test_documents_packed_in_one_window_are_computed_as_if_alone(recompute: str)
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)  # type: ignore[arg-type]
     model.document_end = None
     assert not torch.allclose(model(packed, targets), loss, atol=1e-3), "they see each other"
+
+
+def test_blocks_of_documents_are_the_dense_mask() -> None:
+    """For FlexAttention: a block is listed where a query sees a key, as a whole one where every
+    query sees every key, and inside of the others the function decides as the dense mask does."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 9, (3, 3 * BLOCK), generator=generator)
+    tokens[0, 1:] = 1  # one document
+    tokens[1, ::BLOCK] = 0  # documents that end with blocks
+    tokens[1, 1:BLOCK] = tokens[1, 2 * BLOCK + 1 :] = 1
+    dense = documents_mask(tokens, 0)
+    blocks = document_blocks((tokens == 0).cumsum(1, dtype=torch.int32))
+    assert isinstance(dense, Tensor)
+    at = torch.arange(3 * BLOCK)
+    mask = blocks.mask_mod(torch.arange(3)[:, None, None], at[:1], at[:, None], at[None, :])
+    assert torch.equal(mask, dense[:, 0])
+    tiles = mask.unflatten(2, (3, BLOCK)).unflatten(1, (3, BLOCK)).transpose(2, 3)
+    assert torch.equal(blocks.to_dense()[:, 0].bool(), tiles.any(-1).any(-1))
+    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+    for batch, query in itertools.product(range(3), range(3)):
+        count = blocks.full_kv_num_blocks[batch, 0, query]
+        listed = sorted(blocks.full_kv_indices[batch, 0, query, :count].tolist())
+        whole = tiles[batch, query].all(-1).all(-1).nonzero().flatten().tolist()
+        assert listed == [key for key in whole if key < query]
+    assert blocks.full_kv_num_blocks.sum() == 3, "of one document; the others end with blocks"
 
 
 def test_text_without_an_end_takes_no_mask() -> None:
@@ -248,6 +282,33 @@ def test_recomputation_changes_no_bit_and_keeps_less(config: GPTConfig) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
+    """By torch's own division of a graph into forward and backward: of every block two norms and a
+    gated product are not kept, nothing else changes, and evaluation runs too."""
+    config = replace(SMALL, hidden_dim=48)
+    tokens, targets = words(config)
+    grads, kept = [], []
+    for recompute in ("none", "pointwise"):
+        model = make(replace(config, recompute=recompute))  # type: ignore[arg-type]
+        model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(tokens, targets)
+        kept.append(sum(saved.values()))
+        loss.backward()
+        grads.append([loss.detach(), *(one.grad for one in model.parameters())])
+        with torch.no_grad():
+            assert torch.allclose(model(tokens, targets), loss, atol=1e-6)
+    row = tokens.numel() * 4  # bytes of a channel
+    assert kept[0] - kept[1] >= config.num_layers * row * (2 * config.dim + 48) * 0.99, kept
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 # --------------------------------------------------------------------------------- initial values
 
 
@@ -406,6 +467,29 @@ def test_generate_repeats_what_was_learned_and_itself() -> None:
         generate(model, start, 1, temperature=-1)
     with pytest.raises(ValueError, match="at least one token"):
         generate(model, start[:, :0], 1)
+
+
+@pytest.mark.parametrize("name", ["dense", "tied", "shared expert, first layer dense"])
+def test_kept_keys_and_values_change_no_logits(name: str) -> None:
+    """Tokens one by one and several at once, with documents apart; and the same text is drawn."""
+    model = make(VARIANTS[name]).eval()
+    model.document_end = 5
+    tokens, _ = words(model.config)
+    tokens[0, 3], tokens[1, :2], tokens[2] = 5, 5, 1
+    for end in (5, None):
+        model.document_end = end
+        held, found = model.empty_cache(), []
+        for upto in (4, 5, 6, 9, 12):
+            found.append(model(tokens[:, :upto], held=held))
+        assert torch.allclose(torch.cat(found, 1), model(tokens), atol=1e-5)
+    with pytest.raises(ValueError, match="targets with held"):
+        model(tokens, tokens, held=model.empty_cache())
+    drawn = generate(model, tokens[:, :3], 12, temperature=0.0)  # past the context
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    model.empty_cache = lambda: None  # type: ignore[method-assign]
+    assert torch.equal(generate(model, tokens[:, :3], 12, temperature=0.0), drawn)
+    assert len(calls) == 12
 
 
 # ---------------------------------------------------------------------------------------- wrapped

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
 
 from tests.interpreter import INSIDE, inside, loops, outside, run_inside
 
@@ -20,6 +21,7 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 
 if INSIDE:
     from shardwise.kernels import (
+        adamw,
         block,
         iterate,
         momentum,
@@ -229,6 +231,33 @@ def test_update(shape: tuple[int, int], rule: str) -> None:
     update.apply(copies, pieces, **options)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
     assert all(map(torch.equal, weights, copies))
+
+
+@inside
+def test_adamw_steps_as_torch_does_with_clipped_gradients() -> None:
+    """Pieces of several lengths and steps, one of them too long for one program; torch's own AdamW
+    on gradients that were scaled before; a clip that is not finite stops all."""
+    sizes = (3, 2048, adamw.CHUNK + 77)
+    columns = [[torch.randn(size) for size in sizes] for _ in range(3)]
+    squares = [torch.rand(size) for size in sizes]
+    steps = [torch.tensor(float(number)) for number in (0, 4, 1000)]
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    copies = [[one.clone() for one in column] for column in (*columns, squares, steps)]
+    torch._foreach_mul_(copies[1], 0.25)
+    torch_adamw(
+        *copies[:4], [], copies[4], amsgrad=False, maximize=False, foreach=False,
+        beta1=0.9, beta2=0.95, lr=0.01, eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+    pieces = (columns[0], columns[1], columns[2], squares)
+    assert adamw.fits(*pieces)
+    adamw.step(*pieces, steps, clip=torch.tensor([0.25, 0.0]), **options)
+    stepped = (columns[0], columns[2], squares, steps)
+    for found, expected in zip(stepped, (copies[0], *copies[2:]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-7)
+    before = [[one.clone() for one in column] for column in (*pieces, steps)]
+    adamw.step(*pieces, steps, clip=torch.tensor([float("nan"), 1.0]), **options)
+    after = (*pieces, steps)
+    assert all(all(map(torch.equal, one, two)) for one, two in zip(after, before, strict=True))
 
 
 def run(form: str, packed: Packed, polynomial: Polynomial) -> Tensor:

@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from shardwise.kernels import block, momentum, product, symmetric, update  # noqa: E402
+from shardwise.kernels import adamw, block, momentum, product, symmetric, update  # noqa: E402
 from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
@@ -128,3 +128,9 @@ def test_fused_passes() -> None:
         "cautious": True,
     }
     check(compiled(update._update_kernel, constants, types), products=False)
+    constants = {"grad_type": tl.float32, "aligned": True, "block": adamw.BLOCK}
+    scalars = dict.fromkeys(("beta_1", "beta_2", "fresh_1", "fresh_2", "eps"), "fp32")
+    types |= scalars | {"rates_ptr": "*fp32"}
+    made = compiled(adamw._adamw_kernel, constants | {"chunk": adamw.CHUNK}, types)
+    check(made, products=False)
+    assert "ld.global.v4" in made.asm["ptx"], "wide loads"  # type: ignore[attr-defined]

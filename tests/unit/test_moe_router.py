@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.moe import router as routers
 from shardwise.moe.activation import swiglu
 from shardwise.moe.dispatch import plan_dispatch
 from shardwise.moe.layer import MixtureOfExperts
@@ -65,6 +66,29 @@ def test_logits_are_fp32_whatever_the_tokens_are() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = router(tokens().bfloat16())
     assert torch.equal(again.weights, routes.weights)
+
+
+def test_the_products_of_a_gpu_are_those_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 tokens on matrix units: logits exact but for the order of sums, and gradients of the
+    weight as exact before they are rounded (one 16-bit number for that of a logit is not)."""
+    wide: list[Tensor] = []
+    product = lambda a, b: wide.append(a.float() @ b.float()) or wide[-1]  # noqa: E731
+    monkeypatch.setattr(routers, "_wide_product", product)
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randn(50, 64, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(8, 64, generator=generator).bfloat16().requires_grad_()
+    change = torch.randn(50, 8, generator=generator)
+    found: Tensor = routers._Logits.apply(tokens, weight)  # type: ignore[no-untyped-call]
+    exact = tokens.double() @ weight.double().t()
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), exact, atol=1e-4)
+    ours = torch.autograd.grad(found, (tokens, weight), change, retain_graph=True)
+    theirs = torch.autograd.grad(exact, (tokens, weight), change.double())
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.allclose(one.double(), two.double(), rtol=2**-7, atol=1e-2)
+    high, low = wide[-1].chunk(2)
+    exact_weight = change.double().t() @ tokens.double()
+    assert torch.allclose((high + low).double(), exact_weight, atol=1e-3)
+    assert not torch.allclose(high.double(), exact_weight, atol=1e-3)
 
 
 def test_the_balance_loss_is_zero_when_even_and_pushes_busy_experts_down() -> None:

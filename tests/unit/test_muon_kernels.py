@@ -149,10 +149,20 @@ def test_whole_matrices_are_packed_and_the_rest_is_not(options: dict[str, Any]) 
 
 
 def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    apply = muon.apply_update_by_kernels
+
+    def counting(weights: Any, *args: Any) -> None:
+        lengths.append(len(weights))
+        apply(weights, *args)
+
+    monkeypatch.setattr(muon, "apply_update_by_kernels", counting)
     with definitions():
         expected, _ = trained()
-        monkeypatch.setattr(muon, "BATCH_ELEMENTS", 1)
-        found, _ = trained()
+        longest = max(lengths)
+        lengths.clear()
+        found, _ = trained(step_bytes=1)
+    assert longest > 1 and max(lengths) == 1
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
 

@@ -50,7 +50,7 @@ def test_the_largest_microbatch_that_fits_is_taken(monkeypatch: pytest.MonkeyPat
     assert sixteen > eight > four
     for memory, count in ((sixteen, 2), (sixteen - 1, 4), (eight, 4)):
         made = fitted(monkeypatch, memory)
-        assert (made.microbatches, made.model.recompute) == (count, "none")
+        assert (made.microbatches, made.model.recompute) == (count, "pointwise")
     # Less than ENOUGH tokens without recomputation: blocks are recomputed, and more fits.
     made = fitted(monkeypatch, eight - 1)
     assert made.model.recompute == "block"
@@ -60,7 +60,9 @@ def test_the_largest_microbatch_that_fits_is_taken(monkeypatch: pytest.MonkeyPat
 def test_what_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given_count = dataclasses.replace(CONFIG, microbatches=8)
     made = fitted(monkeypatch, held(CONFIG, "none", 4), given_count)
-    assert (made.microbatches, made.model.recompute) == (8, "none")
+    assert (made.microbatches, made.model.recompute) == (8, "pointwise")
+    eager = dataclasses.replace(given_count, compile="off")
+    assert fitted(monkeypatch, held(CONFIG, "none", 4), eager).model.recompute == "none"
     keep = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, recompute="none"))
     made = fitted(monkeypatch, held(CONFIG, "none", 4), keep)
     assert (made.microbatches, made.model.recompute) == (8, "none")

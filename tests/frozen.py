@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported last by the process that ranks are forked from: its objects are never collected, so a
+collection in a rank does not touch, and thereby copy, their memory."""
+
+import gc
+
+gc.collect()
+gc.freeze()
