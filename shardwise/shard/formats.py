@@ -28,7 +28,7 @@ from torch import nn
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.fp8 import SCALES, Block, side_of
+from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
@@ -84,6 +84,12 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
     return plan(items, num_shards, unit=unit if fits else 1)
 
 
+def one_scale_each(item: Item, blocks: Sequence[Block]) -> bool:
+    """Whether a weight is a stack of which each matrix has one scale for all its blocks, as grouped
+    products in fp8 ask (``precision/fp8_experts.py``)."""
+    return len(item.shape) == 3 and tuple(blocks) == (SQUARE_128,)
+
+
 # ------------------------------------------------------------------------------------ transport
 
 
@@ -95,14 +101,16 @@ def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ..
 
 
 def encodes_locally(layout: Layout, format: Format = "mxfp8") -> bool:
-    """Whether every shard holds whole blocks, at addresses that scales have too."""
+    """Whether every shard holds whole blocks, at addresses that scales have too; of a stack whose
+    matrices have one scale each, whole matrices."""
     side = side_of(FORMATS[format])
     if layout.num_shards > 1 and layout.shard_size % side**2:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
-        block_rows = side * item.shape[-1]
+        stack = one_scale_each(item, FORMATS[format])
+        together = (item.shape[-2] if stack else side) * item.shape[-1]
         cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
-        if start % side**2 or any(cut % block_rows for cut in cuts):
+        if start % side**2 or any(cut % together for cut in cuts):
             return False
     return True
 

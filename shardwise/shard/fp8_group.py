@@ -49,7 +49,13 @@ from shardwise.precision.fp8 import (
 from shardwise.precision.fp8_products import Matmul, Native
 from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
-from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
+from shardwise.shard.formats import (
+    one_scale_each,
+    plane_bytes,
+    plane_layout,
+    planes_of,
+    sends_codes,
+)
 from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
@@ -106,7 +112,7 @@ class GroupPlane:
                 columns = item.shape[-1]
                 one = kernels.Matrix((high - low) // columns, columns, offset, start + low)
                 members = (high - low) // math.prod(item.shape[-2:])
-                matrices += one.cut(members) if len(item.shape) == 3 and members else [one]
+                matrices += one.cut(members) if one_scale_each(item, [self.block]) else [one]
             self._tiles = kernels.list_tiles(matrices, memory.device)
         codes, scales = self.ranges(0, self.layout.numel)
         scales = scales.view(SCALES[self.block])
@@ -154,9 +160,9 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Roundi
             value = source.view(index).view(codes.shape)
             if value.device != codes.device:  # offloaded: cast first, to copy half the bytes
                 value = value.to(torch.bfloat16).to(codes.device)
-            blocks, shape = [plane.block for plane in rest], source.layout.items[index].shape
-            stack = len(shape) == 3 and blocks == [SQUARE_128]
-            sharing = (high - low) // math.prod(shape[-2:]) if stack else 0
+            blocks, item = [plane.block for plane in rest], source.layout.items[index]
+            members = (high - low) // math.prod(item.shape[-2:])
+            sharing = members if one_scale_each(item, blocks) else 0
             encode(value, blocks, out=into, rounding=rounding, sharing=sharing)
 
 

@@ -95,6 +95,11 @@ def test_transport_is_chosen_by_layout_and_bytes() -> None:
     assert not sends_codes(cut, "mxfp8_rowcol", persistent=False)
     shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
     assert not encodes_locally(shifted), "its scales would have no address"
+    stack = [Item("experts", (2, 256, 128), rows(1))]
+    assert encodes_locally(lay_out(stack, 2, "fp8_block"), "fp8_block")
+    cut = Layout((replace(stack[0], grain=ELEMENT),), 4, 128 * 128, (0,))
+    assert encodes_locally(cut, "mxfp8_2d")
+    assert not encodes_locally(cut, "fp8_block"), "a cut expert: nobody here knows its one scale"
 
 
 def test_planning_by_units_refuses_what_does_not_divide() -> None:

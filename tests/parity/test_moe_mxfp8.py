@@ -53,7 +53,7 @@ AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": Cod
 
 
 class Net(nn.Module):
-    def __init__(self, layout: Any, hidden: int, width: int) -> None:
+    def __init__(self, layout: Any, hidden: int, width: int, delay: bool) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.before = nn.Linear(hidden, 17)
@@ -65,6 +65,7 @@ class Net(nn.Module):
             activation=swiglu(),
             bias=True,
             weight_layout=layout,
+            delay_weight_gradient=delay,
         )
         # Columns of very different sizes: small numbers survive in a column plane, and not in a row
         # plane, so that what forward and backward read differs.
@@ -82,7 +83,8 @@ def train(
     world_size: int, rank: int, strategy: str, ep: int, layout: Any, format: Any, on: bool
 ) -> dict[str, Tensor]:
     hidden, width = (128, 128) if format == "fp8_block" else (HIDDEN, WIDTH)
-    net, weights = Net(layout, hidden, width), format if on else "bf16"
+    delay = on and format == "fp8_block"  # the same gradients, later
+    net, weights = Net(layout, hidden, width, delay), format if on else "bf16"
     for module in () if on else net.modules():
         if isinstance(module, GroupedMLP):
             bundles, at_use = module._bundles, AT_USE[format]
@@ -113,6 +115,7 @@ def train(
         mine = x.chunk(world_size)[rank].bfloat16().requires_grad_()
         loss = model(mine)
         loss.backward()
+        net.moe.backward_dw()  # where nothing is exchanged, delayed gradients wait for it
         assert mine.grad is not None
         values[f"gradient {step}"] = mine.grad.clone()
         optimizer.step()
