@@ -182,7 +182,9 @@ def measured(
         row |= {"update": row["optimizer"], "optimizer": kind}
         kernels += [{**row, **one} for one in found.pop("kernels", ())]
         row |= found
-        theirs = base.setdefault((name, kind), row)
+        if precision == "bf16":
+            base[name, kind] = row
+        theirs = base.get((name, kind), {})  # without bf16 in the same command: no ratio
         for key in ("step", "peak", "busy"):
             if isinstance(row.get(key), float) and isinstance(theirs.get(key), float):
                 row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]

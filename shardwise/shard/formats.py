@@ -32,7 +32,7 @@ from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
-from shardwise.precision.policy import Stored, format_of, ineligible, short_name
+from shardwise.precision.policy import Stored, format_of, ineligible, multiplies_stacks, short_name
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
 _BF16_BYTES = 2  # per element that is sent as bf16
@@ -220,29 +220,33 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored: dict[tuple[int, str], Stored] = {}
+    stored: dict[tuple[int, str], tuple[Stored, Precision, torch.device]] = {}
     notes: dict[str, None] = {}
     units = [getattr(module, "_shardwise_unit", None) for module in model.modules()]
     for unit in (one for one in units if one is not None):
         for parameters, name, number, index in unit.places:
-            one, group = unit.stored[number, index], unit.groups[number]
-            products, note = _products(one, group.precision, group.device)
-            stored[id(parameters), name] = replace(one, products=products)
-            notes |= {note: None} if note else {}
+            group = unit.groups[number]
+            stored[id(parameters), name] = unit.stored[number, index], group.precision, group.device
     found: dict[int, Stored] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             key = (id(module._parameters), name)
-            if parameter is not None and key in stored:
+            if parameter is not None and key in stored and id(parameter) not in found:
                 full = f"{path}.{name}" if path else name
-                found.setdefault(id(parameter), replace(stored[key], name=full))
+                products, note = _products(module, *stored[key])
+                found[id(parameter)] = replace(stored[key][0], name=full, products=products)
+                notes |= {note: None} if note else {}
     return PrecisionReport(tuple(found.values()), tuple(notes))
 
 
-def _products(one: Stored, precision: Precision, device: torch.device) -> tuple[str, str | None]:
-    """How linear layers multiply by a weight on a device, and why not in fp8 by its hardware."""
+def _products(
+    module: nn.Module, one: Stored, precision: Precision, device: torch.device
+) -> tuple[str, str | None]:
+    """How a module multiplies by a weight on a device, and why not in fp8 by its hardware."""
     if one.format is None or "backward" not in READS[one.format]:
         return "", None
+    if multiplies_stacks(type(module)) and len(one.shape) == 2:
+        return "decoded", "experts with a parameter each multiply by decoded weights"
     if len(one.shape) == 3 and precision.recipe.activations is None:
         return "decoded", "experts multiply by decoded weights"
     if precision.products == "native":

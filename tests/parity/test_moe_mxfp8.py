@@ -104,7 +104,10 @@ def train(
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)
         sw.fully_shard(net, mesh=flat, **options)
     if on:
-        stored = sw.precision_report(model).stored
+        report = sw.precision_report(model)
+        stored, how = report.stored, {row.products for row in report.rows if row.format}
+        grouped = "fp8 by decoding, dW in bf16" if format == "fp8_block" else "decoded"
+        assert how == {grouped if layout == "grouped" else "decoded"}
         assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
         expected = 2 if layout == "grouped" else 2 * EXPERTS // ep
         assert sum("experts." in name for name in stored) == expected == len(stored)
@@ -159,6 +162,7 @@ def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any, format
         (2, "zero1", 2, "indexed", "mxfp8_rowcol"),
         (4, "zero3", 2, "grouped", "fp8_block"),
         (2, "data_parallel", 1, "grouped", "fp8_block"),
+        (2, "zero3", 2, "indexed", "fp8_block"),
     ],
 )
 def test_coded_experts_train_as_experts_quantised_at_use(
