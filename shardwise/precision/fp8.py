@@ -279,7 +279,7 @@ def encode(
         source = source.detach().contiguous()
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         if SQUARE_128 in by_block:
-            matrix = fp8_block.Matrix(*x.shape, 0, 0)
+            matrix = fp8_block.Matrix(x.shape[0], x.shape[1], 0, 0)
             tiles = fp8_block.list_tiles(matrix.cut(sharing), x.device) if sharing else None
             fp8_block.encode(source, *by_block.pop(SQUARE_128), tiles=tiles, rounding=rounding)
         mxfp8.encode(source, by_block, rceil=rounding == "rceil")

@@ -165,7 +165,7 @@ class _Linear(torch.autograd.Function):
         by_codes = wants_weight and recipe.weight_gradient == "fp8"
         if recipe.activations is not None and (wants_x or by_codes):
             codes = (kept, kept_scales) if by_codes else (None, None)
-            options = wants_x, recipe.activations, ctx.weight_dtype
+            options: Any = (wants_x, recipe.activations, ctx.weight_dtype)
             if weight is None:
                 of_x, of_weight = ops.fp8_linear_backward.default(grad, named, *codes, *options)
             else:

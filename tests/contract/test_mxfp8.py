@@ -84,6 +84,10 @@ def test_blocks_are_never_cut_where_rows_may_be() -> None:
         assert layout.payload == sum(a * b for a, b in shapes)
         assert lay_out(layout.items, num_shards, None) == plan(layout.items, num_shards)
     assert in_blocks(rows(48)) == rows(96) and in_blocks(sw.TENSOR) == sw.TENSOR
+    # A block of the 0.96B GPT: rows of 5632 cross one boundary, those of 2048 as many as they like.
+    block = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]
+    layout = lay_out(matrices(rows(128), *block), 8, "fp8_block")
+    assert encodes_locally(layout, "fp8_block") and layout.padding * 48 < layout.payload
 
 
 def test_transport_is_chosen_by_layout_and_bytes() -> None:
