@@ -12,11 +12,15 @@ chip that grows warm slows all alike.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,7 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     model = wrap_zero(bare, mesh, BF16_COMPUTE, stage=3)
     optimizers = {name: optimizer_of(model, VARIANTS[name]) for name in options.systems}
     rows = {name: {"parts": [], "host": [], "memory": []} for name in optimizers}
+    profiles = {name: cProfile.Profile() for name in optimizers}
     for _ in range(TURNS):
         for name, made in optimizers.items():
             clock = StepClock(device)
@@ -77,7 +82,8 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
                     torch.cuda.reset_peak_memory_stats()
                     held = torch.cuda.memory_allocated()
                 begin = time.perf_counter()
-                made.step()
+                with profiles[name] if options.profile and number else nullcontext():
+                    made.step()
                 if number:
                     rows[name]["host"].append(1e3 * (time.perf_counter() - begin))
                 if cuda:
@@ -86,6 +92,9 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
                 made.zero_grad()
             rows[name]["parts"] += clock.intervals()[1:]
     for name, made in optimizers.items():
+        if options.profile:
+            print(f"{name}, the host of {TURNS * (STEPS - 1)} steps")
+            pstats.Stats(profiles[name]).sort_stats("tottime").print_stats(30)
         groups = made._matrix_groups or ()
         rows[name]["rounds"] = sum(len(group.exchange.rounds) for group in groups)  # type: ignore[assignment]
         states = [v for p in model.parameters() for v in made.state[p].values()]
@@ -108,7 +117,7 @@ COLUMNS = {
 
 
 def steps(backend: str, variants: Sequence[str], options: Options) -> report.Table:
-    chosen = Options(device=options.device, systems=tuple(variants), rounds=1, tiny=options.tiny)
+    chosen = replace(options, systems=tuple(variants))
     found = in_processes(worker, 1, backend, chosen)
     rows: list[report.Row] = []
     for name, one in found.items():
@@ -213,6 +222,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     add("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
+    add("--profile", action="store_true", help="print where the host spends a step's time")
     add("--name", default="muon-speed")
     add("--results", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)
@@ -222,7 +232,7 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "python -m benchmarks.muon_speed " + shlex.join(arguments)
     device = "cuda" if cuda else "cpu"
-    given = Options(device=device, systems=(), rounds=1, tiny=options.tiny)
+    given = Options(device=device, systems=(), rounds=1, tiny=options.tiny, profile=options.profile)
     tables: list[report.Table] = []
     for part in options.parts:  # written after each: a later one that fails loses nothing
         tables.append(PARTS[part](options.variants, given))

@@ -78,14 +78,20 @@ CASES: dict[str, tuple[Callable[[nn.Module, DeviceMesh], None], int]] = {
 OPTIMIZERS = ("AdamW", "Muon", "Muon, unbounded")
 
 
-def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, int]:
+def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, dict[str, int]]:
+    case, *optimizers = options.systems
+    return {one: figures_of(case, one, mesh, options.tiny) for one in optimizers}
+
+
+def figures_of(case: str, optimizer: str, mesh: DeviceMesh, tiny: bool) -> dict[str, int]:
+    """Bytes of the second step, on the rank that needs most."""
     import shardwise as sw
     from shardwise.memory import ledger
 
-    case, optimizer = options.systems
+    torch.manual_seed(0)
     settings = sw.muon(step_bytes=UNBOUNDED if "unbounded" in optimizer else None)
     with CpuMeter() as meter:
-        model = nn.Sequential(*(Block() for _ in range(2 if options.tiny else LAYERS)))
+        model = nn.Sequential(*(Block() for _ in range(2 if tiny else LAYERS)))
         size = sum(p.nbytes for p in model.parameters())
         CASES[case][0](model, mesh)
         matrix = settings if optimizer != "AdamW" else None
@@ -131,9 +137,9 @@ def run(cases: Sequence[str], optimizers: Sequence[str], tiny: bool) -> report.T
     options = Options(device="cpu", systems=(), rounds=1, tiny=tiny)
     for case in cases:
         base = 0.0
-        for optimizer in optimizers:
-            chosen = replace(options, systems=(case, optimizer))
-            found: dict[str, Any] = in_processes(worker, CASES[case][1], "gloo", chosen)
+        chosen = replace(options, systems=(case, *optimizers))
+        every: dict[str, Any] = in_processes(worker, CASES[case][1], "gloo", chosen)
+        for optimizer, found in every.items():
             size, rounds = found.pop("size"), found.pop("rounds")
             row: report.Row = {name: value / size for name, value in found.items()}
             base = base or float(row["together"])  # type: ignore[arg-type]

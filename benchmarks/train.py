@@ -97,11 +97,16 @@ def cases(*, tiny: bool) -> list[Case]:
 # ------------------------------------------------------------------------------ the systems
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """The median step of one system in this process, its peak and its first step."""
+def join_alone() -> World:
+    """The world of this process alone, which no launcher started."""
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ.update(environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    world, config = join(60.0), case.config()
+    return join(60.0)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The median step of one system in this process, its peak and its first step."""
+    world, config = join_alone(), case.config()
     began = time.perf_counter()
     step, compute = (_trainer if case.system == "trainer" else _loop)(case, config, world)
     cuda = world.device.type == "cuda"

@@ -28,6 +28,7 @@ class Options:
     systems: tuple[str, ...]
     rounds: int
     tiny: bool
+    profile: bool = False
 
     @property
     def mark(self) -> str:

@@ -72,7 +72,7 @@ def support() -> str:
             marks = []
             for other in others:
                 for with_it in pairs.FEATURES[other]:
-                    case = pairs._plain({name: value, other: with_it})
+                    case = pairs.plain({name: value, other: with_it})
                     if pairs.refusal(case) is not None:
                         marks.append(f"no  {with_it}")
                     elif pairs.untested(case) is not None:
@@ -87,7 +87,7 @@ def refusals() -> str:
 
     found: dict[str, list[str]] = {}
     for one, other in pairs.pairs():
-        case = pairs._plain(dict((one, other)))
+        case = pairs.plain(dict((one, other)))
         reason = pairs.refusal(case)
         words = pairs.untested(case) if reason is None else f'"... {reason} ..."'
         if words is not None:

@@ -16,23 +16,49 @@ no torch.
 from __future__ import annotations
 
 import importlib
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.api import *  # noqa: F403
 
 __version__ = "0.1.0"
+TORCH = (2, 11)  # the oldest torch that is tested
+
+
+def check_torch() -> None:
+    """Raise ``ImportError``, in one line, where torch is missing or too old; torch is not imported.
+
+    An old torch would fail later, with the name of whatever it happens to lack.
+    """
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        says = "torch is not installed"
+    else:
+        file = Path(found.origin).with_name("version.py")
+        text = file.read_text() if file.is_file() else ""
+        version = re.search(r"__version__ = '((\d+)\.(\d+)[^']*)'", text)
+        if version is None or (int(version[2]), int(version[3])) >= TORCH:
+            return
+        says = f"torch {version[1]} is installed"
+    raise ImportError(f"pip install 'torch>={TORCH[0]}.{TORCH[1]}': shardwise needs it, and {says}")
 
 
 def __getattr__(name: str) -> Any:
     """A submodule (``shardwise.comm``), or a name of ``shardwise.api``."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    check_torch()
     if find_spec(f"shardwise.{name}") is not None:
         return importlib.import_module(f"shardwise.{name}")
-    found = getattr(importlib.import_module("shardwise.api"), name)
-    globals()[name] = found
+    api = importlib.import_module("shardwise.api")
+    if not hasattr(api, name):
+        raise AttributeError(
+            f"module 'shardwise' has no attribute {name!r}; dir(shardwise) lists its names"
+        )
+    globals()[name] = found = getattr(api, name)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import importlib
 import json
 import logging
@@ -24,7 +25,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.conf import DisallowNone, arg, subcommand
 
-from shardwise import __version__
+from shardwise import __version__, check_torch
 from shardwise.commands import (
     Bench,
     Data,
@@ -35,6 +36,7 @@ from shardwise.commands import (
     Report,
     Train,
     Verify,
+    examples,
 )
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.flags import flags_of, given
@@ -79,14 +81,20 @@ def run(words: list[str]) -> int:
 
 
 def _parse_and_run(words: list[str]) -> int:
-    command: Any = tyro.cli(
-        _commands(),
-        prog="shardwise",
-        description="Sharded training with whole-matrix optimizers.",
-        args=_with_resume(words),
-        console_outputs=_speaks(),
-        config=(DisallowNone,),
-    )
+    try:
+        command: Any = tyro.cli(
+            _commands(),
+            prog="shardwise",
+            description="Sharded training with whole-matrix optimizers.",
+            args=_with_resume(words),
+            console_outputs=_speaks(),
+            config=(DisallowNone,),
+        )
+    except SystemExit as stopped:
+        if not stopped.code and _speaks():  # the help was asked for
+            print(examples("" if words[0].startswith("-") else words[0]))
+        raise
+    check_torch()
     function: Any = next(run for kind, run in _COMMANDS.items() if isinstance(command, kind))
     return function(command, words)  # type: ignore[no-any-return]
 
@@ -125,7 +133,9 @@ def train(command: Train, words: list[str]) -> int:
         return 0
     if "RANK" not in os.environ and not command.dry_run:
         # At once: the imports below take seconds.
-        ranks = "one rank on each GPU" if glob("/dev/nvidia[0-9]*") else "2 ranks"
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        gpus = not hidden and glob("/dev/nvidia[0-9]*")
+        ranks = "one rank on each GPU" if gpus else "2 ranks"
         ranks = ranks if command.nproc is None else f"{command.nproc} ranks"
         print(f"starting {ranks}", flush=True)
     from shardwise.train import session
@@ -144,11 +154,13 @@ def train(command: Train, words: list[str]) -> int:
         )
     resolved, count = session.resolve(request), command.nproc or default_ranks()
     session.check(resolved, count)
-    if command.dry_run:
-        from shardwise.train.preview import preview
+    from shardwise.train.preview import preview, without_gpus
 
+    if command.dry_run:
         print(preview(resolved.config, count))
         return 0
+    if warning := without_gpus(resolved.config, count):
+        print(f"warning  {warning}", flush=True)
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 
@@ -212,10 +224,10 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     if command.dry_run:
         made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
     else:
-        batch = _batch_of(command, model, recipe and config)
+        batch = _batch_of(command, model, recipe and config, command.ranks // tp)
         tokens = command.tokens or (math.prod(batch) if batch else None)
         # Rows without values cannot be sent to other ranks.
-        followed = batch if ep == tp == 1 else None
+        followed = batch if ep == 1 else None
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))
@@ -229,14 +241,15 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     return 0 if made.fits is not False else 3
 
 
-def _batch_of(command: PlanCommand, model: Any, config: Any) -> tuple[int, int] | None:
-    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context."""
+def _batch_of(command: PlanCommand, model: Any, config: Any, ranks: int) -> tuple[int, int] | None:
+    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context;
+    ``ranks``: those with sequences of their own."""
     context = getattr(getattr(model, "config", None), "context", None)
     if context is None:
         return None
     if command.tokens is not None and command.sequences is None:
         return max(1, command.tokens // context), min(command.tokens, context)
-    share = config.batch // (command.ranks * config.num_microbatches) if config else 1
+    share = config.batch // (ranks * config.num_microbatches) if config else 1
     return command.sequences or max(1, share), context
 
 
@@ -354,9 +367,11 @@ def bench(words: list[str]) -> int:
         for each, text in known.items():
             line = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
             print(f"  {each:20}{' '.join(line.split())}")
+        print("\n" + examples("bench"))
         return 0
     if name not in known:
         raise UsageError(f"shardwise bench {name}: one of {', '.join(known)}")
+    check_torch()
     sys.path.insert(0, str(root))
     importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(words[1:])
     return 0
@@ -385,10 +400,27 @@ def _guarded(function: Any) -> int:
     except (ValueError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("", exc_info=True)
         if _speaks():
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+_FIXES = {
+    errno.EROFS: "choose a folder that can be written",
+    errno.EACCES: "choose a folder that you may write",
+    errno.ENOSPC: "free some space there, or choose another disk",
+    errno.EADDRINUSE: "choose a free port (torchrun --master-port), or end the process that has it",
+}
+
+
+def _words(error: Exception) -> str:
+    """One line for a person: the file before the reason, and what to do about it."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return " ".join(str(error).split())
+    reason = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    fix = _FIXES.get(error.errno or 0)
+    return reason if fix is None else f"{reason}: {fix}"
 
 
 if __name__ == "__main__":

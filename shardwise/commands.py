@@ -18,6 +18,60 @@ from shardwise.train.recipes import RECIPES
 LoggerName = Literal["tensorboard", "wandb"]
 Switch = Annotated[bool, FlagCreatePairsOff]
 
+# What `shardwise COMMAND --help` ends with; "" is the help of shardwise itself.
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "": (
+        ("shardwise train", "a small GPT with Muon on two CPU ranks, a minute or two"),
+        ("shardwise plan gpt_1b --ranks 64 --memory 80GiB", "whether it fits, before you rent"),
+        ("shardwise train --help", "every flag, and more examples"),
+    ),
+    "train": (
+        ("shardwise train smoke", "20 steps, to see that everything works"),
+        ("shardwise train --steps 50 --optimizer adamw", "the recipe default, changed"),
+        ("shardwise train gpt_124m --data tokens/ --dry-run", "the plan and the expected time"),
+        ("shardwise train --resume --nproc 4 --strategy hsdp", "go on, on other ranks"),
+        ("torchrun --nproc-per-node 8 -m shardwise.cli train gpt_1b", "with a launcher of yours"),
+    ),
+    "data": (
+        ('shardwise data "texts/*.txt" --out tokens/ --tokenizer bpe:32768', "learn a tokenizer"),
+        ("shardwise data corpus.jsonl --column body --out more.bin", "bytes as tokens"),
+        ("shardwise train gpt_124m --data tokens/:0.7,more.bin:0.3", "train on both"),
+    ),
+    "generate": (
+        ('shardwise generate runs/default --prompt "def "', "the newest checkpoint of a run"),
+        ("shardwise generate hub/ --temperature 0 --tokens 50", "the likeliest text"),
+    ),
+    "plan": (
+        ("shardwise plan gpt_1b --ranks 64 --strategy hsdp --replicas 8", "bytes and collectives"),
+        ("shardwise plan gpt_124m --ranks 1 --memory 139GiB", "the largest microbatch that fits"),
+        ("shardwise plan gpt_1b --ranks 64 --strategy zero1 --bucket-mb 256", "data_parallel"),
+        ("shardwise plan hub/config.json --ranks 4096", "a Hugging Face model"),
+    ),
+    "report": (
+        ("shardwise report runs/default", "draw report.html again"),
+        ("shardwise report runs/default runs/default-2 --out comparison.html", "compare runs"),
+    ),
+    "verify": (
+        ("shardwise verify runs/default", "the newest checkpoint"),
+        ("shardwise verify runs/default/checkpoints/step-000300", "this one"),
+    ),
+    "export": (
+        ("shardwise export runs/default hub/ --dtype bf16", "weights, config and tokenizer"),
+        ('shardwise generate hub/ --prompt "def "', "what was exported"),
+    ),
+    "bench": (
+        ("shardwise bench fsdp gloo fake", "beside DDP and FSDP2, on two cores"),
+        ("shardwise bench replicas", "what Muon sends, planned for 2 to 4096 replicas"),
+        ("shardwise bench muon --help", "the flags of one benchmark"),
+    ),
+}
+
+
+def examples(command: str) -> str:
+    """The examples of a command, as its help shows them."""
+    lines = [f"  {words}\n      {note}" for words, note in EXAMPLES[command]]
+    return "\n".join(["examples:", *lines])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Train:

@@ -22,14 +22,16 @@ from torch.distributed.tensor import DTensor, Replicate, _redistribute
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shardwise.notices import warn_once
+
 logger = logging.getLogger(__name__)
-_told: set[str] = set()
 
 
 class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
     of: str = ""  # the parameter of which this is a copy, where torch would have given a view
+    placements: tuple[()] = ()  # on no mesh: every rank has it whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,13 +98,14 @@ def on_the_whole(
     Where autograd records it, the result is a replicated DTensor: torch refuses to mix those with
     a rank's activations, whose gradients would reach the parameter unreduced.
     """
-    if str(func) not in _told:
-        _told.add(str(func))
-        logger.warning(
-            "%s on '%s' gathers the whole tensor on every rank: it can't be computed on pieces",
-            func,
-            name,
-        )
+    warn_once(
+        logger,
+        "%s on '%s' gathers the whole tensor on every rank: it can't be computed on pieces",
+        func,
+        name,
+        about=str(func),
+        mesh=mesh,
+    )
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
     fresh = {key: torch.empty_like(plain[1][key]) for key in targets}

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch.distributed as dist
 
+from shardwise import notices
 from tests.ranks import shut_down
 
 # Files that take half a minute or more: two workers that share the files (`make test`) would wait
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((place for place, end in enumerate(LONG) if name.endswith(end)), len(LONG))
 
     items.sort(key=rank)  # stable: within a file, and among the others, as they were
+
+
+@pytest.fixture(autouse=True)
+def warnings_come_again() -> None:
+    """A test sees the warnings that the one before it has seen."""
+    notices._told.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from benchmarks.train import join_alone
 from shardwise.kernels import adamw as kernel
 from shardwise.models import layers
 from shardwise.models.gpt import GPT, GPTConfig
@@ -34,7 +35,7 @@ from shardwise.models.loss import linear_cross_entropy, softmax_and_gradient
 from shardwise.moe.router import logits_of
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
-from shardwise.train.world import World, join
+from shardwise.train.world import World
 
 
 def check_loss() -> str:
@@ -200,7 +201,7 @@ def run(recipe: str, world: World, steps: int, **changes: Any) -> dict[str, Any]
 def main() -> None:
     recipes = [name for name in sys.argv[1:] if name != "none"] or ["gpt_124m"]
     recipes = [] if "none" in sys.argv else recipes
-    world = join(60.0)
+    world = join_alone()
     for check in (check_loss, check_adamw, check_logits, check_documents):
         print(check(), flush=True)
     found = []

@@ -65,6 +65,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from shardwise import notices
+
 T = TypeVar("T")
 
 # How long the other ranks may go on once one has failed. Most are then stuck in a collective that
@@ -387,6 +389,7 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    notices._told.clear()
     return _as_plain_values(fn(rank, world_size, *args))
 
 

@@ -23,6 +23,7 @@ from shardwise.checkpoint.state import State, state_key, tensor_problems
 from shardwise.checkpoint.torch_files import Entry
 from shardwise.checkpoint.values import encode
 from shardwise.layout import Shape
+from shardwise.notices import warn_once
 from shardwise.optim.muon import MACHINE_SETTINGS, MomentumForm, convert_momentum
 from shardwise.optim.sharded import ShardedOptimizer
 from shardwise.optim.storage import local_of, version_of
@@ -335,7 +336,8 @@ class OptimizerLoad:
             if not all(_alike(value, current) for value in values):
                 self._problem_of(f"'{key}' of group {index} of the optimizer", values[0], current)
             elif any(encode(value, "") != encode(values[0], "") for value in values[1:]):
-                log.warning(
+                warn_once(
+                    log,
                     "group %d of the optimizer joins parameters that were saved with different "
                     "'%s'; it keeps its own, %s",
                     index,
@@ -417,7 +419,8 @@ def _kind(value: Any) -> str:
 def _warn_of_objects(index: int, group: dict[str, Any], described: dict[str, str]) -> None:
     for key, text in described.items():
         if repr(group.get(key)) != text:
-            log.warning(
+            warn_once(
+                log,
                 "group %d of the optimizer has %s=%r, which was %s when it was saved: an object "
                 "that a checkpoint can't bring back",
                 index,

@@ -45,9 +45,9 @@ from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
 from shardwise.checkpoint.state import json_state, model_state, placements_of
 from shardwise.checkpoint.torch_files import Chunk, Entry, Index, dump
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
+from shardwise.notices import warn_once
 
 log = logging.getLogger(__name__)
-_told: set[str] = set()  # the buffers that were spoken of: one line for a run
 
 TIMEOUT_SECONDS = 1800.0
 
@@ -210,9 +210,9 @@ def _checksum(buffer: Tensor) -> int:
 def _check_agreement(everyone: list[tuple[str, str, int | None, str, dict[str, int]]]) -> None:
     _, final, step, digest, buffers = everyone[0]
     apart = {key for *_, theirs in everyone for key in buffers if theirs.get(key) != buffers[key]}
-    if apart and not _told.issuperset(apart):
-        _told.update(apart)
-        log.warning(
+    if apart:
+        warn_once(
+            log,
             "buffers differ between ranks, and a checkpoint holds those of rank 0, which a load "
             "gives to every rank: %s%s. Nothing sums buffers over ranks (SyncBatchNorm: its own)",
             ", ".join(sorted(apart)[:4]),

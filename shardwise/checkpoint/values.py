@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
+from shardwise.notices import warn_once
 
 MAX_ARRAY_BYTES = 1 << 20  # larger ones are tensors of the model or of the optimizer
 MAX_JSON_BYTES = 1 << 26
@@ -246,7 +247,8 @@ class RandomStates:
         if saved["cuda"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(saved["cuda"])
         elif saved["cuda"] is not None:
-            log.warning("%s holds a GPU's random state; there is no GPU here for it", self._where)
+            text = "%s holds a GPU's random state; there is no GPU here for it"
+            warn_once(log, text, self._where)
 
     def reseed(self, rank: int, world_size: int) -> int:
         """Seed all generators for another number of ranks; return the seed, the same every time."""

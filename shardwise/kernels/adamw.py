@@ -92,7 +92,8 @@ def step(
 
     ``clip`` [2]: the factor of the gradients; and 1 where nothing may change, else 0.
     """
-    torch._foreach_add_(steps, 1 - clip[1])
+    # As a list: torch would read a single tensor, a scalar to it, on the host.
+    torch._foreach_add_(list(steps), [1 - clip[1]] * len(steps))
     columns = (weights, grads, averages, squares)
     # A launch has as many programs for each piece as the longest needs: vectors go by themselves.
     for long in (True, False):

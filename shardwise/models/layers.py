@@ -115,15 +115,19 @@ def document_blocks(number: Tensor) -> BlockMask:
     before = torch.ones(blocks.shape[1], blocks.shape[1], dtype=torch.bool, device=number.device)
     seen = (last[:, None, :] >= first[:, :, None]) & before.tril()  # [batch, query, key]
     whole = (first[:, None, :] == last[:, :, None]) & before.tril(-1)
-    ordered = []
-    for one in ((seen & ~whole).unsqueeze(1), whole.unsqueeze(1)):  # [batch, 1, query, key]
-        ordered += [one.sum(-1, dtype=torch.int32)]
-        ordered += [one.int().argsort(dim=-1, descending=True, stable=True).int()]
+
+    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """How many keys' blocks each block of queries has, and their places, first ones first."""
+        blocks = blocks.unsqueeze(1)  # [batch, 1, query, key]
+        places = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32), places.int()
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (number[batch, query] == number[batch, key])
 
-    return BlockMask.from_kv_blocks(*ordered, BLOCK_SIZE=BLOCK, mask_mod=sees)
+    return BlockMask.from_kv_blocks(
+        *ordered(seen & ~whole), *ordered(whole), BLOCK_SIZE=BLOCK, mask_mod=sees
+    )
 
 
 @functools.cache
@@ -135,7 +139,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
     """Attention [batch, context, heads, width] to the keys of :func:`documents_mask`, or to all up
     to a query's own; several query heads may share a key head. Fewer queries than keys are the last
     ones."""
-    heads = [x.transpose(1, 2) for x in (q, k, v)]  # each [batch, heads, context, width]
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ...]
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]}
     if isinstance(mask, BlockMask):
         flex = q.device.type == "cuda" and not torch.compiler.is_compiling()

@@ -190,7 +190,8 @@ class Router(nn.Module):
 
     def compile_parts(self, **options: Any) -> None:
         """Run the choice and the losses, dozens of small passes, through ``torch.compile``."""
-        self.choose, self.losses = (torch.compile(one, **options) for one in (choose, losses))
+        self.choose = torch.compile(choose, **options)
+        self.losses = torch.compile(losses, **options)
 
     def forward(self, tokens: Tensor, length: int | None = None) -> Routes:
         """The routes of tokens [tokens, hidden]: sequences of ``length``, or ``None``: one."""

@@ -248,6 +248,8 @@ class QuantisedParameter:
 class ExpertCodes:
     """Base class of experts' weights that are multiplied by without being decoded."""
 
+    shape: torch.Size  # of the weights: [experts, out, in]
+
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""
         raise NotImplementedError

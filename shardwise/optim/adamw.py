@@ -76,6 +76,7 @@ def step(
     averages: list[Tensor] = []
     squares: list[Tensor] = []
     steps: list[Tensor] = []
+    empty: list[Tensor] = []  # steps of pieces without elements
     for parameter in group["params"]:
         if parameter.grad is None:
             continue
@@ -83,13 +84,15 @@ def step(
         own = state[parameter]
         weight = local_of(parameter)
         if not weight.numel():
-            own["step"] += 1 if clip is None else 1 - clip[1]
+            empty.append(own["step"])
             continue
         weights.append(weight)
         grads.append(local_of(parameter.grad))
         averages.append(local_of(own["exp_avg"]))
         squares.append(local_of(own["exp_avg_sq"]))
         steps.append(own["step"])
+    if empty:  # together: of many ranks' pieces most are empty here, and each would be a launch
+        torch._foreach_add_(empty, 1.0 if clip is None else [1 - clip[1]] * len(empty))
     if weights and clip is not None and _kernel_fits(weights, grads, averages, squares):
         from shardwise.kernels import adamw as kernel
 

@@ -19,7 +19,7 @@ ownership between ranks, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +52,8 @@ class Span:
         return end == other
 
 
-Begin = Callable[[Sequence[Span]], list[Tensor]]  # the elements of each span, flat and new
+# The elements of each span, flat and new; none of a span that another replica computes.
+Begin = Callable[[Sequence[Span]], list[Tensor]]
 
 
 KIND = "step"  # the ledger's word for the memory of a step
@@ -68,7 +69,19 @@ class _Places:
     def view(self, index: int, lo: int, hi: int) -> Tensor:
         """Elements [lo, hi) of a matrix, which are stored here."""
         number, place = self._places[index]
-        return self.values[number][place + lo : place + hi]
+        value, span = self.values[number], self.spans[number]
+        if not len(value):  # they arrive now
+            value = counted(value.new_empty(span.end - span.begin), KIND)
+            self.values[number] = value
+        return value[place + lo : place + hi]
+
+    def keep(self, owned: Container[int]) -> None:
+        """Drop the elements of spans that are sent and come back: all but those of ``owned``
+        matrices."""
+        kept = {number for index, (number, _) in self._places.items() if index in owned}
+        for number, value in enumerate(self.values):
+            if number not in kept:
+                self.values[number] = value.new_empty(0)
 
 
 class _Leg:
@@ -105,7 +118,7 @@ class _Transfer:
     pending: comm.Pending
     event: object
     received: Tensor
-    sent: Tensor
+    sent: Tensor | None
 
 
 class Exchange:
@@ -228,6 +241,7 @@ class Exchange:
                 one = self.rounds[coming]
                 under_way[coming] = _Places(*self._spans(one), begin)
                 to_owners[coming] = self._send(one.to_owners, under_way[coming].view)
+                under_way[coming].keep(one.owned)
             if 0 <= number < count:  # is computed
                 one, view = self.rounds[number], under_way[number].view
                 whole, batches = self._assemble(one, view, to_owners.pop(number))
@@ -340,6 +354,7 @@ class Exchange:
             return
         transfer.pending.wait()
         self.lanes.wait("compute", transfer.event)
+        transfer.sent = None
         parts = self._decode(transfer.received, transfer.leg.lengths)
         for (_, index, lo, hi), part in zip(transfer.leg.receives, parts, strict=True):
             target(index, lo, hi).copy_(part)

@@ -50,6 +50,11 @@ from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
 
+_ALIKE = (
+    *("form", "scale", "wire", "replicas", "tensor_parallel"),
+    *("step_bytes", "kind", "function"),
+)  # settings of parameters that one exchange works on
+
 
 def momentum_state(parameter: Tensor, before: dict[str, Any]) -> dict[str, Any]:
     """The state of a parameter, new or as it was, stored where it is needed (collective then)."""
@@ -304,7 +309,7 @@ class MatrixGroup:
         spans: Sequence[Span],
     ) -> list[Tensor]:
         """Advance the momentum of a round; returns the updates to orthogonalise: zeros without a
-        gradient, and anything where another replica computes."""
+        gradient, and nothing where another replica computes."""
         found = [self._nothing(span, given[span.parameter]) for span in spans]
         for numbers in self._by_group(spans, given):
             numbers = [number for number in numbers if spans[number].mine]
@@ -329,12 +334,12 @@ class MatrixGroup:
         return found
 
     def _nothing(self, span: Span, given: bool) -> Tensor:
-        """The elements of a span before there are any."""
+        """Zeros for a span without a gradient, which its owner computes all the same; else
+        nothing."""
         local = local_of(self.members[span.parameter].parameter)
-        if given and span.mine:
+        if given or not span.mine:
             return local.new_empty(0)
-        make = local.new_empty if given else local.new_zeros
-        return counted(make(span.end - span.begin), KIND)
+        return counted(local.new_zeros(span.end - span.begin), KIND)
 
     def _piece(self, span: Span, state: Tensor) -> Tensor:
         """The elements of a span in a flat state, or gradient: it begins where this replica's part
@@ -436,9 +441,7 @@ def matrix_groups(
     found: dict[Any, tuple[Sharding, list[MatrixParameter]]] = {}
     for one in members:
         sharding, group = sharding_of(one.parameter), one.group
-        names = ("form", "scale", "wire", "replicas", "tensor_parallel", "kind", "function")
-        names += ("step_bytes",)
-        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, names))
+        alike = (polynomial_of(group.get("preset", DEFAULT)), *map(group.get, _ALIKE))
         key = (sharding, alike, one.split_here[1], str(local_of(one.parameter).device))
         found.setdefault(key, (sharding, []))[1].append(one)
     return [

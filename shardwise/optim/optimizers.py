@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.notices import warn_once
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.gradients import OTHERS_ELSEWHERE, quoted
 from shardwise.optim.matrix_function import FunctionSettings, MatrixOptimizer
@@ -103,10 +104,12 @@ def _warn_of_routes(found: Sequence[Routed]) -> None:
         for warning in () if one.route.reason.startswith("chosen") else one.warnings:
             names.setdefault(warning, []).append(one.name)
     if names:
-        logger.warning(
+        warn_once(
+            logger,
             "parameters that may be with the wrong optimizer: %s. Decide with sw.route(model, "
             "matrix=..., elementwise=..., split=...), by name; sw.routing_report(model) lists all",
             "; ".join(f"{quoted(members)} {warning}" for warning, members in names.items()),
+            mesh=getattr(found[0].parameter, "device_mesh", None),
         )
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,8 +43,12 @@ DIVIDE_SHARE = 0.25  # of a replica's load: a parameter that costs more is divid
 NUM_COMPARED = 8  # how many equally loaded replicas are compared further
 ROUND_BYTES = 256 << 20  # of one owner's matrices in one round, at most
 LEAST_STEP_BYTES = 16 << 20  # less memory is not worth more rounds
+COMPUTED = 4  # a matrix that is computed is so often in memory: in fp32, and what is worked in
+SAVES = 1.1  # more rounds must save so much memory, where no number of rounds is enough
 WIDTH = 4  # bytes of an element of a matrix that is computed
 NUM_PARTS = 8  # of a step whose weights are gathered as soon as they are updated
+
+Load = Counter[tuple[int, int]]  # elements, by (replica, rank)
 
 
 @dataclass(frozen=True)
@@ -121,15 +126,12 @@ def assign_owners(
 
 
 def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
-    """Matrices that are exchanged together: about as much work of each owner in each round.
+    """Matrices that are exchanged together: as few rounds as the memory of a step allows.
 
-    ``waits``: whether there may be so many rounds that owners have nothing to do in some.
+    ``waits``: whether there may be so many rounds that owners have nothing to do in some. Without,
+    where no number of rounds is enough, more are made only as long as that saves memory.
     """
-    matrices, replicas = plan.matrices, plan.num_replicas
-    # Pieces that travel are in memory three times in each of three rounds (updates, sent,
-    # received), those between replicas in four; matrices that are computed three times more.
-    copies = 8 * replicas + 4 if plan.needs_exchange or replicas > 1 else 5
-    most = max(1, min(ROUND_BYTES, plan.step_bytes // copies))
+    matrices = plan.matrices
     found: list[tuple[int, ...]] = []
     for order in sorted({matrix.order for matrix in matrices}):
         members: dict[tuple[int, int], list[int]] = {}
@@ -137,22 +139,81 @@ def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
             if matrix.order == order:
                 members.setdefault(plan.owners[index], []).append(index)
         every = [[matrices[index] for index in held] for held in members.values()]
-        count = max(-(-WIDTH * sum(one.numel for one in held) // most) for held in every)
+        count = max(-(-WIDTH * sum(one.numel for one in held) // ROUND_BYTES) for held in every)
         busy = [sum(one.cost for one in held) // max(one.cost for one in held) for held in every]
-        count = min(count, max(map(len, every)) if waits else min(busy))
-        rounds: list[list[int]] = [[] for _ in range(count)]
-        for (replica, rank), held in members.items():
-            cost = sum(matrices[index].cost for index in held)
-            numel = sum(matrices[index].numel for index in held)
-            begin = count * (replica * plan.num_shards + rank) // (replicas * plan.num_shards)
-            before = 0  # in shares of the cost and of the elements, a half each
-            for index in sorted(held, key=lambda i: (matrices[i].shapes, i)):
-                share = matrices[index].cost * numel + matrices[index].numel * cost
-                at = count * (2 * before + share) // (4 * cost * numel)
-                rounds[(begin + at) % count].append(index)
-                before += share
-        found += [tuple(sorted(one)) for one in rounds if one]
+        limit = max(map(len, every)) if waits else min(busy)
+        tried: list[tuple[int, list[tuple[int, ...]]]] = []
+        while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
+            count = count + 1 + count // 4 if tried else count
+            rounds = _cut(plan, members, min(count, limit))
+            tried.append((_peak(plan, rounds), rounds))
+        enough = plan.step_bytes if waits else max(plan.step_bytes, SAVES * min(tried)[0])
+        found += next((rounds for peak, rounds in tried if peak <= enough), tried[-1][1])
     return tuple(found)
+
+
+def _cut(
+    plan: Ownership, members: dict[tuple[int, int], list[int]], count: int
+) -> list[tuple[int, ...]]:
+    """``count`` rounds, with about as much work of each owner in each; ``members``: by owner."""
+    matrices, workers = plan.matrices, plan.num_replicas * plan.num_shards
+    rounds: list[list[int]] = [[] for _ in range(count)]
+    for (replica, rank), held in members.items():
+        cost = sum(matrices[index].cost for index in held)
+        numel = sum(matrices[index].numel for index in held)
+        begin = count * (replica * plan.num_shards + rank) // workers
+        before = 0  # in shares of the cost and of the elements, a half each
+        for index in sorted(held, key=lambda i: (matrices[i].shapes, i)):
+            share = matrices[index].cost * numel + matrices[index].numel * cost
+            at = count * (2 * before + share) // (4 * cost * numel)
+            rounds[(begin + at) % count].append(index)
+            before += share
+    return [tuple(sorted(one)) for one in rounds if one]
+
+
+def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
+    """The bytes that ``Exchange.run`` has in memory at the highest, on the rank that needs most.
+
+    While a round is computed (COMPUTED times its matrices), the next goes to its owners, the one
+    before comes back, and the one before that goes to replicas.
+    """
+    none: Load = Counter()
+    computed: list[Load] = []
+    travels: list[Load] = []
+    shared: list[Load] = []
+    for members in rounds:
+        owned, sent, mine, stored = Load(), Load(), Load(), Counter[int]()
+        for index in members:
+            replica, owner = plan.owners[index]
+            owned[replica, owner] += COMPUTED * plan.matrices[index].numel
+            for rank, lo, hi in plan.matrices[index].pieces:
+                # An owner keeps what it stores, and receives the rest.
+                (owned if rank == owner else sent)[replica, owner] += hi - lo
+                sent[replica, rank] += hi - lo
+                mine[replica, rank] += hi - lo
+                stored[rank] += hi - lo
+        others = Load({(-1, rank): 2 * numel for rank, numel in stored.items()})
+        for (replica, rank), numel in mine.items():
+            others[replica, rank] = plan.num_replicas * numel + 2 * (stored[rank] - numel)
+        computed.append(owned)
+        travels.append(sent)
+        shared.append(others if plan.num_replicas > 1 else none)
+    if not plan.needs_exchange and plan.num_replicas == 1:  # rounds do not overlap
+        return WIDTH * max(max(owned.values()) for owned in computed)
+
+    def at(loads: list[Load], number: int) -> Load:
+        return loads[number] if 0 <= number < len(loads) else none
+
+    highest = 0
+    for number in range(len(rounds) + 1):
+        going, back = at(travels, number + 1), at(travels, number - 1)
+        now, recent, last = at(computed, number), at(shared, number - 1), at(shared, number - 2)
+        for worker in {*going, *now, *back, *recent, *last}:
+            absent = (-1, worker[1])  # a replica that computes nothing of what is stored there
+            returned = max(back[worker], recent.get(worker, recent[absent]))
+            together = going[worker] + now[worker] + returned + last.get(worker, last[absent])
+            highest = max(highest, together)
+    return WIDTH * highest
 
 
 def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:

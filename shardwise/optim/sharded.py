@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.agreement import raise_together
+from shardwise.notices import warn_once
 from shardwise.optim import adamw
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.function_step import group_class
@@ -149,7 +150,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         names = [self._name(p) for p in every if p.itemsize < 4 and not p.is_meta]
         if names:
-            logger.warning(
+            warn_once(
+                logger,
                 "%d parameters that an optimizer trains are stored in 16 bits (%s), which round "
                 "away steps of less than 1/256 of a weight, and momenta likewise. sw.fully_shard "
                 "and sw.data_parallel keep fp32 main weights of what is trainable when they wrap "
@@ -157,6 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "under torch.autocast",
                 len(names),
                 quoted(names),
+                mesh=getattr(every[0], "device_mesh", None),
             )
 
     def _check_divisions(self) -> None:

@@ -36,6 +36,7 @@ from shardwise.precision.fp8_tensor import Reads
 class BlockExperts(ExpertCodes):
     """All experts' weights as the right side of grouped products."""
 
+    shape: torch.Size
     codes: Tensor  # uint8 [experts, n, k]; k is summed over
     scales: Tensor  # fp32 [experts]
     rounding: Rounding
@@ -78,7 +79,9 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads, rounding: Roundi
         codes, _ = fp8_block.turn(codes, scales)
     elif phase == "backward":
         codes = codes.transpose(-2, -1).contiguous()
-    return BlockExperts(codes=codes, scales=scales[:, 0, 0].contiguous(), rounding=rounding)
+    return BlockExperts(
+        shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous(), rounding=rounding
+    )
 
 
 def quantise_rows(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:

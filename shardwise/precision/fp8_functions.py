@@ -164,12 +164,12 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         by_codes = wants_weight and recipe.weight_gradient == "fp8"
         if recipe.activations is not None and (wants_x or by_codes):
-            codes = (kept, kept_scales) if by_codes else (None, None)
-            options: Any = (wants_x, recipe.activations, ctx.weight_dtype)
+            kept_codes = (kept, kept_scales) if by_codes else (None, None)
+            options = (*kept_codes, wants_x, recipe.activations, ctx.weight_dtype)
             if weight is None:
-                of_x, of_weight = ops.fp8_linear_backward.default(grad, named, *codes, *options)
+                of_x, of_weight = ops.fp8_linear_backward.default(grad, named, *options)
             else:
-                of_x, of_weight = linear_backward(grad, weight, *codes, *options)
+                of_x, of_weight = linear_backward(grad, weight, *options)
         elif wants_x:
             of_x = _product(grad, None, named, weight, ctx.matmul, None, "backward", grad.dtype)
         if wants_bias:

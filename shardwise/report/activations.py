@@ -15,17 +15,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.memory import Ledger
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import Form, Into, LoopProducts
+from shardwise.moe.products import Form, Into, LoopProducts, Weight
 
 BLOCK = 512  # bytes that CUDA's allocator rounds to
 # Of cuBLAS, one for the thread of forward and one for that of backward; before Hopper less.
@@ -37,7 +37,9 @@ class Follower(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger, self._sizes = ledger, dict[int, int]()
+        self._ledger = ledger
+        # By address: the bytes of a storage, and a reference that tells of its end.
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.live = sum(-(-buffer.nbytes // BLOCK) * BLOCK for buffer in model.buffers())
         self.peak = 0  # with the ledger's bytes
         self.at_peak = 0  # of it, those followed here
@@ -48,17 +50,22 @@ class Follower(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = _storages(result)
         if made:
-            given = _storages((args, kwargs))  # views of those are no new memory
+            given = _storages((args, kwargs or {}))  # views of those are no new memory
             for key, storage in made.items():
-                if key not in given and key not in self._sizes:
-                    self._sizes[key] = nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
-                    weakref.finalize(storage, self._forget, key).atexit = False
+                if key not in given and key not in self._alive:
+                    nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
+                    gone = weakref.ref(storage, partial(self._end, key))
+                    self._alive[key] = (nbytes, gone)
                     self.live += nbytes
             self.note()
         return result
 
+    def _end(self, key: int, reference: Any) -> None:
+        if key in self._alive and self._alive[key][1] is reference:
+            self._forget(key)
+
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+        self.live -= self._alive.pop(key, (0, None))[0]
 
     def adopt(self, tensor: Tensor) -> None:
         """The ledger counts the memory of this tensor from here on."""
@@ -70,13 +77,21 @@ class Follower(TorchDispatchMode):
             self.peak, self.at_peak = self._ledger.total + self.live, self.live
 
 
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+def _storages(
+    value: Any, found: dict[int, torch.UntypedStorage] | None = None
+) -> dict[int, torch.UntypedStorage]:
     """The memory on the meta device of the tensors inside, by address."""
-    found = {}
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.is_meta:
+    found = {} if found is None else found
+    if isinstance(value, Tensor):
+        if value.is_meta:
             storage = getattr(value, "_local_tensor", value).untyped_storage()
             found[storage._cdata] = storage
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _storages(one, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _storages(one, found)
     return found
 
 
@@ -156,17 +171,17 @@ class _Norm(torch.autograd.Function):
 class _SizedProducts(LoopProducts):
     """The grouped products by the memory that the fused kernels take."""
 
-    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         return x.new_empty(len(x), weight.shape[1])
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         return dy.new_empty(len(dy), weight.shape[2])
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         return into.memory(dy, x, ends)
 
     def activated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         z = self.linear(x, weight, ends)
         return z, z.new_empty(len(z), z.shape[1] // form.activation.inputs_per_output)

@@ -7,6 +7,7 @@ found is said, and by how much it misses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,24 +23,25 @@ MAX_SEQUENCES = 1 << 20
 def largest(total: Callable[[int], int], memory: int, first: int) -> int:
     """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
 
-    Bytes grow with sequences, at first slower than later. A guess is where a line through the last
-    two counts meets the memory, once one fits and another does not: through these two, and every
-    other time halfway between them.
+    Bytes grow with sequences, at first slower than later. A guess is where a line through the two
+    counts that come closest meets the memory; if that does not find the place soon, every other
+    guess is halfway between a count that fits and one that does not.
     """
-    known = {0: 0, first: total(first)}
+    known = {first: total(first)}
     for attempt in range(2 * MAX_SEQUENCES.bit_length()):
-        low = max(count for count, held in known.items() if held <= memory)
+        low = max((count for count, held in known.items() if held <= memory), default=0)
         high = min((count for count, held in known.items() if held > memory), default=None)
         if high == low + 1 or low >= MAX_SEQUENCES:
             return low
-        end = sorted(known)[-2] if high is None else high  # the other end of the line
-        rise = (known[end] - known[low]) / (end - low)
-        if high is not None and (low == 0 or attempt % 2):
+        near, *others = sorted(known, key=lambda count: (abs(known[count] - memory), -count))
+        end = others[0] if others else 0  # no sequences, no bytes
+        rise = (known[near] - known.get(end, 0)) / (near - end)
+        if high is not None and attempt > 2 and attempt % 2:
             guess = (low + high) // 2
         elif rise > 0:
-            guess = low + int((memory - known[low]) / rise)
+            guess = near + math.floor((memory - known[near]) / rise)
         else:
-            guess = 2 * low
+            guess = 2 * low if high is None else (low + high) // 2
         guess = min(max(guess, low + 1), 64 * low if high is None else high - 1)
         known[guess] = total(guess)
     return low
@@ -57,7 +59,11 @@ def suggest(plan: Figures, again: Callable[..., Figures]) -> list[str]:
         also = "" if plan.largest else f", with microbatches of {size}"
         if plan.largest:
             found.append(f"use microbatches of at most {size}: fits")
-    for kind in (_strategies, _weights, _optimizers, _more_ranks):
+    kinds: tuple[Callable[[Options], Changes], ...]
+    kinds = (_strategies, _weights, _optimizers, _more_ranks)
+    if found and plan.activations > options.memory:  # these would be as large with less beside them
+        kinds = (_weights,)
+    for kind in kinds:
         for words, changes in kind(options):
             total = again(**changes).total
             if total <= options.memory:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.notices import warn_once
 from shardwise.precision import Precision
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.member import Member
@@ -61,7 +62,7 @@ def _check_patterns(precision: Precision, units: Sequence[Member]) -> None:
     )
     if not any(one.format for one in stored):
         raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
-    logger.warning("%s", text)
+    warn_once(logger, "%s", text)
 
 
 def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.mesh import Ranks
+from shardwise.notices import warn_once
 from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
@@ -158,9 +159,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-_told: list[str] = []  # the axis that was warned about: a model has many units and ranks
-
-
 def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
     """The initial values, the same on every rank: where ranks differ, those of the first rank."""
     values: list[Tensor] = [f.local for f in found]
@@ -172,14 +170,15 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
             for position in range(len(values))
             if any(theirs[position] != everyone[0][position] for theirs in everyone)
         ]
-        if differing and not _told and torch.distributed.get_rank() == 0:
-            _told.append(axis.name)
-            logger.warning(
+        if differing:
+            warn_once(
+                logger,
                 "ranks of axis '%s' initialised parameters differently (first: '%s'); taking the "
                 "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
                 "avoid the broadcast",
                 axis.name,
                 found[differing[0]].name,
+                about="initial values",  # a model has many units
             )
         for position in differing:
             original = values[position]

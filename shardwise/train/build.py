@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise import comm
+from shardwise.kernels import has_triton, missing_compiler
 from shardwise.models.gpt import GPT
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.moe import mixtures_of
@@ -61,6 +62,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     def check() -> None:
         config.expert_mesh_shape(world.size, world.num_nodes)
         config.share(world.size)
+        check_compiler(config, world)
 
     world.together(check)
     corpus = read_corpus(config, world, cache)
@@ -215,6 +217,15 @@ def spread_experts(
         )
         if axis is not None:
             fully_shard(layer.experts, mesh=mesh, **options)
+
+
+def check_compiler(config: TrainConfig, world: World) -> None:
+    """Raise where the run compiles, and nothing can: torch would tell of it in pages."""
+    device = world.device.type
+    problem = missing_compiler(device) if config.compiles(device) else None
+    if problem is not None:
+        more = ", or train with --compile off" if device == "cpu" or not has_triton() else ""
+        raise ValueError(f"{problem}{more}; compile={config.compile!r} needs it")
 
 
 def precision_of(config: TrainConfig, world: World) -> Precision:

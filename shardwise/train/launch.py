@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.train.guard import stop_signals
-from shardwise.train.world import LAUNCHER, STOP_FILE
+from shardwise.train.world import LAUNCHER, STOP_FILE, check_gpus
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -43,6 +43,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0
     ``nproc=None``: :func:`default_ranks`. SIGTERM, SIGHUP, SIGUSR1 and SIGINT ask the ranks to save
     and stop; a second SIGINT ends them at once. Ranks whose launcher is killed save and stop too.
     """
+    check_gpus()
     count = default_ranks() if nproc is None else nproc
     if count < 1:
         raise ValueError(f"--nproc {count}: at least one rank is needed")

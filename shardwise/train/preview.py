@@ -18,6 +18,7 @@ from shardwise.train.sources import vocabulary_of
 from shardwise.train.world import World
 
 USUAL_MFU = 0.4  # what such models reach; the expected time is a guess
+LONG = 3600.0  # seconds of a run that people would rather know of before it begins
 
 
 def preview(config: TrainConfig, ranks: int) -> str:
@@ -33,16 +34,32 @@ def preview(config: TrainConfig, ranks: int) -> str:
     lines = [*_configuration(config), "", plan_text(made), ""]
     if decision is not None:
         lines.append(f"note     {decision}")
-    tokens = config.batch * config.model.context
     each = flops_per_token(config, sum(p.numel() for p in model.parameters()))
-    flops = each * tokens * config.steps
+    return "\n".join([*lines, f"time     {_time(config, each, device, ranks)[1]}"])
+
+
+def without_gpus(config: TrainConfig, ranks: int) -> str | None:
+    """A warning where a run is too long for the CPU ranks that it is about to be started on."""
+    if torch.cuda.is_available() or config.module is not None:
+        return None
+    seconds, text = _time(config, flops_per_token(config, 0), torch.device("cpu"), ranks)
+    if seconds < LONG:
+        return None
+    return f"torch sees no GPU, and {ranks} CPU ranks take {text}"
+
+
+def _time(
+    config: TrainConfig, flops_per_token: float, device: torch.device, ranks: int
+) -> tuple[float, str]:
+    """The expected seconds of a run, and what they follow from."""
+    tokens = config.batch * config.model.context
+    flops = flops_per_token * tokens * config.steps
     peak = peak_flops(device) * ranks
-    lines.append(
-        f"time     {_duration(flops / (USUAL_MFU * peak))}, if {100 * USUAL_MFU:.0f} % of "
-        f"{peak / 1e12:.2f} TFLOP/s are reached: {config.steps:,} steps of {tokens:,} tokens, "
-        f"{flops:.2g} FLOPs"
+    seconds = flops / (USUAL_MFU * peak)
+    return seconds, (
+        f"{_duration(seconds)}, if {100 * USUAL_MFU:.0f} % of {peak / 1e12:.2f} TFLOP/s are "
+        f"reached: {config.steps:,} steps of {tokens:,} tokens, {flops:.2g} FLOPs"
     )
-    return "\n".join(lines)
 
 
 def _configuration(config: TrainConfig) -> list[str]:

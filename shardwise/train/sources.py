@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.checkpoint.attempt import is_abandoned, temporary
+from shardwise.notices import warn_once
 from shardwise.train.codecs import (
     FILE,
     Bytes,
@@ -449,7 +450,8 @@ def _codec_beside(file: Path, tokenizer: str | None) -> Codec | None:
     name, _, digest = tokenizer.partition(":")
     codec = saved_codec(file.parent) if name == FILE else None
     if codec is None:
-        logger.warning(
+        warn_once(
+            logger,
             "%s was made with a tokenizer (%s) that does not lie beside it: texts are shown as "
             "numbers, and exports have no tokenizer",
             file,

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.notices import warn_once
 from shardwise.train.codecs import require
 from shardwise.train.tokens import DataError, DataNotFoundError, EmptyDataError
 
@@ -94,7 +95,8 @@ def file_documents(spec: str) -> list[Document]:
     documents = _read(found)
     texts = [one for one in documents if b"\0" not in one.data[:8192]]
     if len(texts) < len(documents):
-        logger.warning("%s: passed over %d binary files", spec, len(documents) - len(texts))
+        count = len(documents) - len(texts)
+        warn_once(logger, "%s: passed over %d binary files", spec, count)
     if not texts:
         raise EmptyDataError(
             f"{spec!r} holds no text: {len(found)} files, {len(found) - len(documents)} of them "

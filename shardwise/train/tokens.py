@@ -31,6 +31,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.notices import warn_once
+
 logger = logging.getLogger(__name__)
 
 Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
@@ -280,7 +282,8 @@ def read_header(path: Path) -> TokenHeader:
     except (ValueError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header ({error}): write it again") from None
     if version == 1:
-        logger.warning(
+        warn_once(
+            logger,
             "%s is of format version 1, whose header has no checksum: write it again "
             "(shardwise.train.tokens.write_tokens) to have damage there noticed",
             path,

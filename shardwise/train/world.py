@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from glob import glob
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ Made = TypeVar("Made")
 
 STOP_FILE = "SHARDWISE_STOP"  # the path of a file: ranks that find it save and end
 LAUNCHER = "SHARDWISE_LAUNCHER"  # the pid of the launcher of this rank
+GPUS = "/dev/nvidia[0-9]*"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -80,8 +82,25 @@ def launch_name() -> str | None:
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
+def check_gpus() -> None:
+    """Raise where the machine has a GPU that torch cannot use: CPU ranks are not what is meant."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if hidden or torch.cuda.is_available() or not glob(GPUS):
+        return
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        reason = "it finds none"
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+    raise ValueError(
+        f"repair torch or the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on CPU: this "
+        f"machine has a GPU that torch {torch.__version__} cannot use ({reason})"
+    )
+
+
 def join(timeout: float) -> World:
     """Join the other ranks: NCCL between GPUs where there are some, gloo between hosts."""
+    check_gpus()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     size = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardwise import lockstep
-from shardwise.shard import wrapping
 from tests.contract.helpers import STRATEGIES, Net, full, raised, ranks_for, word_loss, words, wrap
 from tests.ranks import run_ranks
 
@@ -33,7 +32,6 @@ def wrapped_with_seed(
         net.head.bias.fill_(0.5)
     own = {name: value.detach().clone() for name, value in net.named_parameters()}
     notes = Notes()
-    wrapping._told.clear()
     logger = logging.getLogger("shardwise")
     logger.addHandler(notes)
     try:

@@ -23,6 +23,7 @@ PACKAGES = {
     "09_lightning": ["lightning"],
     "10_torchtitan": [],
     "11_lora": ["peft", "transformers"],
+    "12_hugging_face_muon": ["transformers"],
 }
 
 

@@ -23,12 +23,12 @@ def run_case(rank: int, world_size: int, case: pairs.Case) -> tuple[list[float],
 
 
 def test_every_pair_is_in_a_case() -> None:
-    held = [pairs._pairs_of(case) for case in CASES]
+    held = [pairs.pairs_of(case) for case in CASES]
     right = [one for one, case in zip(held, CASES, strict=True) if pairs.refusal(case) is None]
     for pair in map(frozenset, pairs.pairs()):
-        if pairs.untested(pairs._plain(dict(pair))) is not None:
+        if pairs.untested(pairs.plain(dict(pair))) is not None:
             continue
-        refused = pairs.refusal(pairs._plain(dict(pair))) is not None
+        refused = pairs.refusal(pairs.plain(dict(pair))) is not None
         assert any(pair in one for one in (held if refused else right)), pair
     assert len(CASES) < 70
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardwise.shard.module import units_of
 from tests.interop.frameworks import (
     LIBRARIES,
     SECONDS,
+    VOCABULARY,
     accelerate_state,
     batch,
     launched,
@@ -76,6 +78,83 @@ def check_save_pretrained(rank: int, world_size: int, folder: str) -> None:
 
 def test_save_pretrained_writes_whole_weights(tmp_path: Path) -> None:
     run_ranks(check_save_pretrained, 2, str(tmp_path), timeout=SECONDS)
+
+
+# ------------------------------------------------------------------------------ architectures
+
+# As docs/hugging_face.md lists them, and where each keeps its layers.
+ARCHITECTURES = {
+    "llama": "model.layers",
+    "mistral": "model.layers",
+    "qwen2": "model.layers",
+    "qwen3": "model.layers",
+    "gemma": "model.layers",
+    "gemma2": "model.layers",
+    "phi3": "model.layers",
+    "gpt2": "transformer.h",
+    "gpt_neox": "gpt_neox.layers",
+    "opt": "model.decoder.layers",
+    "olmo2": "model.layers",
+    "mixtral": "model.layers",
+}
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32,
+}  # fmt: skip
+OWN_SIZES = {
+    "gpt2": {"n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 24},
+    "mixtral": {"num_local_experts": 4},
+    "gemma": {"head_dim": 12},
+    "gemma2": {"head_dim": 12},
+    "qwen3": {"head_dim": 12},
+}
+
+
+def tiny(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    none = {"attention_dropout": 0.0, "dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    none |= {"embd_pdrop": 0.0, "hidden_dropout": 0.0, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **SIZES | OWN_SIZES.get(kind, {}) | none)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def check_architecture(rank: int, world_size: int, folder: str) -> None:
+    """Trained on two ranks, saved and loaded: the logits of the same training in one process."""
+    from transformers import AutoModelForCausalLM
+
+    for kind, place in ARCHITECTURES.items():
+        plain, model = tiny(kind), tiny(kind)
+        for layer in model.get_submodule(place):
+            sw.fully_shard(layer)
+        sw.fully_shard(model)
+        before = plain(batch(9, 0)).logits.detach()
+        mine = batch(0, rank)
+        everyone = torch.cat([batch(0, other) for other in range(world_size)])
+        for one, words in ((model, mine), (plain, everyone)):
+            optimizer = sw.optimizer(one, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-3))
+            one(input_ids=words, labels=words).loss.backward()
+            optimizer.step()
+        model.save_pretrained(f"{folder}/{kind}")
+        dist.barrier()
+        loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/{kind}").eval()
+        with torch.no_grad():
+            logits = plain.eval()(batch(9, 0)).logits
+            found = loaded(batch(9, 0)).logits
+        assert not torch.allclose(before, logits, atol=1e-3), f"{kind} has learned nothing"
+        assert torch.allclose(found, logits, atol=1e-4, rtol=1e-3), (kind, found - logits)
+
+
+def test_architectures_train_sharded_and_load_again(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
+    names = page.split("in one process: ")[1].split(".\n")[0].replace("\n", " ")
+    listed = [name.lower() for name in re.split(r", | and ", names)]
+    assert [re.sub(r"[^a-z\d]", "", one) for one in listed] == [
+        kind.replace("_", "") for kind in ARCHITECTURES
+    ]
+    run_ranks(check_architecture, 2, str(tmp_path), timeout=SECONDS)
 
 
 # ------------------------------------------------------------------------------ Trainer

@@ -26,7 +26,7 @@ from tests.tensor_parallel import (
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0
-STEPS = 3
+STEPS = 2  # the second has momentum
 OPTIMIZERS = {"adamw": adamw_of, "muon": muon_of}
 
 
@@ -49,13 +49,13 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
     mine = batches(STEPS, 2, data_rank(mesh))
     expected = one_process(optimize, STEPS, 2)
     first = None
-    for stage in range(4):
+    for stage in range(4) if sequence else (0, 3):
         model = sharded(mesh, sw.zero(stage), sequence)
         found = train(model, optimize(model), mine)
         assert_close(found, expected)
         first = first or found
         same_bits(found, first, (optimizer, "fully_shard", stage))
-    for stage in range(3):
+    for stage in range(3) if sequence else (2,):
         model = bucketed(mesh, sw.zero(stage), sequence)
         found = train(model, optimize(model), mine)
         assert_close(found, expected)

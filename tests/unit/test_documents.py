@@ -14,6 +14,7 @@ Figures come from benchmarks/results: every number with a decimal point, or with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -29,6 +30,7 @@ import tyro
 
 import shardwise as sw
 from shardwise import cli
+from shardwise.commands import EXAMPLES
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from tests.ranks import run_ranks
@@ -57,7 +59,7 @@ def test_pictures_are_those_of_the_code() -> None:
         text = page.read_text()
         found += len(maker.PLACE.findall(text))
         assert maker.drawn(text) == text, f"{page.name} is old: run python docs/pictures.py"
-        assert maker.drawn(text.replace("resting", "asleep")) == text  # the negative control
+        assert maker.drawn(text.replace("resting > ", "asleep > ")) == text  # the negative control
     assert found == len(maker.PICTURES) >= 4
 
 
@@ -159,6 +161,16 @@ def test_commands_parse(page: Path) -> None:
     blocks = [code for kind, code in FENCE.findall(page.read_text()) if kind in ("bash", "")]
     lines = [line for code in blocks for line in code.replace("\\\n", " ").splitlines()]
     assert not [line for line in lines if line.strip() and refused(line)]
+
+
+def test_every_command_helps_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    site = module("site")
+    assert set(EXAMPLES) == {"", *site.COMMANDS}
+    for name, found in EXAMPLES.items():
+        assert len(found) >= 2 and not [words for words, _ in found if refused(words)]
+        with contextlib.suppress(SystemExit):
+            cli.run([name, "--help"] if name else ["--help"])
+        assert capsys.readouterr().out.rstrip().endswith(found[-1][1])
 
 
 def test_commands_that_cannot_be_typed_are_found() -> None:
