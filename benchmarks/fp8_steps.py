@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import grouped_mlp, report
@@ -29,6 +29,9 @@ from benchmarks.measure import GIB, StepClock, step_row
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
+from shardwise.moe.weights import ExpertTensor
+from shardwise.precision.fp8 import SQUARE_128, Plane, empty_planes, encode
+from shardwise.precision.fp8_experts import expert_codes
 
 WARMUPS, STEPS = 5, 8
 MODELS = {
@@ -179,7 +182,9 @@ def measured(
         row |= {"update": row["optimizer"], "optimizer": kind}
         kernels += [{**row, **one} for one in found.pop("kernels", ())]
         row |= found
-        theirs = base.setdefault((name, kind), row)
+        if precision == "bf16":
+            base[name, kind] = row
+        theirs = base.get((name, kind), {})  # without bf16 in the same command: no ratio
         for key in ("step", "peak", "busy"):
             if isinstance(row.get(key), float) and isinstance(theirs.get(key), float):
                 row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]
@@ -257,7 +262,6 @@ SHAPES = ((16384, 2048), (16384, 5632), (16384, 14336), (16384, 28672))
 def kernel_tables() -> Iterator[Table]:
     from shardwise.kernels import fp8_block as kernels
     from shardwise.precision import fp8_block
-    from shardwise.precision.fp8 import SQUARE_128, empty_planes, encode
 
     copied = torch.randn(16384, 14336, device="cuda", dtype=torch.bfloat16)
     into = torch.empty_like(copied)
@@ -331,7 +335,6 @@ def block_encoder() -> Callable[[], object]:
 def product_row(columns: int, out: int) -> Row:
     """The three products of one layer, in TFLOP/s, beside bf16's."""
     from shardwise.precision import fp8_block
-    from shardwise.precision.fp8 import SQUARE_128, encode
 
     bf16 = torch.bfloat16
     x = torch.randn(16384, columns, device="cuda", dtype=bf16)
@@ -378,48 +381,66 @@ def product_table() -> Table:
     )
 
 
-def grouped_row(experts: int, hidden: int, width: int, rows: int) -> Row:
-    """torch's scaled grouped product with a scale for each row, beside bf16's, in TFLOP/s: of the
-    first weight of a gated MLP, and of its gradient."""
-    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+class CodedTensor(ExpertTensor):
+    """Weights of experts as a gather leaves them: codes, encoded beforehand."""
+
+    planes: ClassVar[dict[int, Plane]] = {}
+
+    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
+        (weight,) = self.parameters
+        plane = self.planes.get(id(weight))
+        if plane is None:
+            high = weight.detach().reshape(-1, weight.shape[-1])
+            (plane,) = encode(high, (SQUARE_128,), sharing=len(weight))
+            self.planes[id(weight)] = plane
+        return expert_codes(plane, weight.shape, phase, "exact")
+
+
+class Coded(grouped_mlp.Ours):
+    def __init__(self, w1: Tensor, w2: Tensor) -> None:
+        super().__init__(w1, w2, 0, None)
+        bundles = self.mlp._bundles
+        self.mlp._bundles = lambda: [CodedTensor(**vars(one)) for one in bundles()]  # type: ignore[method-assign]
+
+
+def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[Row]:
+    """The grouped MLP with fp8 products beside bf16's, gradients added to fp32 main gradients."""
+    torch.manual_seed(0)
+    bf16 = torch.bfloat16
+    w1 = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16) / hidden**0.5
+    w2 = torch.randn(experts, hidden, width, device="cuda", dtype=bf16) / width**0.5
+    x = torch.randn(rows, hidden, device="cuda", dtype=bf16).requires_grad_()
+    p = torch.rand(rows, device="cuda").requires_grad_()
+    dy = torch.randn(rows, hidden, device="cuda", dtype=bf16)
     ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
-    x, dy = (torch.randn(rows, n, device="cuda", dtype=bf16) for n in (hidden, 2 * width))
-    w = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16)
-    codes = {key: each.to(fp8) for key, each in {"x": x, "w": w}.items()}
-    codes |= {"xt": x.t().contiguous().to(fp8), "gt": dy.t().contiguous().to(fp8)}
-    ones = partial(torch.ones, device="cuda")
-    scales = ones(rows), ones(experts, 2 * width)
-    runs: dict[str, Callable[[], object]] = {
-        "y": lambda: torch._scaled_grouped_mm(
-            codes["x"], codes["w"].transpose(-2, -1), *scales, offs=ends, out_dtype=bf16,
-            use_fast_accum=True,
-        ),
-        "y16": lambda: torch.nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends),
-        "dw": lambda: torch._scaled_grouped_mm(
-            codes["gt"], codes["xt"].t(), ones(experts * 2 * width), ones(experts * hidden),
-            offs=ends, out_dtype=bf16, use_fast_accum=True,
-        ),
-        "dw16": lambda: torch.nn.functional.grouped_mm(dy.t(), x, offs=ends),
-    }  # fmt: skip
-    row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}"}
-    flops = 4e-9 * rows * hidden * width
-    for key, run in runs.items():
-        try:
-            row[key] = flops / milliseconds(run)
-        except Exception as error:
-            row["shape"] = f"{row['shape']} {key} FAILED {type(error).__name__}: {str(error)[:90]}"
-    return row
+    systems: dict[str, Any] = {"bf16": grouped_mlp.Ours(w1, w2, 0, "fused")}
+    systems["fp8, dW in bf16"] = Coded(w1, w2)
+    for system in systems.values():
+        for parameter in system.parameters:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    found = grouped_mlp.measure(systems, (x, ends, p, dy), 10, True)
+    for name, figures in found.items():
+        row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}", "name": name, **figures}
+        for key in ("forward", "backward"):
+            row[f"{key}_speed"] = found["bf16"][key] / figures[key]
+        yield row
+    CodedTensor.planes.clear()
 
 
 def grouped_table() -> Table:
-    columns = {"shape": ("experts, hidden, width, rows", "s")}
-    for key in ("y", "dw"):
-        columns |= {key: (key, ".0f"), f"{key}16": (f"{key} bf16", ".0f")}
+    rows: list[Row] = []
+    for shape in grouped_mlp.SHAPES:
+        try:
+            rows += grouped_rows(*shape)
+        except Exception as error:
+            rows.append({"shape": str(shape), "name": f"FAILED {type(error).__name__}: {error}"})
+    keys = ("shape", "name", "forward", "forward_speed", "backward", "backward_speed", "peak")
     return Table(
-        title="Grouped products",
-        note="TFLOP/s of torch's grouped products in fp8, fast accumulation, and in bf16.",
-        columns=columns,
-        rows=[grouped_row(*shape) for shape in grouped_mlp.SHAPES],
+        title="Grouped MLP",
+        note="Balanced rows, weights as codes, weight gradients added to fp32 main gradients.\n"
+        "Speed: bf16's time over this one's; both are this library's.",
+        columns={key: grouped_mlp.COLUMNS[key] for key in keys},
+        rows=rows,
     )
 
 

@@ -346,7 +346,8 @@ def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: 
     """The smallest shard size found, a multiple of ``unit`` below ``limit``, or 0.
 
     The moduli tried are those that let the j largest parameters be crossed anywhere. A shard must
-    then hold half of the next one, which is crossed once at most.
+    then hold half of the next one, which is crossed once at most. Where they pad by over a percent,
+    the grain of most elements is tried by itself.
     """
     payload = sum(numel * count for (numel, _), count in counts)
     floor = max(-(-payload // num_shards), max(grain for (_, grain), _ in counts))
@@ -358,8 +359,13 @@ def _search(counts: list[tuple[_Kind, int]], num_shards: int, unit: int, limit: 
             break
     else:
         lows[modulus] = floor
+    shares = Counter({unit: 0})
+    for (numel, grain), count in counts:
+        shares[grain] += numel * count * (grain < numel)
+    most = lcm(unit, shares.most_common(1)[0][0])
+    whole = max((numel for numel, grain in cuttable if most % grain), default=0)
     best = 0
-    for modulus, low in sorted(lows.items(), reverse=True):
+    for modulus, low in [*sorted(lows.items(), reverse=True), (most, max(floor, whole // 2))]:
         size, failed = _round_up(low, modulus), 0
         while size < limit and (end := _place(counts, size)[0]) > num_shards * size:
             failed = size

@@ -28,6 +28,7 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
+from shardwise.precision.fp8_experts import expert_codes, quantise_rows
 from shardwise.precision.fp8_functions import Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.device_mxfp8 import one_rank, run
@@ -213,6 +214,32 @@ def a_linear_layer_is_that_of_the_cpu() -> None:
             assert error < 5e-3, f"{name} {recipe}: {error}"
 
 
+def experts_multiply_as_on_the_cpu() -> None:
+    """Grouped products of codes with one scale an expert, an empty expert among them."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(5, 384, 640, generator=generator) / 25
+    weight[3] *= 100.0
+    ends = torch.tensor([130, 130, 131, 400, 520], dtype=torch.int32)
+    for rounding in ROUNDINGS:
+        for phase, columns in (("forward", 640), ("backward", 384)):
+            x = torch.randn(520, columns, generator=generator).bfloat16()
+            x[7] = 0.0
+            codes, scales = quantise_rows(x, rounding)
+            found, found_scales = quantise_rows(x.to(DEVICE), rounding)
+            same(found, codes, f"rows {rounding}")
+            same(found_scales, scales, f"scales of rows {rounding}")
+            results = []
+            for device in (torch.device("cpu"), DEVICE):
+                high = weight.view(-1, 640).to(device)
+                (plane,) = encode(high, (SQUARE_128,), sharing=5, rounding=rounding)
+                coded = expert_codes(plane, weight.shape, phase, rounding)  # type: ignore[arg-type]
+                results.append((coded.codes, coded.product(x.to(device), ends.to(device))))
+            (codes, expected), (found, y) = results
+            same(found, codes, f"codes of experts {phase} {rounding}")
+            error = off_by(y.cpu(), expected.double())
+            assert error < 5e-3, f"{phase} {rounding}: {error}"
+
+
 # ------------------------------------------------------------------------ models, on real streams
 
 
@@ -304,6 +331,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     many_weights_encoded_in_one_launch,
     products_are_those_of_the_decoded_operands,
     a_linear_layer_is_that_of_the_cpu,
+    experts_multiply_as_on_the_cpu,
     training_is_that_of_weights_quantised_at_use,
     compiled_blocks_are_one_graph_and_learn_as_eager_ones,
     more_elements_than_31_bits_count,

@@ -20,6 +20,7 @@ The bits are those of ``precision/fp8.py``. Tokens past the last fill up the las
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -136,10 +137,13 @@ def _quantise_kernel(
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, tiles_ptr, count, columns, listed: tl.constexpr,
-    wide: tl.constexpr, rceil: tl.constexpr, native: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, largest_ptr, tiles_ptr, count, columns, listed: tl.constexpr,
+    measures: tl.constexpr, shared: tl.constexpr, wide: tl.constexpr, rceil: tl.constexpr,
+    native: tl.constexpr,
 ):  # fmt: skip
+    """``measures``: write the largest magnitude of each tile, no codes; ``shared``: read it."""
     tile = tl.program_id(0)
+    one = tl.zeros([1, 1], tl.int32)  # a scalar of a reduction is not stored alike by every Triton
     if listed:  # tiles of many matrices: see ``list_tiles``
         start = tl.multiple_of(tl.load(tiles_ptr + tile), 128)
         into = tl.multiple_of(tl.load(tiles_ptr + count + tile), 128)
@@ -151,17 +155,25 @@ def _encode_kernel(
         into, number = start, tile
     place = tl.arange(0, 128)[:, None] * columns + tl.arange(0, 128)[None, :]
     bits = bf16_bits(tl.load(x_ptr + start + place), wide)
-    largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), axis=0, keep_dims=True)
-    scale, inverse = _scale(largest, rceil)
-    codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(codes_ptr + into + place, codes)
-    # One element, as a block: a scalar of a reduction is not stored alike by every Triton.
-    tl.store(scales_ptr + number + tl.zeros([1, 1], tl.int32), scale)
+    if shared:
+        largest = tl.load(largest_ptr + tile + one)
+    else:
+        largest = tl.max(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    if measures:
+        tl.store(largest_ptr + tile + one, largest)
+    else:
+        scale, inverse = _scale(largest, rceil)
+        codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
+        tl.store(codes_ptr + into + place, codes)
+        tl.store(scales_ptr + number + one, scale)
 
 
 @triton.jit
 def _turn_kernel(codes_ptr, scales_ptr, out_ptr, out_scales_ptr, rows, columns):
     strips = columns // 128
+    matrix = tl.program_id(1).to(tl.int64) * rows * columns
+    codes_ptr, out_ptr = codes_ptr + matrix, out_ptr + matrix
+    scales_ptr, out_scales_ptr = scales_ptr + matrix // 16384, out_scales_ptr + matrix // 16384
     band, strip = tl.program_id(0) // strips, tl.program_id(0) % strips
     line, lane = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
     tile = tl.load(
@@ -202,30 +214,6 @@ def quantise(
     )  # fmt: skip
 
 
-def encode(
-    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 128
-    codes: Tensor,  # uint8 [rows, columns]
-    scales: Tensor,  # fp32 [rows / 128, columns / 128]
-    *,
-    tiles: Tensor | None = None,
-    rounding: str = "exact",
-    native: bool | None = None,
-    tile: Tile = ENCODE_TILE,
-) -> None:
-    """Encode one matrix, or the ``tiles`` of many (:func:`list_tiles`) that lie in flat tensors."""
-    columns, count = WIDE, 0 if tiles is None else tiles.shape[1]
-    if tiles is None:
-        columns, count = x.shape[1], x.numel() // WIDE**2
-    if not count:
-        return
-    _encode_kernel[(count,)](
-        _raw(x), codes, scales, x if tiles is None else tiles, count, columns,
-        listed=tiles is not None, wide=x.dtype == torch.float32, rceil=rounding == "rceil",
-        native=casts_natively(x.device) if native is None else native,
-        num_warps=tile.warps, maxnreg=tile.registers,
-    )  # fmt: skip
-
-
 class Matrix(NamedTuple):
     """Where a matrix lies in flat tensors: of values and of codes, in elements."""
 
@@ -233,25 +221,113 @@ class Matrix(NamedTuple):
     columns: int
     start: int
     into: int  # a multiple of 128 x 128: the scales of a matrix begin at ``into / 128 / 128``
+    shared: bool = False  # whether all its blocks have one scale
+
+    def cut(self, count: int) -> list[Matrix]:
+        """The ``count`` equal matrices, one below another, that this is, each with one scale."""
+        rows, size = self.rows // count, self.rows // count * self.columns
+        return [
+            Matrix(rows, self.columns, self.start + at, self.into + at, True)
+            for at in range(0, count * size, size)
+        ]
 
 
-def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tensor:
-    """int64 [4, n] for n tiles of 128x128: its first value, first code, its scale, the columns."""
-    found = []
-    for rows, columns, start, into in matrices:
+class Tiles(NamedTuple):
+    """The tiles of many matrices, for one launch."""
+
+    entries: Tensor  # int64 [4, n]: the first value of a tile, its first code, its scale, columns
+    owners: Tensor | None  # int64 [n]: tiles of one number share a scale; None: each has its own
+
+
+def list_tiles(matrices: Sequence[Matrix], device: torch.device) -> Tiles:
+    found, owners, first = [], [], 0
+    for rows, columns, start, into, shared in matrices:
         bands, strips = rows // WIDE, columns // WIDE
         number = torch.arange(bands * strips)
         inside = number // strips * WIDE * columns + number % strips * WIDE
         wide = torch.full_like(number, columns)
         found.append(torch.stack([start + inside, into + inside, into // WIDE**2 + number, wide]))
-    return torch.cat(found, 1).to(device)
+        owners.append(first + (torch.zeros_like(number) if shared else number))
+        first += bands * strips
+    some = any(matrix.shared for matrix in matrices)
+    return Tiles(torch.cat(found, 1).to(device), torch.cat(owners).to(device) if some else None)
+
+
+def encode(
+    x: Tensor,  # [rows, columns], contiguous, bf16 or fp32; both multiples of 128
+    codes: Tensor,  # uint8 [rows, columns]
+    scales: Tensor,  # fp32 [rows / 128, columns / 128]
+    *,
+    tiles: Tiles | None = None,
+    rounding: str = "exact",
+    native: bool | None = None,
+    tile: Tile = ENCODE_TILE,
+) -> None:
+    """Encode one matrix, or ``tiles`` of many that lie in flat tensors."""
+    columns, count = WIDE, 0 if tiles is None else tiles.entries.shape[1]
+    if tiles is None:
+        columns, count = x.shape[1], x.numel() // WIDE**2
+    if not count:
+        return
+    owners = None if tiles is None else tiles.owners
+    largest = x if owners is None else x.new_empty(count, dtype=torch.int32)
+    for measures in (True, False) if owners is not None else (False,):
+        _encode_kernel[(count,)](
+            _raw(x), codes, scales, largest, x if tiles is None else tiles.entries, count, columns,
+            listed=tiles is not None, measures=measures,
+            shared=owners is not None and not measures, wide=x.dtype == torch.float32,
+            rceil=rounding == "rceil",
+            native=casts_natively(x.device) if native is None else native,
+            num_warps=tile.warps, maxnreg=tile.registers,
+        )  # fmt: skip
+        if measures and owners is not None:
+            every = torch.zeros_like(largest).scatter_reduce_(0, owners, largest, "amax")
+            largest = every[owners]
 
 
 def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The transposes of uint8 [rows, columns], both multiples of 128, and of the scales of its
+    """The transposes of uint8 [..., rows, columns], both multiples of 128, and of the scales of its
     blocks, as memory of their own."""
-    rows, columns = codes.shape
-    out, out_scales = codes.new_empty(columns, rows), scales.new_empty(scales.shape[::-1])
-    grid = (rows // WIDE * (columns // WIDE),)
+    *many, rows, columns = codes.shape
+    out, out_scales = (
+        each.new_empty(*many, *each.shape[-1:], *each.shape[-2:-1]) for each in (codes, scales)
+    )
+    grid = (rows // WIDE * (columns // WIDE), math.prod(many))
     _turn_kernel[grid](codes, scales, out, out_scales, rows, columns, num_warps=8)
     return out, out_scales
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, rows, columns, high: tl.constexpr, wide: tl.constexpr,
+    rceil: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0) * high + tl.arange(0, high)[:, None]
+    lane = tl.arange(0, wide)[None, :]
+    inside = (line < rows) & (lane < columns)
+    place = line.to(tl.int64) * columns + lane
+    bits = bf16_bits(tl.load(x_ptr + place, mask=inside, other=0), False)
+    scale, inverse = _scale(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), rceil)
+    codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
+    tl.store(codes_ptr + place, codes, mask=inside)
+    tl.store(scales_ptr + line, scale, mask=line < rows)
+
+
+def quantise_rows(
+    x: Tensor,  # [rows, columns], contiguous bf16
+    codes: Tensor,  # uint8 [rows, columns]
+    scales: Tensor,  # fp32 [rows]
+    *,
+    rounding: str = "exact",
+    native: bool | None = None,
+) -> None:
+    """One scale for each row."""
+    rows, columns = x.shape
+    wide = triton.next_power_of_2(columns)
+    high = max(1, 8192 // wide)
+    if rows:
+        _rows_kernel[(triton.cdiv(rows, high),)](
+            x.view(torch.int16), codes, scales, rows, columns, high=high, wide=wide,
+            rceil=rounding == "rceil",
+            native=casts_natively(x.device) if native is None else native, num_warps=8,
+        )  # fmt: skip

@@ -46,7 +46,7 @@ class GroupedLinear(nn.Module):
     """``y = x·W[e]ᵀ + b[e]`` for the rows of each expert ``e``."""
 
     writes_main_grad = True  # gradients are added to ``main_grad`` of parameters that have one
-    multiplies_decoded = True  # weights may be stored in MXFP8, and decoded where they are used
+    multiplies_decoded = True  # weights may be stored in fp8, and are decoded or multiplied so
 
     def __init__(
         self,

@@ -24,8 +24,10 @@ from shardwise.kernels import grouped
 from shardwise.kernels.grouped import GroupedTile
 from shardwise.moe import activation as define
 from shardwise.moe.activation import Activation, wide
+from shardwise.moe.weights import ExpertCodes
 
 PathName = Literal["loop", "grouped_mm", "fused"]
+Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,19 @@ class Into:
 class LoopProducts:
     """One expert after another."""
 
-    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` [rows, out], rounded once; weight [experts, out, in]."""
+        if isinstance(weight, ExpertCodes):
+            return weight.product(x, ends)
         out = x.new_empty(len(x), weight.shape[1])
         for rows, matrix, into in zip(_parts(x, ends), weight, _parts(out, ends), strict=True):
             torch.mm(rows, matrix.T, out=into)
         return out
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         """``dy·W`` [rows, in]."""
+        if isinstance(weight, ExpertCodes):
+            return weight.product(dy, ends)
         out = dy.new_empty(len(dy), weight.shape[2])
         for rows, matrix, into in zip(_parts(dy, ends), weight, _parts(out, ends), strict=True):
             torch.mm(rows, matrix, out=into)
@@ -94,7 +100,7 @@ class LoopProducts:
         return out
 
     def activated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
         z = self.linear(x, weight, ends)
@@ -118,10 +124,14 @@ class LoopProducts:
 class GroupedProducts(LoopProducts):
     """torch's grouped GEMM for the products."""
 
-    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+        if isinstance(weight, ExpertCodes):
+            return weight.product(x, ends)
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+        if isinstance(weight, ExpertCodes):
+            return weight.product(dy, ends)
         return F.grouped_mm(dy, weight, offs=ends)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
@@ -150,12 +160,12 @@ class FusedProducts(GroupedProducts):
         return out
 
     def activated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         tile = self.fc1_tile
         if bias is not None:
             bias = bias.contiguous()  # biases in a packed buffer may have gaps between them
-        if tile is not None and _takes_fc1(weight, form, tile):
+        if tile is not None and isinstance(weight, Tensor) and _takes_fc1(weight, form, tile):
             from shardwise.kernels import grouped_fc1
 
             return grouped_fc1.fc1(x, weight, bias, p, ends, tile=tile, **form.numbers)

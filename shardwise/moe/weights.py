@@ -128,11 +128,12 @@ class ExpertTensor:
     parameters: tuple[Tensor, ...]
     grouped: bool  # one parameter with a dimension for experts; else one for each expert
 
-    def value(
-        self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward"
-    ) -> Tensor:
-        """The current values [experts, ...], as the products of ``phase`` read them."""
+    def value(self, dtype: torch.dtype, phase: Literal["forward", "backward"] = "forward") -> Any:
+        """The current values [experts, ...], as the products of ``phase`` read them: a tensor, or
+        codes that multiply."""
         parts = [_read(parameter, phase) for parameter in self.parameters]
+        if isinstance(parts[0], ExpertCodes):
+            return parts[0]
         return (parts[0] if self.grouped else as_one(parts)).to(dtype)
 
     @property
@@ -244,11 +245,20 @@ class QuantisedParameter:
     quantised: Any
 
 
-def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Tensor:
-    """The values of a parameter; a quantised one is decoded from the plane of ``phase``."""
+class ExpertCodes:
+    """Base class of experts' weights that are multiplied by without being decoded."""
+
+    shape: torch.Size  # of the weights: [experts, out, in]
+
+    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""
+        raise NotImplementedError
+
+
+def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:
+    """The values of a parameter; of a quantised one, what the products of ``phase`` take."""
     if isinstance(parameter, QuantisedParameter):
-        decoded: Tensor = parameter.quantised.dequantise(phase)
-        return decoded
+        return parameter.quantised.operand(phase)
     return parameter.detach()
 
 

@@ -170,14 +170,19 @@ def rounding_of(blocks: Sequence[Block]) -> Rounding:
 
 
 def encode_reference(
-    x: Tensor, block: Block, rounding: Rounding | None = None
+    x: Tensor, block: Block, rounding: Rounding | None = None, sharing: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales by definition, on any device; kernels give the same bits."""
+    """Codes and scales by definition, on any device; kernels give the same bits. ``sharing``: the
+    number of matrices, one below another, of which each has one scale for all its blocks."""
     rounding = rounding or rounding_of([block])
+    kind = SCALES.get(block, torch.float32)  # of whole rows, or whole matrices
     rows, columns = x.shape
     high, wide = block
     values = x.to(torch.bfloat16).contiguous().view(rows // high, high, columns // wide, wide)
     magnitudes = (values.view(torch.int16) & 0x7FFF).amax((1, 3), keepdim=True).int()
+    if sharing:
+        every = magnitudes.view(sharing, -1)
+        magnitudes = every.amax(1, keepdim=True).expand_as(every).reshape(magnitudes.shape)
     undefined = magnitudes >= 0x7F80
     if rounding == "exact":
         largest = (magnitudes << 16).view(torch.float32).clamp(min=SMALLEST)
@@ -186,10 +191,10 @@ def encode_reference(
     else:
         scales = scales_of(magnitudes, rounding)
         inverse = ((254 - scales.masked_fill(undefined, 0)) << 23).view(torch.float32)  # 2^(127-s)
-        scales = powers(scales) if SCALES[block] is torch.float32 else scales
+        scales = powers(scales) if kind is torch.float32 else scales
     scaled = (values.float() * inverse).clamp(-LARGEST, LARGEST)
     codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(undefined, NAN_CODE)
-    return codes.view(rows, columns), scales.view(scale_shape(x.shape, block)).to(SCALES[block])
+    return codes.view(rows, columns), scales.view(scale_shape(x.shape, block)).to(kind)
 
 
 def decode_reference(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -232,11 +237,14 @@ def encode(
     *,
     rounding: Rounding | None = None,
     out: Sequence[Plane] | None = None,
+    sharing: int = 0,
 ) -> tuple[Plane, ...]:
     """One plane for each of ``blocks``; on a GPU a row and a column plane take one pass.
 
     ``rounding``: of scales; by default exact where they are numbers, up where they are powers.
     ``out``: planes to write into and return, in the order of ``blocks``.
+    ``sharing``: of blocks of 128x128, the number of equal matrices, one below another, of which
+    each has one scale for all its blocks; 0: each block has its own.
     """
     rounding = rounding or rounding_of(blocks)
     problems = block_problems(blocks) or shape_problems(x.shape, blocks)
@@ -248,6 +256,8 @@ def encode(
         problems.append(f"rounding 'exact' in blocks {bytes_[0]}: their scales are powers of two")
     if len(set(blocks)) != len(blocks):
         problems.append(f"blocks {tuple(blocks)}: each at most once")
+    if sharing and (tuple(blocks) != (SQUARE_128,) or x.shape[0] % (sharing * WIDE)):
+        problems.append(f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} share")
     if out is not None:
         problems += [
             f"out[{index}] has shape {tuple(plane.codes.shape)} in blocks {plane.block} on "
@@ -269,11 +279,13 @@ def encode(
         source = source.detach().contiguous()
         by_block = {plane.block: (plane.codes, plane.scales) for plane in planes}
         if SQUARE_128 in by_block:
-            fp8_block.encode(source, *by_block.pop(SQUARE_128), rounding=rounding)
+            matrix = fp8_block.Matrix(x.shape[0], x.shape[1], 0, 0)
+            tiles = fp8_block.list_tiles(matrix.cut(sharing), x.device) if sharing else None
+            fp8_block.encode(source, *by_block.pop(SQUARE_128), tiles=tiles, rounding=rounding)
         mxfp8.encode(source, by_block, rceil=rounding == "rceil")
         return planes
     for plane in planes:
-        codes, scales = encode_reference(x.detach(), plane.block, rounding)
+        codes, scales = encode_reference(x.detach(), plane.block, rounding, sharing)
         plane.codes.copy_(codes)
         plane.scales.copy_(scales)
     return planes

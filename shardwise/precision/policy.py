@@ -291,7 +291,7 @@ def ineligible(
     if len(shape) <= 2 and name.rpartition(".")[2].startswith("bias"):
         return "a bias" if len(shape) < 2 else "a bias, a row for each expert"
     # Each matrix of a stack [experts, rows, columns] is stored separately.
-    stack = len(shape) == 3 and all(map(_multiplies_stacks, owners))
+    stack = len(shape) == 3 and all(map(multiplies_stacks, owners))
     return "; ".join(shape_problems(shape[-2:] if stack else shape, FORMATS[format])) or None
 
 
@@ -308,8 +308,8 @@ def _looks_up(owner: type[nn.Module]) -> bool:
 
 
 def _multiplies(owner: type[nn.Module]) -> bool:
-    return issubclass(owner, nn.Linear) or _multiplies_stacks(owner)
+    return issubclass(owner, nn.Linear) or multiplies_stacks(owner)
 
 
-def _multiplies_stacks(owner: type[nn.Module]) -> bool:
+def multiplies_stacks(owner: type[nn.Module]) -> bool:
     return getattr(owner, "multiplies_decoded", False)

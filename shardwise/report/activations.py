@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory import Ledger
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import Form, Into, LoopProducts
+from shardwise.moe.products import Form, Into, LoopProducts, Weight
 
 BLOCK = 512  # bytes that CUDA's allocator rounds to
 # Of cuBLAS, one for the thread of forward and one for that of backward; before Hopper less.
@@ -171,17 +171,17 @@ class _Norm(torch.autograd.Function):
 class _SizedProducts(LoopProducts):
     """The grouped products by the memory that the fused kernels take."""
 
-    def linear(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         return x.new_empty(len(x), weight.shape[1])
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
         return dy.new_empty(len(dy), weight.shape[2])
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         return into.memory(dy, x, ends)
 
     def activated(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         z = self.linear(x, weight, ends)
         return z, z.new_empty(len(z), z.shape[1] // form.activation.inputs_per_output)

@@ -28,11 +28,11 @@ from torch import nn
 from shardwise.layout import ALIGNMENT, Grain, Item, Layout, plan, rows
 from shardwise.optim.routing import names_head
 from shardwise.precision import Precision
-from shardwise.precision.fp8 import SCALES, Block, side_of
+from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
-from shardwise.precision.policy import Stored, format_of, ineligible, short_name
+from shardwise.precision.policy import Stored, format_of, ineligible, multiplies_stacks, short_name
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
 _BF16_BYTES = 2  # per element that is sent as bf16
@@ -84,6 +84,12 @@ def lay_out(items: Sequence[Item], num_shards: int, format: Format | None) -> La
     return plan(items, num_shards, unit=unit if fits else 1)
 
 
+def one_scale_each(item: Item, blocks: Sequence[Block]) -> bool:
+    """Whether a weight is a stack of which each matrix has one scale for all its blocks, as grouped
+    products in fp8 ask (``precision/fp8_experts.py``)."""
+    return len(item.shape) == 3 and tuple(blocks) == (SQUARE_128,)
+
+
 # ------------------------------------------------------------------------------------ transport
 
 
@@ -95,14 +101,16 @@ def planes_of(format: Format, phase: Reads, persistent: bool) -> tuple[Block, ..
 
 
 def encodes_locally(layout: Layout, format: Format = "mxfp8") -> bool:
-    """Whether every shard holds whole blocks, at addresses that scales have too."""
+    """Whether every shard holds whole blocks, at addresses that scales have too; of a stack whose
+    matrices have one scale each, whole matrices."""
     side = side_of(FORMATS[format])
     if layout.num_shards > 1 and layout.shard_size % side**2:
         return False
     for index, (start, item) in enumerate(zip(layout.starts, layout.items, strict=True)):
-        block_rows = side * item.shape[-1]
+        stack = one_scale_each(item, FORMATS[format])
+        together = (item.shape[-2] if stack else side) * item.shape[-1]
         cuts = (layout.piece(index, shard)[0] for shard in layout.holders(index))
-        if start % side**2 or any(cut % block_rows for cut in cuts):
+        if start % side**2 or any(cut % together for cut in cuts):
             return False
     return True
 
@@ -212,36 +220,41 @@ def precision_report(model: nn.Module) -> PrecisionReport:
             f"no module of this {type(model).__name__} is wrapped yet: call fully_shard or "
             f"data_parallel, which decide how weights are stored, before precision_report"
         )
-    stored: dict[tuple[int, str], Stored] = {}
+    stored: dict[tuple[int, str], tuple[Stored, Precision, torch.device]] = {}
     notes: dict[str, None] = {}
     units = [getattr(module, "_shardwise_unit", None) for module in model.modules()]
     for unit in (one for one in units if one is not None):
         for parameters, name, number, index in unit.places:
-            one, group = unit.stored[number, index], unit.groups[number]
-            products, note = _products(one, group.precision, group.device)
-            stored[id(parameters), name] = replace(one, products=products)
-            notes |= {note: None} if note else {}
+            group = unit.groups[number]
+            stored[id(parameters), name] = unit.stored[number, index], group.precision, group.device
     found: dict[int, Stored] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             key = (id(module._parameters), name)
-            if parameter is not None and key in stored:
+            if parameter is not None and key in stored and id(parameter) not in found:
                 full = f"{path}.{name}" if path else name
-                found.setdefault(id(parameter), replace(stored[key], name=full))
+                products, note = _products(module, *stored[key])
+                found[id(parameter)] = replace(stored[key][0], name=full, products=products)
+                notes |= {note: None} if note else {}
     return PrecisionReport(tuple(found.values()), tuple(notes))
 
 
-def _products(one: Stored, precision: Precision, device: torch.device) -> tuple[str, str | None]:
-    """How linear layers multiply by a weight on a device, and why not in fp8 by its hardware."""
+def _products(
+    module: nn.Module, one: Stored, precision: Precision, device: torch.device
+) -> tuple[str, str | None]:
+    """How a module multiplies by a weight on a device, and why not in fp8 by its hardware."""
     if one.format is None or "backward" not in READS[one.format]:
         return "", None
-    if len(one.shape) == 3:
+    if multiplies_stacks(type(module)) and len(one.shape) == 2:
+        return "decoded", "experts with a parameter each multiply by decoded weights"
+    if len(one.shape) == 3 and precision.recipe.activations is None:
         return "decoded", "experts multiply by decoded weights"
     if precision.products == "native":
         return "mxfp8", None
     if precision.recipe.activations is None:
         return "decoded", None
-    gradient = "" if precision.weight_gradient == "fp8" else ", dW in bf16"
+    by_codes = precision.weight_gradient == "fp8" and len(one.shape) == 2
+    gradient = "" if by_codes else ", dW in bf16"
     problem = scaled_problem(device)
     if problem is None:
         return f"fp8{gradient}", None

@@ -22,6 +22,7 @@ every other writer of main would leave stale.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -48,7 +49,13 @@ from shardwise.precision.fp8 import (
 from shardwise.precision.fp8_products import Matmul, Native
 from shardwise.precision.fp8_tensor import FORMATS, NAMES, READS, Format, Reads
 from shardwise.shard.call import in_checkpoint
-from shardwise.shard.formats import plane_bytes, plane_layout, planes_of, sends_codes
+from shardwise.shard.formats import (
+    one_scale_each,
+    plane_bytes,
+    plane_layout,
+    planes_of,
+    sends_codes,
+)
 from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
@@ -69,7 +76,7 @@ class GroupPlane:
         self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
         self.part_filled: Any = None  # main.state when they did
         self.views: list[Plane] | None = None
-        self._tiles: Tensor | None = None  # of the weights that this rank encodes, as a kernel asks
+        self._tiles: Any = None  # of the weights that this rank encodes, as a kernel asks
 
     def view(self, index: int, low: int, high: int) -> Plane:
         """The plane of elements [low, high) of one weight, which must be whole blocks. A stack of
@@ -100,10 +107,12 @@ class GroupPlane:
 
         if self._tiles is None:
             places = zip(self.layout.items, self.layout.starts, source.pieces, strict=True)
-            matrices = [
-                kernels.Matrix((high - low) // item.shape[-1], item.shape[-1], offset, start + low)
-                for item, start, (low, high, offset) in places
-            ]
+            matrices: list[Any] = []
+            for item, start, (low, high, offset) in places:
+                columns = item.shape[-1]
+                one = kernels.Matrix((high - low) // columns, columns, offset, start + low)
+                members = (high - low) // math.prod(item.shape[-2:])
+                matrices += one.cut(members) if one_scale_each(item, [self.block]) else [one]
             self._tiles = kernels.list_tiles(matrices, memory.device)
         codes, scales = self.ranges(0, self.layout.numel)
         scales = scales.view(SCALES[self.block])
@@ -151,7 +160,10 @@ def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Roundi
             value = source.view(index).view(codes.shape)
             if value.device != codes.device:  # offloaded: cast first, to copy half the bytes
                 value = value.to(torch.bfloat16).to(codes.device)
-            encode(value, [plane.block for plane in rest], out=into, rounding=rounding)
+            blocks, item = [plane.block for plane in rest], source.layout.items[index]
+            members = (high - low) // math.prod(item.shape[-2:])
+            sharing = members if one_scale_each(item, blocks) else 0
+            encode(value, blocks, out=into, rounding=rounding, sharing=sharing)
 
 
 class FP8Group(Group):

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.layout import Item
 from shardwise.moe.weights import QuantisedParameter
-from shardwise.precision import fp8_operators
+from shardwise.precision import Precision, fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
+from shardwise.precision.fp8_experts import expert_codes
 from shardwise.precision.fp8_functions import (
     DECODED,
     Recipe,
@@ -44,6 +45,7 @@ class PlaneOwner(Protocol):
 
     format: Format
     items: tuple[Item, ...]
+    precision: Precision
 
     @property
     def matmul(self) -> Matmul | None: ...
@@ -104,6 +106,14 @@ class FP8Weight(FP8Tensor):
         self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
         return super().dequantise(phase, dtype=dtype).view(self.shape)
+
+    def operand(self, phase: Reads) -> Any:
+        """What grouped products multiply by: the codes of a stack where its products are in fp8,
+        else decoded values."""
+        rounding = self.group.precision.recipe.activations
+        if len(self.shape) < 3 or rounding is None:
+            return self.dequantise(phase)
+        return expert_codes(self.plane(phase), self.shape, phase, rounding)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs

@@ -84,6 +84,10 @@ def test_blocks_are_never_cut_where_rows_may_be() -> None:
         assert layout.payload == sum(a * b for a, b in shapes)
         assert lay_out(layout.items, num_shards, None) == plan(layout.items, num_shards)
     assert in_blocks(rows(48)) == rows(96) and in_blocks(sw.TENSOR) == sw.TENSOR
+    # A block of the 0.96B GPT: rows of 5632 cross one boundary, those of 2048 as many as they like.
+    block = [(2048, 2048)] * 4 + [(5632, 2048)] * 2 + [(2048, 5632)]
+    layout = lay_out(matrices(rows(128), *block), 8, "fp8_block")
+    assert encodes_locally(layout, "fp8_block") and layout.padding * 48 < layout.payload
 
 
 def test_transport_is_chosen_by_layout_and_bytes() -> None:
@@ -95,6 +99,11 @@ def test_transport_is_chosen_by_layout_and_bytes() -> None:
     assert not sends_codes(cut, "mxfp8_rowcol", persistent=False)
     shifted = Layout(tuple(matrices(rows(32), (64, 64))), 2, 8192, (64,))
     assert not encodes_locally(shifted), "its scales would have no address"
+    stack = [Item("experts", (2, 256, 128), rows(1))]
+    assert encodes_locally(lay_out(stack, 2, "fp8_block"), "fp8_block")
+    cut = Layout((replace(stack[0], grain=ELEMENT),), 4, 128 * 128, (0,))
+    assert encodes_locally(cut, "mxfp8_2d")
+    assert not encodes_locally(cut, "fp8_block"), "a cut expert: nobody here knows its one scale"
 
 
 def test_planning_by_units_refuses_what_does_not_divide() -> None:

@@ -15,6 +15,8 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.moe.weights import ExpertTensor
+from shardwise.precision.fp8 import SQUARE_128, encode
+from shardwise.precision.fp8_experts import expert_codes
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.ranks import run_ranks
 
@@ -24,7 +26,7 @@ EXPERTS, HIDDEN, WIDTH, TOKENS, STEPS = 4, 64, 32, 24, 3
 class AtUse(ExpertTensor):
     """fp8 off: bf16 weights, encoded member by member where they are read."""
 
-    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Tensor:
+    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         value = super().value(dtype)
         if value.dim() == 2:  # biases
             return value
@@ -32,19 +34,38 @@ class AtUse(ExpertTensor):
         return torch.stack([one.dequantise(phase) for one in coded])
 
 
+class CodesAtUse(ExpertTensor):
+    """The same of blocks of 128: grouped experts have one scale each, and multiply in fp8."""
+
+    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
+        value = super().value(dtype)
+        if value.dim() == 2:
+            return value
+        if not self.grouped:
+            coded = [FP8Tensor.encode(member, "fp8_block") for member in value]
+            return torch.stack([one.dequantise(phase) for one in coded])
+        high = value.reshape(-1, value.shape[-1])
+        (plane,) = encode(high, (SQUARE_128,), sharing=len(value))
+        return expert_codes(plane, value.shape, phase, "exact")
+
+
+AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": CodesAtUse}
+
+
 class Net(nn.Module):
-    def __init__(self, layout: Any) -> None:
+    def __init__(self, layout: Any, hidden: int, width: int, delay: bool) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.before = nn.Linear(HIDDEN, 17)
-        self.after = nn.Linear(17, HIDDEN)
+        self.before = nn.Linear(hidden, 17)
+        self.after = nn.Linear(17, hidden)
         self.moe = MixtureOfExperts(
             Routing(num_experts=EXPERTS, experts_per_token=2),
-            HIDDEN,
-            WIDTH,
+            hidden,
+            width,
             activation=swiglu(),
             bias=True,
             weight_layout=layout,
+            delay_weight_gradient=delay,
         )
         # Columns of very different sizes: small numbers survive in a column plane, and not in a row
         # plane, so that what forward and backward read differs.
@@ -59,14 +80,15 @@ class Net(nn.Module):
 
 
 def train(
-    world_size: int, rank: int, strategy: str, ep: int, layout: Any, weights: Any
+    world_size: int, rank: int, strategy: str, ep: int, layout: Any, format: Any, on: bool
 ) -> dict[str, Tensor]:
-    net = Net(layout)
-    if weights == "bf16":
-        for module in net.modules():
-            if isinstance(module, GroupedMLP):
-                bundles = module._bundles
-                module._bundles = lambda b=bundles: [AtUse(**vars(one)) for one in b()]  # type: ignore[method-assign]
+    hidden, width = (128, 128) if format == "fp8_block" else (HIDDEN, WIDTH)
+    delay = on and format == "fp8_block"  # the same gradients, later
+    net, weights = Net(layout, hidden, width, delay), format if on else "bf16"
+    for module in () if on else net.modules():
+        if isinstance(module, GroupedMLP):
+            bundles, at_use = module._bundles, AT_USE[format]
+            module._bundles = lambda b=bundles, a=at_use: [a(**vars(one)) for one in b()]  # type: ignore[method-assign]
     precision = sw.Precision(weights=weights, reduce="fp32")
     if strategy == "data_parallel":
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -81,18 +103,22 @@ def train(
         options: Any = {"placements": sw.zero(int(strategy[-1])), "precision": precision}
         sw.fully_shard(net.moe.experts, mesh=mesh["dp"], **options)
         sw.fully_shard(net, mesh=flat, **options)
-    if weights == "mxfp8_rowcol":
-        stored = sw.precision_report(model).stored
+    if on:
+        report = sw.precision_report(model)
+        stored, how = report.stored, {row.products for row in report.rows if row.format}
+        grouped = "fp8 by decoding, dW in bf16" if format == "fp8_block" else "decoded"
+        assert how == {grouped if layout == "grouped" else "decoded"}
         assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
         expected = 2 if layout == "grouped" else 2 * EXPERTS // ep
         assert sum("experts." in name for name in stored) == expected == len(stored)
     optimizer = sw.optimizer(net, matrix=sw.muon(lr=0.02), elementwise=sw.adamw(lr=1e-2))
     values: dict[str, Tensor] = {}
     for step in range(STEPS):
-        x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(TOKENS, hidden, generator=torch.Generator().manual_seed(step))
         mine = x.chunk(world_size)[rank].bfloat16().requires_grad_()
         loss = model(mine)
         loss.backward()
+        net.moe.backward_dw()  # where nothing is exchanged, delayed gradients wait for it
         assert mine.grad is not None
         values[f"gradient {step}"] = mine.grad.clone()
         optimizer.step()
@@ -100,39 +126,46 @@ def train(
         values[f"loss {step}"] = loss.detach()
     for name, parameter in net.named_parameters():
         values[name] = parameter.full_tensor().detach().clone()  # type: ignore[attr-defined]
-    if weights == "mxfp8_rowcol" and layout == "grouped" and strategy == "zero3":
-        members_are_coded_one_by_one(net)
+    if on and layout == "grouped" and strategy == "zero3":
+        members_are_coded_one_by_one(net, format)
     return values
 
 
-def members_are_coded_one_by_one(net: Net) -> None:
+def members_are_coded_one_by_one(net: Net, format: Any) -> None:
     whole = net.moe.experts.fc1.weight.full_tensor().detach()  # type: ignore[union-attr]
     net.moe.experts.unshard()  # type: ignore[operator]
     members = net.moe.experts.fc1.weight.quantised.members()  # type: ignore[union-attr]
     assert len(members) == len(whole) == net.moe.experts.num_experts
     for member, value in zip(members, whole, strict=True):
-        alone = FP8Tensor.encode(value, "mxfp8_rowcol")
+        alone = FP8Tensor.encode(value, format)
+        if format == "fp8_block":
+            alone = FP8Tensor(*encode(value, (SQUARE_128,), sharing=1))
         for block, plane in member.planes.items():
             assert torch.equal(plane.codes, alone.planes[block].codes)
             assert torch.equal(plane.scales, alone.planes[block].scales)
     net.moe.experts.reshard()  # type: ignore[operator]
 
 
-def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any) -> None:
-    on, off = (
-        train(world_size, rank, strategy, ep, layout, kind) for kind in ("mxfp8_rowcol", "bf16")
-    )
+def both(rank: int, world_size: int, strategy: str, ep: int, layout: Any, format: Any) -> None:
+    on, off = (train(world_size, rank, strategy, ep, layout, format, on) for on in (True, False))
     assert on.keys() == off.keys() and len(on) >= 2 * STEPS + 9
     for name, value in off.items():
         assert torch.equal(on[name], value), name
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy", "ep", "layout"),
-    [(2, "zero3", 1, "grouped"), (2, "data_parallel", 1, "grouped"), (4, "zero3", 2, "grouped")]
-    + [(2, "zero1", 2, "indexed")],
+    ("ranks", "strategy", "ep", "layout", "format"),
+    [
+        (2, "zero3", 1, "grouped", "mxfp8_rowcol"),
+        (2, "data_parallel", 1, "grouped", "mxfp8_rowcol"),
+        (4, "zero3", 2, "grouped", "mxfp8_rowcol"),
+        (2, "zero1", 2, "indexed", "mxfp8_rowcol"),
+        (4, "zero3", 2, "grouped", "fp8_block"),
+        (2, "data_parallel", 1, "grouped", "fp8_block"),
+        (2, "zero3", 2, "indexed", "fp8_block"),
+    ],
 )
 def test_coded_experts_train_as_experts_quantised_at_use(
-    ranks: int, strategy: str, ep: int, layout: str
+    ranks: int, strategy: str, ep: int, layout: str, format: str
 ) -> None:
-    run_ranks(both, ranks, strategy, ep, layout)
+    run_ranks(both, ranks, strategy, ep, layout, format)

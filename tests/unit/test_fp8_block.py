@@ -23,6 +23,7 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
+from shardwise.precision.fp8_experts import expert_codes
 from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 
@@ -201,3 +202,34 @@ def test_what_a_user_may_say() -> None:
     with pytest.raises(FP8Error, match="130 columns do not divide into blocks of 128"):
         FP8Tensor.encode(made(128, 130), "fp8_block")
     assert "cpu multiplies no fp8" in str(fp8_block.scaled_problem(torch.device("cpu")))
+
+
+def test_experts_multiply_codes_by_codes_with_one_scale_a_row_and_one_an_expert() -> None:
+    """The second expert has no rows, the fourth much larger weights; one row is zero."""
+    generator = torch.Generator().manual_seed(6)
+    weight = (torch.randn(4, 256, 128, generator=generator) / 16).bfloat16()
+    weight[3] *= 64
+    sizes = (5, 0, 9, 2)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    (plane,) = encode(weight.view(-1, 128), (SQUARE_128,), sharing=4)
+    assert not torch.equal(plane.scales[0], plane.scales[-1])
+    with pytest.raises(FP8Error, match="3 matrices of"):
+        encode(weight.view(-1, 128), (SQUARE_128,), sharing=3)
+    for phase, columns, turned in (("forward", 128, weight), ("backward", 256, weight.mT)):
+        x = torch.randn(sum(sizes), columns, generator=generator).bfloat16()
+        x[7] = 0.0
+        coded = expert_codes(plane, weight.shape, phase, "exact")  # type: ignore[arg-type]
+        y = coded.product(x, ends)
+        pairs = list(zip(x.split(sizes), turned, strict=True))
+        expected = [rounded(rows) @ rounded(one, whole=True).T for rows, one in pairs]
+        assert torch.equal(y, torch.cat(expected).to(y.dtype)), phase
+        exact = torch.cat([rows.float() @ one.float().T for rows, one in pairs])
+        assert 0.01 < (y.float() - exact).norm() / exact.norm() < 0.06, "rounded, and not too much"
+        assert coded.product(x[:0], ends * 0).shape == (0, turned.shape[1])
+
+
+def rounded(x: Tensor, whole: bool = False) -> Tensor:
+    """fp32 values after a trip through e4m3, with a scale for each row or for all."""
+    largest = x.float().abs().amax((0, 1) if whole else 1, keepdim=True)
+    scale = largest.clamp(min=2.0**-100) * (1 / 448)
+    return (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale

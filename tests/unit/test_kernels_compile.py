@@ -19,7 +19,15 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from shardwise.kernels import adamw, block, momentum, product, symmetric, update  # noqa: E402
+from shardwise.kernels import (  # noqa: E402
+    adamw,
+    block,
+    fp8_block,
+    momentum,
+    product,
+    symmetric,
+    update,
+)
 from shardwise.kernels.forms import WIDE  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
@@ -134,3 +142,37 @@ def test_fused_passes() -> None:
     made = compiled(adamw._adamw_kernel, constants | {"chunk": adamw.CHUNK}, types)
     check(made, products=False)
     assert "ld.global.v4" in made.asm["ptx"], "wide loads"  # type: ignore[attr-defined]
+
+
+def test_fp8_in_blocks_of_128() -> None:
+    pointers = {"x_ptr": "*i32", "codes_ptr": "*i16", "turned_ptr": "*u8"}
+    pointers |= {"turned_scales_ptr": "*fp32", "largest_ptr": "*i32", "tiles_ptr": "*i64"}
+    tile = fp8_block.TILES[0]
+    # Which planes, whether the turned one is in squares, rounding up, whether tokens fill tiles.
+    for rows, columns, square, rceil, even in (
+        (True, True, True, False, True),
+        (True, True, True, True, False),
+        (True, False, False, True, True),
+        (False, True, False, False, False),
+    ):
+        constants = {"rows": rows, "columns": columns, "square": square, "rceil": rceil}
+        constants |= {"native": True, "even": even, "high": tile.tokens, "wide": tile.pairs}
+        check(compiled(fp8_block._quantise_kernel, constants, pointers), products=False)
+    pointers |= {"codes_ptr": "*u8", "out_ptr": "*u8", "out_scales_ptr": "*fp32"}
+    # One matrix, a list of tiles, the two passes over a list whose tiles share scales.
+    for listed, measures, shared, wide in (
+        (False, False, False, True),
+        (True, False, False, False),
+        (True, True, False, True),
+        (True, False, True, True),
+    ):
+        constants = {"listed": listed, "measures": measures, "shared": shared, "wide": wide}
+        types = pointers | {"x_ptr": "*i32" if wide else "*i16"}
+        made = compiled(
+            fp8_block._encode_kernel, constants | {"rceil": shared, "native": True}, types
+        )
+        check(made, products=False)
+    check(compiled(fp8_block._turn_kernel, {}, pointers), products=False)
+    constants = {"high": 4, "wide": 2048, "rceil": False, "native": True}
+    made = compiled(fp8_block._rows_kernel, constants, pointers | {"x_ptr": "*i16"})
+    check(made, products=False)
