@@ -228,15 +228,6 @@ def check_compiler(config: TrainConfig, world: World) -> None:
         raise ValueError(f"{problem}{more}; compile={config.compile!r} needs it")
 
 
-def check_compiler(config: TrainConfig, world: World) -> None:
-    """Raise where the run compiles, and nothing can: torch would tell of it in pages."""
-    device = world.device.type
-    problem = missing_compiler(device) if compiles(config, world) else None
-    if problem is not None:
-        more = ", or train with --compile off" if device == "cpu" or not has_triton() else ""
-        raise ValueError(f"{problem}{more}; compile={config.compile!r} needs it")
-
-
 def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
