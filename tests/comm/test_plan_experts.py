@@ -118,12 +118,13 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
                 with comm.record() as calls:
                     loss.backward()
                 phases["backward"].update(calls)
-        loaded, peak, total = books(), dict(sw.ledger.peak), sw.ledger.peak_total
+        loaded = books()
         with comm.record() as calls:
             optimizer.step()
             load.after_step(torch.tensor(False))
         phases["step"].update(calls)
         optimizer.zero_grad()
+        peak, total = dict(sw.ledger.peak), sw.ledger.peak_total
     held = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sorted(peak.items())}
     state = sum(
         value.to_local().nbytes
