@@ -212,10 +212,10 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     if command.dry_run:
         made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
     else:
-        batch = _batch_of(command, model, recipe and config)
+        batch = _batch_of(command, model, recipe and config, command.ranks // tp)
         tokens = command.tokens or (math.prod(batch) if batch else None)
         # Rows without values cannot be sent to other ranks.
-        followed = batch if ep == tp == 1 else None
+        followed = batch if ep == 1 else None
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))
@@ -229,14 +229,15 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     return 0 if made.fits is not False else 3
 
 
-def _batch_of(command: PlanCommand, model: Any, config: Any) -> tuple[int, int] | None:
-    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context."""
+def _batch_of(command: PlanCommand, model: Any, config: Any, ranks: int) -> tuple[int, int] | None:
+    """(sequences, tokens of each) of a microbatch on one rank, where the model has a context;
+    ``ranks``: those with sequences of their own."""
     context = getattr(getattr(model, "config", None), "context", None)
     if context is None:
         return None
     if command.tokens is not None and command.sequences is None:
         return max(1, command.tokens // context), min(command.tokens, context)
-    share = config.batch // (command.ranks * config.num_microbatches) if config else 1
+    share = config.batch // (ranks * config.num_microbatches) if config else 1
     return command.sequences or max(1, share), context
 
 

@@ -30,6 +30,7 @@ class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
     of: str = ""  # the parameter of which this is a copy, where torch would have given a view
+    placements: tuple[()] = ()  # on no mesh: every rank has it whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

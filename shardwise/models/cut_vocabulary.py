@@ -22,17 +22,23 @@ from shardwise.placements import chunk_range
 IGNORED = -100  # a target that is not scored
 
 
-def cut_cross_entropy(logits: Tensor, targets: Tensor, z_coefficient: float = 0.0) -> Tensor:
+def cut_cross_entropy(
+    logits: Tensor, targets: Tensor, z_coefficient: float = 0.0, axis: comm.Axis | None = None
+) -> Tensor:
     """The mean over scored targets, in fp32; 0, not nan, where no target is scored (collective).
 
-    ``logits``: a DTensor [..., V] whose last dimension is cut over the one axis of its mesh;
-    ``z_coefficient``: weight of the squared logarithm of the softmax's denominator.
+    ``logits``: a DTensor [..., V] whose last dimension is cut over the one axis of its mesh, or the
+    first of the plain parts that ``axis`` cuts it into; ``z_coefficient``: weight of the squared
+    logarithm of the softmax's denominator.
     """
-    assert isinstance(logits, DTensor)
-    [axis], [placement] = Ranks(logits.device_mesh).axes, logits.placements
-    assert placement.is_shard(logits.ndim - 1), f"the vocabulary is {placement}"
-    first, _ = chunk_range(logits.shape[-1], [axis.size], [axis.rank])
-    rows, answers = logits.to_local().flatten(0, -2).float(), targets.flatten()
+    first = 0
+    if isinstance(logits, DTensor):
+        [axis], [placement] = Ranks(logits.device_mesh).axes, logits.placements
+        assert placement.is_shard(logits.ndim - 1), f"the vocabulary is {placement}"
+        first, _ = chunk_range(logits.shape[-1], [axis.size], [axis.rank])
+        logits = logits.to_local()
+    assert axis is not None
+    rows, answers = logits.flatten(0, -2).float(), targets.flatten()
     losses = _CutVocabulary.apply(rows, answers, first, axis, z_coefficient)  # type: ignore[no-untyped-call]
     return losses.sum() / (answers != IGNORED).sum().clamp(min=1)  # type: ignore[no-any-return]
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import comm
 from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import RMSNorm, Rotary, attend, documents_mask, rotate
@@ -162,6 +163,7 @@ class GPT(nn.Module):
     """
 
     sequence_parts = 1  # of each sequence, one on each rank of tensor parallelism between products
+    words_over: comm.Axis | None = None  # in a plan, whose head is no DTensor: what cuts it
     auxiliary: Tensor | None  # the term that mixtures of experts added to the last loss
     softmax: Softmax | None = None  # compiled
     document_end: int | None = None  # the token after which attention begins anew; None: never
@@ -277,6 +279,7 @@ class GPT(nn.Module):
             targets,
             z_coefficient=self.config.head_z_coefficient if self.training else 0.0,
             softmax=self.softmax,
+            words_over=self.words_over,
         )
         self.auxiliary = None
         if terms and self.training:

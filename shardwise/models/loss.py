@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from shardwise import comm
 from shardwise.models.cut_vocabulary import IGNORED, cut_cross_entropy
 from shardwise.moe.weights import QuantisedParameter
 
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     z_coefficient: float = 0.0,
     chunk: int = CHUNK,
     softmax: Softmax | None = None,
+    words_over: comm.Axis | None = None,
 ) -> Tensor:
     """The mean cross-entropy of ``hidden @ head.T`` over scored targets, in fp32.
 
@@ -50,9 +52,10 @@ def linear_cross_entropy(
             whole; so is this rank's part of a vocabulary that is cut over ranks (``head`` a
             DTensor), and so are logits of a quantised head.
         softmax: compiled :func:`softmax_and_gradient`, if there is one.
+        words_over: the axis over which the rows of a ``head`` that is no DTensor are cut.
     """
-    if isinstance(head, DTensor):
-        return cut_cross_entropy(F.linear(hidden, head), targets, z_coefficient)
+    if isinstance(head, DTensor) or words_over is not None:
+        return cut_cross_entropy(F.linear(hidden, head), targets, z_coefficient, words_over)
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
     few = rows.shape[0] * head.shape[0] <= chunk and softmax is None

@@ -19,7 +19,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from shardwise import comm
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import tensor_parallel_problems
 from shardwise.placements import chunk_range
@@ -82,9 +83,9 @@ def _gathers(here: Any, there: Any) -> PrepareModuleInput:
 
 
 def planned_tiles(model: nn.Module, tp: int) -> nn.Module:
-    """The model whose parameters a plan over ``tp`` ranks lays out: a model that
-    ``parallelize_module`` cut as it is, a GPT on the meta device with the parameters of the first
-    rank; others are refused."""
+    """The model that a plan over ``tp`` ranks lays out and runs: a model that
+    ``parallelize_module`` cut as it is, a GPT on the meta device as the first rank has it; others
+    are refused."""
     over = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
     if over == {tp}:
         return model
@@ -106,8 +107,93 @@ def planned_tiles(model: nn.Module, tp: int) -> nn.Module:
         made = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
         setattr(made, UNEVEN, dim is not None and parameter.shape[dim] % tp > 0)
         setattr(model.get_submodule(path), last, made)
+    _exchange(model, comm.Axis.pretended("tp", tp, 0, "nccl"))
     return model
 
 
 _CUT = dict.fromkeys(("wq", "wk", "wv", "gate", "up", "embedding", "head"), 0)
 _CUT |= dict.fromkeys(("wo", "down"), 1)
+
+
+# ------------------------------------------------------------------------------ in a plan
+
+
+def _exchange(model: GPT, axis: comm.Axis) -> None:
+    """Hooks that send plain meta tensors over ``axis`` where :func:`cut_over` sends DTensors."""
+    model.sequence_parts, model.words_over = axis.size, axis
+
+    def gathers(module: nn.Module, args: Any, output: Tensor | None = None) -> Any:
+        if output is None:
+            return (_Gathered.apply(args[0], axis), *args[1:])  # type: ignore[no-untyped-call]
+        return _Gathered.apply(output, axis)  # type: ignore[no-untyped-call]
+
+    def scatters(module: nn.Module, args: Any, output: Tensor) -> Any:
+        return _Scattered.apply(output, axis)  # type: ignore[no-untyped-call]
+
+    def sums(module: nn.Module, args: Any) -> Any:
+        return (_Partial.apply(args[0], module.weight, axis),)  # type: ignore[no-untyped-call]
+
+    model.embedding.register_forward_hook(scatters)
+    for block in model.blocks:
+        for inside, last in ((block.attention, "wo"), (block.feed_forward, "down")):
+            inside.register_forward_pre_hook(gathers)  # type: ignore[union-attr]
+            getattr(inside, last).register_forward_hook(scatters)
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_pre_hook(sums)
+    model.norm.register_forward_hook(gathers)
+
+
+class _Gathered(torch.autograd.Function):
+    """Each rank's part of the sequences [B, T/t, C] becomes the whole [B, T, C] on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: comm.Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(part, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _scatter(grad, ctx.axis), None
+
+
+class _Scattered(torch.autograd.Function):
+    """Partial sums [B, T, C] of all ranks become each rank's part [B, T/t, C] of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: comm.Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(whole, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gather(grad, ctx.axis), None
+
+
+class _Partial(torch.autograd.Function):
+    """A norm of a part of the sequence, whose weight gets a partial gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, weight: Tensor, axis: comm.Axis) -> Tensor:
+        ctx.axis, ctx.like = axis, weight.to("meta") if weight.requires_grad else None
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if ctx.like is not None:
+            comm.all_reduce(torch.empty_like(ctx.like), ctx.axis).wait()
+        return grad, None, None
+
+
+def _gather(part: Tensor, axis: comm.Axis) -> Tensor:
+    """As DTensor gathers the second dimension: by the first, and a copy."""
+    together = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
+    comm.all_gather(together, part.contiguous(), axis).wait()
+    return torch.cat(together.chunk(axis.size), 1)
+
+
+def _scatter(whole: Tensor, axis: comm.Axis) -> Tensor:
+    stacked = torch.cat(whole.chunk(axis.size, 1))
+    part = stacked.new_empty(stacked.shape[0] // axis.size, *stacked.shape[1:])
+    comm.reduce_scatter(part, stacked, axis).wait()
+    return part

@@ -130,11 +130,8 @@ class Options:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
         if re.fullmatch(r"cpu|cuda(:sm_\d+)?", self.device) is None:
             problems.append(f"device={self.device!r}: 'cuda', 'cuda:sm_80' and the like, or 'cpu'")
-        if self.tp < 1 or (self.tp > 1 and self.batch is not None):
-            problems.append(
-                f"tp={self.tp} with batch={self.batch}: 1 or more, and activations between cut "
-                f"products are not followed: give them as other_bytes, and no batch"
-            )
+        if self.tp < 1:
+            problems.append(f"tp={self.tp}: ranks of tensor parallelism, 1 or more")
         if self.microbatches < 1:
             problems.append(f"microbatches={self.microbatches}: 1 or more")
         if self.memory is not None and self.memory < 1:

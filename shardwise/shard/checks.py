@@ -79,8 +79,8 @@ def module_problems(
         bare = type(module).forward is nn.Module.forward
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and bare:
             problems.append(
-                f"a {type(module).__name__} has no forward of its own: wrap its members, or pass "
-                f"them as a list"
+                f"fully_shard does not support containers that do not implement forward: wrap the "
+                f"members of this {type(module).__name__}, or pass them as a list"
             )
     inside = (m for root in roots for m in root.modules() if isinstance(m, DistributedDataParallel))
     reduced = {id(parameter) for ddp in inside for parameter in ddp.parameters()}

@@ -39,12 +39,11 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
     if config.microbatches != "auto" and recompute != "auto":
         return config, None
     memory = free_memory(world)
-    if config.tp > 1 or (config.module is not None and memory is not None):
+    if config.module is not None and memory is not None:
         made = decided(config, config.num_microbatches, "none")
-        what = f"tp={config.tp}" if config.module is None else f"module={config.module!r}"
         return made, (
-            f"activations are not planned with {what}: microbatches {made.microbatches}, "
-            f"recompute {made.model.recompute}; set both if that does not fit"
+            f"activations are not planned with module={config.module!r}: microbatches "
+            f"{made.microbatches}, recompute {made.model.recompute}; set both if that does not fit"
         )
     if memory is None:
         return decided(config, config.num_microbatches, "none"), None
@@ -103,7 +102,7 @@ def bytes_held(
         bare = make_model(dataclasses.replace(config, model=model, ep=1))
     made = plan(
         bare,
-        config.mesh_shape(world.size, world.num_nodes),
+        config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp},
         config.placements,
         precision=precision,
         optimizer=config.optimizer,
@@ -130,7 +129,7 @@ def plan_inputs(
         "device": world.device.type,
         "tokens": followed[0] * followed[1],
         # Rows without values cannot be sent to other ranks; a foreign forward may read values.
-        "batch": followed if config.ep == config.tp == 1 and config.module is None else None,
+        "batch": followed if config.ep == 1 and config.module is None else None,
     }
     return bare, config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp}, options
 

@@ -17,13 +17,14 @@ from tests.contract.helpers import assert_close, full
 LIBRARIES = {"torch": torch_fsdp.fully_shard, "shardwise": sw.fully_shard}
 Case = Callable[[Any], None]
 CASES: dict[str, Case] = {}
+RANKS: dict[str, int] = {}  # on which a case runs
 TORCH_FAILS: dict[str, str] = {}  # a part of the error that torch raises
 
 
-def case(name: str, *, torch_fails: str | None = None) -> Callable[[Case], Case]:
+def case(name: str, *, torch_fails: str | None = None, ranks: int = 2) -> Callable[[Case], Case]:
     def add(function: Case) -> Case:
         assert name not in CASES
-        CASES[name] = function
+        CASES[name], RANKS[name] = function, ranks
         if torch_fails is not None:
             TORCH_FAILS[name] = torch_fails
         return function

@@ -12,8 +12,11 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +34,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from tests.contract.helpers import assert_close, full
-from tests.interop import fsdp2_habits  # noqa: F401  (its cases)
+from tests.interop import fsdp2_habits, fsdp2_parallel  # noqa: F401  (their cases)
 from tests.interop.fsdp2_contract import (
     CASES,
     LIBRARIES,
+    RANKS,
     TORCH_FAILS,
     Net,
     Tail,
@@ -370,27 +374,74 @@ def fail_case(rank: int, world_size: int, name: str, library: str) -> str:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_contract(name: str, library: str) -> None:
     if library == "torch" and name in TORCH_FAILS:
-        said = "".join(run_ranks(fail_case, 2, name, library, timeout=60))
+        said = "".join(run_ranks(fail_case, RANKS[name], name, library, timeout=60))
         assert re.search(TORCH_FAILS[name], said), said
     else:
-        run_ranks(run_case, 2, name, library, timeout=60)
+        run_ranks(run_case, RANKS[name], name, library, timeout=60)
 
 
 # ------------------------------------------------------------------------------ the table
 
 
+def frameworks() -> dict[str, Callable[[Path], None]]:
+    """Tests of their own files, which train with torch's ``fully_shard`` and with this one and
+    compare the losses; those in brackets are of this one alone."""
+    from tests.interop import (
+        test_accelerate,
+        test_lightning,
+        test_lora,
+        test_torchtitan,
+        test_transformers,
+    )
+
+    rows: dict[str, Any] = {
+        f"accelerate, {name}": lambda _, name=name: test_accelerate.test_losses_are_those_of_fsdp2(
+            name=name
+        )
+        for name in test_accelerate.CASES
+    }
+    return rows | {
+        "[accelerate, save_state and load_state]": lambda folder: (
+            test_accelerate.test_states_are_saved_and_loaded("FULL_STATE_DICT", folder)
+        ),
+        "[save_pretrained of a wrapped model]": (
+            test_transformers.test_save_pretrained_writes_whole_weights
+        ),
+        "transformers.Trainer": test_transformers.test_trainer,
+        "Lightning Fabric": test_lightning.test_fabric,
+        "Lightning Trainer": test_lightning.test_trainer,
+        "torchtitan's way of building a run": lambda folder: (
+            test_torchtitan.test_losses_are_those_of_fsdp2(True, folder)
+        ),
+        "[LoRA, as torchtune begins]": lambda _: (
+            test_lora.test_torchtune_begins_on_the_meta_device()
+        ),
+        "[LoRA of peft]": test_lora.test_peft,
+    }
+
+
+def outcome(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        last = [line for line in str(error).splitlines() if "Error" in line]
+        return f"fails: {(last or [str(error)])[-1].strip()[:90]}"
+    return "works"
+
+
 def table() -> str:
     lines = ["| case | torch FSDP2 | shardwise |", "|---|---|---|"]
     for name in sorted(CASES):
-        found = []
-        for library in LIBRARIES:
-            try:
-                run_ranks(run_case, 2, name, library, timeout=60)
-                found.append("works")
-            except Exception as error:
-                last = [line for line in str(error).splitlines() if "Error" in line]
-                found.append(f"fails: {(last or [str(error)])[-1].strip()[:90]}")
+        found = [
+            outcome(partial(run_ranks, run_case, RANKS[name], name, library, timeout=60))
+            for library in LIBRARIES
+        ]
         lines.append(f"| {name} | {' | '.join(found)} |")
+    for name, run in frameworks().items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = [outcome(partial(run, Path(folder)))]
+        theirs = "not run" if name.startswith("[") else "the same losses" * (found == ["works"])
+        lines.append(f"| frameworks: {name} | {theirs} | {found[0]} |")
     return "\n".join(lines)
 
 
