@@ -24,11 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from benchmarks import report
 from benchmarks.measure import GIB
 from benchmarks.moe_steps import PeerExperts
-from benchmarks.systems import BF16_COMPUTE, wrap_fsdp2
+from benchmarks.systems import BF16_COMPUTE, SYSTEMS
 from shardwise.models.gpt import GPT
 from shardwise.moe import FullPrecision, MixtureOfExperts
 from shardwise.optim.optimizers import Muon
@@ -49,7 +50,7 @@ class Case:
     row: str
     recipe: str
     optimizer: str
-    system: str  # trainer, fsdp2, loop, bare
+    system: str  # trainer, fsdp2, zero3, loop, bare
     microbatches: int
     sequences: int  # of a microbatch
     tiny: bool = False
@@ -81,7 +82,7 @@ class Case:
 def cases(*, tiny: bool) -> list[Case]:
     """Every row of the table with its peers."""
     listed = (
-        ("gpt_1b adamw", "gpt_1b", "adamw", ("trainer", "fsdp2", "bare"), 1, 8),
+        ("gpt_1b adamw", "gpt_1b", "adamw", ("trainer", "fsdp2", "zero3", "bare"), 1, 8),
         ("gpt_1b muon", "gpt_1b", "muon", ("trainer", "fsdp2"), 1, 8),
         ("gpt_124m muon", "gpt_124m", "muon", ("trainer", "loop", "bare"), 4, 64),
         ("moe_1b muon", "moe_1b", "muon", ("trainer", "loop"), 2, 16),
@@ -131,6 +132,8 @@ def measure(case: Case) -> dict[str, Any]:
         "first_step": first,
         "peak": torch.cuda.max_memory_allocated() / GIB if cuda else None,
         "loss": float(loss),
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
         "flops": config.model.flops_per_token() * config.batch * config.model.context,
         "compute": timed(compute) if compute else None,
     }
@@ -182,11 +185,11 @@ def _loop(case: Case, config: TrainConfig, world: World) -> tuple[Step, None]:
         block.compile_forward(dynamic=False, backend=backend)  # type: ignore[operator]
     plain = torch.compile(_plain_loss, dynamic=False, backend=backend)
     wrapped: nn.Module = model
-    if case.system == "fsdp2":
+    if case.system in SYSTEMS:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
-        wrapped = wrap_fsdp2(model, mesh, BF16_COMPUTE)
+        wrapped = SYSTEMS[case.system](model, mesh, BF16_COMPUTE)
     model.to_empty(device=device)
     model.init_weights(0)
     _use_grouped_mm(model, backend)
@@ -200,7 +203,7 @@ def _loop(case: Case, config: TrainConfig, world: World) -> tuple[Step, None]:
     def step() -> Tensor:
         total = torch.zeros((), device=device)
         for number, piece in enumerate(pieces):
-            if case.system == "fsdp2":
+            if case.system in SYSTEMS:
                 wrapped.set_requires_gradient_sync(number == len(pieces) - 1)  # type: ignore[operator]
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss = plain(wrapped(piece[:, :-1]), piece[:, 1:]) / len(pieces)
@@ -282,6 +285,7 @@ def run(listed: Sequence[Case]) -> report.Table:
                 "peak": found["peak"],
                 "first": found["first_step"],
                 "loss": found["loss"],
+                "graphs": f"{found['graphs']} / {found['breaks']}",
             }
         )
         print(json.dumps(rows[-1]), flush=True)
@@ -295,10 +299,11 @@ def run(listed: Sequence[Case]) -> report.Table:
         title="The trainer on one GPU",
         note="bf16 compute, fp32 main weights, 8,192 words, compiled blocks. *trainer*: as a user\n"
         "starts it. *fsdp2*: torch FSDP2, torch.compile, fused AdamW (and `torch.optim.Muon`),\n"
-        "plain compiled loss, a tight loop. *loop*: no wrapping, autocast, `sw.Muon`; experts by\n"
-        "`F.grouped_mm`. *bare*: bf16 weights, forward and backward alone. *trainer /*: the\n"
-        "trainer's tokens per second over this system's (over *bare*'s: those of its forward and\n"
-        "backward), and its peak over this system's.",
+        "plain compiled loss, a tight loop. *zero3*: that loop with `sw.fully_shard`. *loop*: no\n"
+        "wrapping, autocast, `sw.Muon`; experts by `F.grouped_mm`. *bare*: bf16 weights, forward\n"
+        "and backward alone. *trainer /*: the trainer's tokens per second over this system's (over\n"
+        "*bare*'s: those of its forward and backward), and its peak over this system's. *graphs /\n"
+        "breaks*: of torch.compile, in the whole run.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
@@ -312,6 +317,7 @@ def run(listed: Sequence[Case]) -> report.Table:
             "memory": ("trainer / peak", ".3f"),
             "first": ("to first step s", ".1f"),
             "loss": ("loss", ".4f"),
+            "graphs": ("graphs / breaks", ""),
         },
         rows=rows,
     )

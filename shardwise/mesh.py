@@ -193,11 +193,22 @@ def joined(data: DeviceMesh, other: DeviceMesh, names: tuple[str, ...]) -> Devic
     return kept[data, rest]
 
 
+class _Kept(dict[Any, DeviceMesh]):
+    """Meshes made of a mesh, kept on it. A copy of that mesh begins without: torch.compile copies
+    the mesh of every DTensor that it guards."""
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
 def _kept_on_root(mesh: DeviceMesh) -> tuple[DeviceMesh, dict[Any, DeviceMesh]]:
     """The mesh that ``mesh`` is a part of, and the meshes that we made of its parts: torch makes a
     new object for every ``mesh["dp"]``."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    return root, root.__dict__.setdefault("_shardwise_made", {})
+    return root, root.__dict__.setdefault("_shardwise_made", _Kept())
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -213,14 +224,14 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def _named(mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks and groups with names, made once for each mesh."""
-    kept = mesh.__dict__.setdefault("_shardwise_named", [])
-    if not kept:
+    kept = mesh.__dict__.setdefault("_shardwise_named", _Kept())
+    names = tuple(DATA_AXES)
+    if names not in kept:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        names = tuple(DATA_AXES)
-        kept.append(
-            DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
+        kept[names] = DeviceMesh.from_group(
+            groups, mesh.device_type, mesh.mesh, mesh_dim_names=names
         )
-    return kept[0]  # type: ignore[no-any-return]
+    return kept[names]  # type: ignore[no-any-return]
 
 
 def default_mesh() -> DeviceMesh:

@@ -178,7 +178,8 @@ def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:
         if axis in data and not placement.is_replicate():
             return (
                 f"{what}: axis '{axis}' is data-parallel here and cuts it already, by torch's "
-                f"fully_shard perhaps; pass parameters that are replicated over {data}"
+                f"fully_shard perhaps. Expected Replicate(): pass parameters that are replicated "
+                f"over {data}"
             )
     try:
         tile = tile_of(parameter, mesh)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import wraps
 from typing import Any
 
 from torch.distributed import fsdp
@@ -22,8 +22,11 @@ from shardwise.shard.fully_shard import fully_shard
 def in_place_of_torch(**options: Any) -> Iterator[None]:
     """Give shardwise's ``fully_shard`` to every module that has imported torch's, or imports it
     inside the block. ``options`` are arguments that the framework does not pass itself."""
-    ours: Any = partial(fully_shard, **options)
-    ours.state = fully_shard.state  # type: ignore[attr-defined]
+
+    @wraps(fully_shard)
+    def ours(*args: Any, **given: Any) -> Any:
+        return fully_shard(*args, **options | given)
+
     theirs = fsdp.fully_shard
     holders = [
         vars(module)

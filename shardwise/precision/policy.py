@@ -244,6 +244,9 @@ def patterns_of(value: Sequence[str], field: str) -> tuple[str, ...]:
     return patterns
 
 
+TILED = "it is a DTensor of tensor parallelism"
+
+
 def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]:
     """A problem: ``rows`` are all parameters of a model, and none of them is stored in fp8."""
     if format is None or not rows or any(row.format for row in rows):

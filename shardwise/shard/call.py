@@ -19,6 +19,7 @@ import numpy
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.shard.member import Member
@@ -199,7 +200,11 @@ class _InputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, sentinel: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        return inputs
+        # DTensors hand over tensors that are still on their way; a compiled graph (torch 2.13)
+        # loses the gradients of those.
+        return tuple(
+            one.wait() if isinstance(one, AsyncCollectiveTensor) else one for one in inputs
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

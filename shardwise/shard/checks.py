@@ -93,6 +93,12 @@ def module_problems(
                 f"or pass DDP's parameters as ignored_params"
             )
         tiled = tile_problem(f.name, parameter, mesh) if isinstance(parameter, DTensor) else None
+        if isinstance(parameter, DTensor) and any(isinstance(m, GroupedLinear) for m in f.modules):
+            tiled = (
+                f"'{f.name}' holds experts and is a DTensor over "
+                f"{parameter.device_mesh.mesh_dim_names}: experts are spread over ranks "
+                f"(MixtureOfExperts.spread), not cut; leave them out of parallelize_module"
+            )
         eight_bits = parameter.is_floating_point() and parameter.itemsize == 1
         if isinstance(parameter, ShardedTensor) or hasattr(parameter, "_shardwise_owner"):
             problems.append(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.notices import warn_once
 from shardwise.precision import Precision
-from shardwise.precision.policy import stores_nothing
+from shardwise.precision.policy import TILED, stores_nothing
 from shardwise.shard.member import Member
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,14 @@ def check_first_forward(units: Sequence[Member], names: Sequence[str]) -> None:
     stored = [one for unit in quantised for one in unit.stored.values()]
     for problem in stores_nothing(quantised[0].precision.format, stored) if quantised else ():
         raise ValueError(problem)
+    tiled = [one.name for one in stored if one.why == TILED]
+    if tiled:
+        logger.warning(
+            "'%s' and %d more are DTensors of tensor parallelism and are not stored in fp8 "
+            "(sw.precision_report lists all)",
+            tiled[0],
+            len(tiled) - 1,
+        )
     _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
     devices = {group.device for unit in units for group in unit.groups}
     if len(devices) > 1:

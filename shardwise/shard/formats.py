@@ -32,7 +32,14 @@ from shardwise.precision.fp8 import SCALES, SQUARE_128, Block, side_of
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_functions import lookup_problem
 from shardwise.precision.fp8_tensor import FORMATS, READS, Format, Reads
-from shardwise.precision.policy import Stored, format_of, ineligible, multiplies_stacks, short_name
+from shardwise.precision.policy import (
+    TILED,
+    Stored,
+    format_of,
+    ineligible,
+    multiplies_stacks,
+    short_name,
+)
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
 _BF16_BYTES = 2  # per element that is sent as bf16
@@ -54,7 +61,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
         head=names_head(found.name),
     )
     if reason is None and found.local is not found.parameter:
-        reason = "it is a DTensor of tensor parallelism"
+        reason = TILED
     if reason is None and not found.parameter.is_floating_point():
         reason = f"its dtype is {found.parameter.dtype}"
     for module in found.modules:

@@ -198,7 +198,7 @@ class FP8Group(Group):
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
         weight = FP8Weight(weakref.ref(self), index)
         recipe = self.precision.recipe if "backward" in READS[self.format] else None
-        return FP8Parameter.of(weight, requires_grad, recipe)
+        return FP8Parameter.of(weight, requires_grad, recipe, self.device)
 
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see

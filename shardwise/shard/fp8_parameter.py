@@ -161,8 +161,10 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
     recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
 
     @staticmethod
-    def of(weight: FP8Weight, requires_grad: bool, recipe: Recipe | None = DECODED) -> FP8Parameter:
-        parameter = FP8Parameter(torch.empty(0), requires_grad=requires_grad)
+    def of(
+        weight: FP8Weight, requires_grad: bool, recipe: Recipe | None, device: torch.device
+    ) -> FP8Parameter:
+        parameter = FP8Parameter(torch.empty(0, device=device), requires_grad=requires_grad)
         parameter.quantised, parameter.recipe = weight, recipe
         return parameter
 

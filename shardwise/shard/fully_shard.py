@@ -221,7 +221,9 @@ def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     names = _axis_names(dims.replicate) + _axis_names(dims.shard)
     missing = [name for name in names if name not in (mesh.mesh_dim_names or ())]
     if missing:
-        raise ValueError(f"dp_mesh_dims names {missing}; the mesh has axes {mesh.mesh_dim_names}")
+        raise ValueError(
+            f"dp_mesh_dims names {missing}, not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
+        )
     return mesh[tuple(names)]
 
 

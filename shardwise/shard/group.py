@@ -164,7 +164,7 @@ class Group:
     def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
         tile = self.tiles[index]
         if tile is None:
-            return WholeParameter.empty(requires_grad)
+            return WholeParameter.empty(requires_grad, self.device)
         memory = torch.empty(0, dtype=self.whole.dtype, device=self.device)
         return WholeDTensor.of(tile, memory, requires_grad)
 

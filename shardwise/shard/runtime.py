@@ -117,6 +117,9 @@ class Runtime:
             inner = getattr(module, "_shardwise_unit", None)
             if inner is not None:
                 units.setdefault(inner, name)
+        for inner in units:
+            if inner.members is not None:
+                inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(

@@ -141,8 +141,8 @@ class WholeParameter(Whole, nn.Parameter):  # type: ignore[misc]
     """A plain tensor over the gathered memory."""
 
     @staticmethod
-    def empty(requires_grad: bool) -> WholeParameter:
-        return WholeParameter(torch.empty(0), requires_grad=requires_grad)
+    def empty(requires_grad: bool, device: torch.device) -> WholeParameter:
+        return WholeParameter(torch.empty(0, device=device), requires_grad=requires_grad)
 
 
 class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
@@ -150,30 +150,44 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
 
     _tile: Tile
     _local_tensor: Tensor
+    _is_param: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """DTensor's would import torch's compiler, whose import keeps the caller's frame alive."""
 
     @staticmethod
     def of(tile: Tile, memory: Tensor, requires_grad: bool) -> WholeDTensor:
-        spec = tile.seen_spec(memory.dtype)
+        made = WholeDTensor._around(memory, tile.seen_spec(memory.dtype), requires_grad)
+        made._tile, made._is_param = tile, True
+        return made
+
+    @staticmethod
+    def _around(memory: Tensor, spec: Any, requires_grad: bool) -> WholeDTensor:
         made: Any = torch.Tensor._make_wrapper_subclass(
             WholeDTensor,
             spec.shape,
             spec.stride,
+            memory.storage_offset(),  # as DTensor's own, which torch.compile counts on
             dtype=memory.dtype,
             device=memory.device,
             requires_grad=requires_grad,
         )
-        made._local_tensor, made._spec, made._tile, made._is_param = memory, spec, tile, True
+        made._local_tensor, made._spec = memory, spec
         return made  # type: ignore[no-any-return]
 
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> WholeDTensor:
+        """For torch.compile, whose graphs take tensors of the class that it has traced."""
+        plain: Any = DTensor.__tensor_unflatten__(inner, context, size, stride)
+        return WholeDTensor._around(plain._local_tensor, plain._spec, plain.requires_grad)
+
     def show(self, memory: Tensor) -> None:
-        if (memory.dtype, memory.device) != (self.dtype, self.device):
+        place = memory.dtype, memory.device, memory.storage_offset()
+        if place != (self.dtype, self.device, self.storage_offset()):
             fresh = WholeDTensor.of(self._tile, memory, False)
             _DATA.__set__(self, fresh)
             self._spec = fresh._spec
-        self._local_tensor = memory
+        self._local_tensor = memory.data  # a version counter of its own too: a graph may save it
 
     @property
     def memory(self) -> Tensor:

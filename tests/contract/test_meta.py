@@ -37,9 +37,9 @@ def reset_parameters(model: nn.Module) -> None:
 
 
 def meta_net(world_size: int, strategy: str, **more: Any) -> Any:
-    with torch.device("meta"):
+    with torch.device("meta"):  # wrapped inside of it, as torch's own tests do
         net = Net()
-    wrap(net, world_size, strategy, **more)
+        wrap(net, world_size, strategy, **more)
     assert all(parameter.is_meta for parameter in net.parameters())
     return net
 

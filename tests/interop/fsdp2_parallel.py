@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -287,3 +287,32 @@ def pickled(shard: Any) -> None:
     for call in (partial(pickle.dumps, net), partial(copy.deepcopy, net)):
         text = raised(call, Exception)
         assert "state_dict" in text, f"state_dict not in {text}"
+
+
+@case("4 a chunked loss that keeps the head gathered (torchtitan)")
+def toggled(shard: Any) -> None:
+    """As torch's test_partial_group_reshard_toggle, without its look at torch's own objects."""
+    net = Tail()
+    plain = copy.deepcopy(net)
+    shard([net.norm, net.head], reshard_after_forward=False)
+    shard(net)
+    made = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (net, plain)]
+    for _ in range(2):
+        for model, optimizer in made:
+            hidden = model(torch.ones(4, 8))
+            if model is net:
+                net.head.set_reshard_after_forward(False)
+                net.head.set_reshard_after_backward(False)
+            chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
+            for chunk in chunks:
+                model.head(chunk).square().sum().backward()
+            if model is net:
+                net.head.set_reshard_after_forward(True)
+                net.head.set_reshard_after_backward(True)
+                net.head.reshard()
+                assert isinstance(net.head.weight, DTensor)
+            hidden.backward(torch.cat([chunk.grad for chunk in chunks]))  # type: ignore[misc]
+            assert all(parameter.grad is not None for parameter in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(net, plain)

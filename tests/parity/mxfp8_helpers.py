@@ -54,7 +54,7 @@ class AtUse(Group):
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> FP8Parameter:
         weight = FP8Weight(weakref.ref(self), index)
-        return FP8Parameter.of(weight, requires_grad, self.precision.recipe)
+        return FP8Parameter.of(weight, requires_grad, self.precision.recipe, self.device)
 
     def plane(self, index: int, phase: Reads) -> Plane:
         block, rounding = READS[self.format][phase], self.precision.rounding
