@@ -301,9 +301,9 @@ def run(listed: Sequence[Case]) -> report.Table:
         "starts it. *fsdp2*: torch FSDP2, torch.compile, fused AdamW (and `torch.optim.Muon`),\n"
         "plain compiled loss, a tight loop. *zero3*: that loop with `sw.fully_shard`. *loop*: no\n"
         "wrapping, autocast, `sw.Muon`; experts by `F.grouped_mm`. *bare*: bf16 weights, forward\n"
-        "and backward alone. *trainer /*: the trainer's tokens per second over this system's (over\n"
-        "*bare*'s: those of its forward and backward), and its peak over this system's. *graphs /\n"
-        "breaks*: of torch.compile, in the whole run.",
+        "and backward alone. *trainer /*: the trainer's tokens per second over this system's, and\n"
+        "its peak over this system's; over *bare*'s, those of its forward and backward.\n"
+        "*graphs / breaks*: of torch.compile, in the whole run.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
