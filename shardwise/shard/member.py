@@ -29,6 +29,7 @@ class Member(Protocol):
     shared: Any  # the runtime's SharedLanes
     stored: dict[tuple[int, int], Stored]
     originals: list[tuple[str, ref[Tensor]]]
+    members: Any  # ``Members`` of the modules, once they are wrapped
 
     @property
     def groups(self) -> Sequence[Any]: ...
