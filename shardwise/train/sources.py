@@ -450,13 +450,11 @@ def _codec_beside(file: Path, tokenizer: str | None) -> Codec | None:
     name, _, digest = tokenizer.partition(":")
     codec = saved_codec(file.parent) if name == FILE else None
     if codec is None:
-        warn_once(
-            logger,
+        text = (
             "%s was made with a tokenizer (%s) that does not lie beside it: texts are shown as "
-            "numbers, and exports have no tokenizer",
-            file,
-            name,
+            "numbers, and exports have no tokenizer"
         )
+        warn_once(logger, text, file, name)
     elif digest_of_codec(codec) != digest:
         raise DataError(
             f"{file.parent / name} is not the tokenizer that {file.name} was made with: put that "
