@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise import streams
 from shardwise.axis import Axis as Axis
@@ -468,3 +469,8 @@ def agree(values: Any, group: GroupLike) -> list[Any]:
         return [values] * axis.size
     dist.all_gather_object(everyone, values, group=axis.group)
     return everyone
+
+
+def arrived(value: Tensor) -> Tensor:
+    """The tensor, waited for where one of torch's own collectives still brings it."""
+    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value  # type: ignore[no-any-return]

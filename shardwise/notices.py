@@ -12,7 +12,12 @@ _told: set[object] = set()
 
 
 def warn_once(
-    logger: logging.Logger, text: str, *values: Any, about: object = None, mesh: Any = None
+    logger: logging.Logger,
+    text: str,
+    *values: Any,
+    about: object = None,
+    mesh: Any = None,
+    first: bool | None = None,
 ) -> None:
     """Log a warning that every rank could give, on the first rank, the first time.
 
@@ -20,9 +25,10 @@ def warn_once(
         about: warnings about the same are given once; default: warnings of the same words.
         mesh: the first rank of this mesh speaks, which may not have the first of all; a stage of a
             pipeline has a mesh of its own.
+        first: whether this rank is the one to speak, where only some ranks know.
     """
     key = (logger.name, about) if about is not None else (logger.name, text, str(values))
-    if key not in _told and _is_first(mesh):
+    if key not in _told and (_is_first(mesh) if first is None else first):
         _told.add(key)
         logger.warning(text, *values)
 

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 from shardwise.cut import Cut, Version
 from shardwise.lockstep import STEP
 from shardwise.mesh import Ranks
-from shardwise.notices import warn_once
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 
 logger = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         )
         if optimizer not in _fed:
             raise RuntimeError(said)
-        warn_once(logger, said)  # gradients may be meant to come in some iterations only
+        logger.warning(said)  # gradients may be meant to come in some iterations only
         _fed[optimizer] = True
     if lacking and not getattr(optimizer, "counts_writes", False):  # sw.optimizer compares these
         known = zlib.crc32(repr(lacking).encode())

@@ -19,9 +19,9 @@ import numpy
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise import comm
 from shardwise.shard.member import Member
 
 
@@ -202,9 +202,7 @@ class _InputGate(torch.autograd.Function):
         ctx.call = call
         # DTensors hand over tensors that are still on their way; a compiled graph (torch 2.13)
         # loses the gradients of those.
-        return tuple(
-            one.wait() if isinstance(one, AsyncCollectiveTensor) else one for one in inputs
-        )
+        return tuple(map(comm.arrived, inputs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

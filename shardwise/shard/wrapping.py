@@ -179,6 +179,7 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
                 axis.name,
                 found[differing[0]].name,
                 about="initial values",  # a model has many units
+                first=axis.rank == 0,  # other ranks of this axis' number may be alike
             )
         for position in differing:
             original = values[position]

@@ -55,7 +55,9 @@ def test_the_first_ranks_values_are_taken_with_a_warning(strategy: str) -> None:
         for name, value in values.items():
             assert torch.equal(value, truth[name]), name
         assert torch.equal(output, results[0][3])
-    assert [len(messages) for messages, *_ in results] == [1] + [0] * (len(results) - 1)
+    # The first rank of an axis speaks: of two axes, a pair that differs may not hold rank 0.
+    told = [len(messages) for messages, *_ in results]
+    assert told == ([1, 0] if len(results) == 2 else [1, 1, 1, 0])
     assert "differently" in results[0][0][0] and "norm.weight" not in results[0][0][0]
 
 

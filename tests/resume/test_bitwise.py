@@ -224,6 +224,6 @@ def save_apart(rank: int, world_size: int, path: str, apart: bool) -> list[str]:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_buffers_that_differ_between_ranks_are_named_once(apart: bool, tmp_path: Path) -> None:
-    for said in run_ranks(save_apart, 2, str(tmp_path / "saved"), apart, fresh=True):
-        assert len(said) == apart
-        assert not apart or ("those of rank 0" in said[0] and "model.1.running_mean" in said[0])
+    said, others = run_ranks(save_apart, 2, str(tmp_path / "saved"), apart, fresh=True)
+    assert len(said) == apart and not others, "once, by the first rank"
+    assert not apart or ("those of rank 0" in said[0] and "model.1.running_mean" in said[0])
