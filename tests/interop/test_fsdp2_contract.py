@@ -431,7 +431,7 @@ def outcome(run: Callable[[], Any]) -> str:
 
 def add_cases() -> None:
     """Those of the table that the suite does not run."""
-    from tests.interop import fsdp2_more_habits, fsdp2_parallel  # noqa: F401
+    from tests.interop import fsdp2_parallel  # noqa: F401
 
 
 def run_row(rank: int, world_size: int, name: str, library: str) -> str:
