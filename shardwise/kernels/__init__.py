@@ -30,7 +30,7 @@ def has_triton() -> bool:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """What to do where ``torch.compile`` and kernels find no compiler to build with, or None.
+    """The fix where ``torch.compile`` and kernels find no compiler to build with, or None.
 
     Triton builds its launchers with a C compiler, torch the code for CPUs with a C++ compiler.
     """

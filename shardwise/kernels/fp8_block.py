@@ -215,7 +215,7 @@ def quantise(
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in flat tensors: of values and of codes, in elements."""
+    """The place of a matrix in flat tensors, of values and of codes, in elements."""
 
     rows: int
     columns: int

@@ -108,7 +108,7 @@ class FP8Weight(FP8Tensor):
         return super().dequantise(phase, dtype=dtype).view(self.shape)
 
     def operand(self, phase: Reads) -> Any:
-        """What grouped products multiply by: the codes of a stack where its products are in fp8,
+        """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
         rounding = self.group.precision.recipe.activations
         if len(self.shape) < 3 or rounding is None:
