@@ -219,11 +219,13 @@ def text_after(
     device = next(model.parameters()).device
     drawn = torch.tensor([tokens], device=device)
     shown = len(decode_text(codec, tokens))
-    for _ in range(num_tokens):
+    for number in range(1, num_tokens + 1):
         drawn = generate(model, drawn, 1, **options)
-        if int(drawn[0, -1]) == codec.end:
-            return
-        text = decode_text(codec, drawn[0].tolist())
-        if not text.endswith("\ufffd"):  # the rest of a character is still to come
+        ended = int(drawn[0, -1]) == codec.end
+        text = decode_text(codec, drawn[0, :-1].tolist() if ended else drawn[0].tolist())
+        # Else the rest of a character is still to come.
+        if ended or number == num_tokens or not text.endswith("\ufffd"):
             yield text[shown:]
             shown = len(text)
+        if ended:
+            return

@@ -21,6 +21,7 @@ from shardwise.moe import mixtures_of
 from shardwise.report.html import write_report
 from shardwise.shard.module import units_of
 from shardwise.shard.state_dict import full_state_dict
+from shardwise.train.codecs import Bytes
 from shardwise.train.config import FIXED, TrainConfig
 from shardwise.train.loop import Trainer
 from shardwise.train.session import Request, resolve
@@ -169,10 +170,20 @@ def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
     linears = {f"cells.{n}.mix.weight" for n in range(2)}
     assert moved == (linears if lora_rank else begun.keys())
     model, codec = open_model(tmp_path / "first")
+    torch.manual_seed(0)  # a document may end at once
     assert codec is not None and len("".join(text_after(model, codec, "a", 5))) >= 1
     wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}
     said = run_ranks(refuse, 2, str(tmp_path / "b"), None, wrong)
     assert all("returned a int; it must return a torch.nn.Module" in text for text in said)
+
+
+def test_the_beginning_of_a_character_is_shown_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(model: Any, drawn: torch.Tensor, count: int) -> torch.Tensor:
+        return torch.cat([drawn, torch.tensor([[0xC3]])], dim=1)
+
+    monkeypatch.setattr("shardwise.train.weights.generate", draw)
+    text = "".join(text_after(torch.nn.Linear(1, 1), Bytes(), "a", 2))
+    assert text == "\ufffd\ufffd"
 
 
 def values_at_rest(
