@@ -75,8 +75,6 @@ def support() -> str:
                     case = pairs.plain({name: value, other: with_it})
                     if pairs.refusal(case) is not None:
                         marks.append(f"no  {with_it}")
-                    elif pairs.untested(case) is not None:
-                        marks.append(f"?   {with_it}")
             text = "; ".join(marks) or "yes with everything"
             lines.append(f"{value:{width}}  {text}")
     return "\n".join(lines)
@@ -88,9 +86,8 @@ def refusals() -> str:
     found: dict[str, list[str]] = {}
     for one, other in pairs.pairs():
         case = pairs.plain(dict((one, other)))
-        reason = pairs.refusal(case)
-        words = pairs.untested(case) if reason is None else f'"... {reason} ..."'
-        if words is not None:
+        if (reason := pairs.refusal(case)) is not None:
+            words = f'"... {reason} ..."'
             found.setdefault(words, []).append(f"{one[1]} with {other[1]}")
     return "\n".join(f"{', '.join(both)}\n    {words}" for words, both in found.items())
 

@@ -26,7 +26,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -162,6 +162,16 @@ def tile_of(parameter: Tensor, mesh: DeviceMesh) -> Tile | None:
     own = tuple(name for name in over.mesh_dim_names or () if name not in data)
     every = joined(mesh, over, own)
     return Tile(tuple(parameter.shape), every, mesh.ndim, over, tuple(parameter.placements))
+
+
+def replicated_tile(shape: tuple[int, ...], data: DeviceMesh, over: DeviceMesh) -> Tile | None:
+    """The tile of a tensor that lies over ``data`` and is the same on every rank of the other axes
+    of ``over``; None where there are none."""
+    known = data.mesh_dim_names or ()
+    own = tuple(name for name in over.mesh_dim_names or () if name not in known)
+    if not own:
+        return None
+    return Tile(shape, joined(data, over, own), data.ndim, over, (Replicate(),) * over.ndim)
 
 
 def tile_problem(name: str, parameter: DTensor, mesh: DeviceMesh) -> str | None:

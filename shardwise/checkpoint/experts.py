@@ -12,7 +12,7 @@ of gate and up is recorded, and a load into another order permutes rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,24 @@ class Stack:
     def spread(self) -> bool:
         """Whether other ranks have other experts."""
         return len(self.everywhere) > len(self.here)
+
+    def state(self, key: str, keys: Iterable[str]) -> tuple[Stack, str]:
+        """The stack of one of the states ``keys`` of this parameter, and its key beside the
+        parameter of each expert. A state of one expert has the expert's number in its key, as
+        optimizers of whole matrices give it: ``left.3`` is ``left`` of the fourth."""
+        base, _, number = key.rpartition(".")
+        alike = sum(other.rpartition(".")[0] == base for other in keys)
+        if not self.grouped or not base or not number.isdigit() or alike % len(self.here):
+            return self, key
+        count = alike // len(self.here)  # matrices of one expert
+        expert, matrix = divmod(int(number), count)
+        alone = replace(
+            self,
+            here=self.here[expert : expert + 1],
+            everywhere=self.everywhere[expert :: len(self.here)],
+            grouped=False,
+        )
+        return alone, base if count == 1 else f"{base}.{matrix}"
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of one expert's tensor; a count has no dimension to take away."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
@@ -99,23 +99,32 @@ def add_optimizer(state: State, optimizer: Optimizer) -> dict[str, Any]:
             if name is None:
                 state.problems.append(_unknown_parameter(f"group {index} of the", parameter))
                 continue
-            stored = state.stored_names(name)
-            names += stored
-            for key, value in optimizer.state.get(parameter, {}).items():
+            names += state.stored_names(name)
+            states = optimizer.state.get(parameter, {})
+            for key, value in states.items():
+                stack, stored = _state_stack(state, name, key, states)
+                for one in stack.everywhere if stack is not None else (name,):
+                    if isinstance(value, Tensor):
+                        tensors.setdefault(one, []).append(stored)
+                    else:
+                        scalars.setdefault(one, {})[stored] = value
                 if isinstance(value, Tensor):
-                    for one in stored:
-                        tensors.setdefault(one, []).append(key)
-                    full = state.add(name, partial(state_key, key=key), value)
+                    full = state.add_state(name, key, value, stack, stored)
                     state.problems += tensor_problems(full, value)
                     state.problems += _piece_problem(full, parameter, value)
-                    state.problems += _expert_problem(full, state.stacks.get(name), value)
-                else:
-                    for one in stored:
-                        scalars.setdefault(one, {})[key] = value
+                    state.problems += _expert_problem(full, stack, value)
         options, texts = _options(group)
         groups.append({"parameters": names, "options": options, "described": texts})
     kind = type(optimizer).__name__
     return {"class": kind, "groups": groups, "scalars": scalars, "tensors": tensors}
+
+
+def _state_stack(
+    state: State, name: str, key: str, states: Iterable[str]
+) -> tuple[Stack | None, str]:
+    """How a state of the parameter ``name`` is stored beside experts, and under which key."""
+    stack = state.stacks.get(name)
+    return (None, key) if stack is None else stack.state(key, states)
 
 
 def described(optimizer: Optimizer) -> dict[str, Any]:
@@ -248,24 +257,31 @@ class OptimizerLoad:
                     f"has one state for all of its experts"
                 ]
         index = self._checkpoint.index
-        entries = {key: [index[state_key(one, key)] for one in members] for key in tensors}
         if not here and wanted:
             # This optimizer makes its states later, or never for this parameter.
-            here = {key: _new_state(parameter, key, e[0], stack) for key, e in entries.items()}
+            here = {
+                key: _new_state(parameter, key, index[state_key(stored, key)], stack)
+                for key in tensors
+            }
             here |= scalars
             self._writes.append(partial(self._optimizer.state.__setitem__, parameter, here))
         elif here and not wanted and saved["class"] == self._kind:
             # The parameter had no state when it was saved, as in a new optimizer.
             self._writes.append(partial(self._optimizer.state.__setitem__, parameter, {}))
             return []
-        if set(here) != wanted:
+        places = {key: _state_stack(self._state, name, key, here) for key in here}
+        mine = {key for _, key in places.values()}
+        if mine != wanted:
             return [
                 f"optimizer state of '{name}': {sorted(wanted) or 'none'} from {saved['class']} "
-                f"in the checkpoint, {sorted(here) or 'none'} in this {self._kind}"
+                f"in the checkpoint, {sorted(mine) or 'none'} in this {self._kind}"
             ]
         problems = []
-        for key, found_entries in entries.items():
-            problems += self._tensor_problems(name, key, parameter, here[key], found_entries)
+        for key, (its_stack, its_key) in places.items():
+            if its_key in tensors:
+                problems += self._tensor_problems(
+                    name, key, here[key], parameter, its_stack, its_key
+                )
         for key, value in scalars.items():
             if not _alike(value, here.get(key)):
                 self._problem_of(f"'{key}' of the optimizer state of '{name}'", value, here[key])
@@ -275,25 +291,26 @@ class OptimizerLoad:
         return problems
 
     def _tensor_problems(
-        self, name: str, key: str, parameter: Tensor, value: Any, entries: list[Entry]
+        self, name: str, key: str, value: Any, parameter: Tensor, stack: Stack | None, stored: str
     ) -> list[str]:
-        full, stack = state_key(name, key), self._state.stacks.get(name)
+        full, index = state_key(name, key), self._checkpoint.index
         if not isinstance(value, Tensor):
             return [f"'{full}' is a tensor in the checkpoint and a number here"]
-        self._state.add(name, partial(state_key, key=key), value)
+        self._state.add_state(name, key, value, stack, stored)
         if stack is None:
-            return differences(full, entries[0], tuple(value.shape), value.dtype)
+            return differences(full, index[full], tuple(value.shape), value.dtype)
         problems = []
         shape, orders = stack.stored_shape(value.shape), self._checkpoint.values["extra_states"]
-        usual = ((), stack.stored_shape(tuple(parameter.shape)))
+        usual = ((), self._state.stacks[name].stored_shape(tuple(parameter.shape)))
         if stack.reorders(orders) and shape not in usual:
             problems.append(
                 f"'{full}' has shape {list(value.shape)}, not its parameter's: gate and up stand "
                 f"in another order in the checkpoint, and which of its rows belong to which is "
                 f"unknown; load into a module with that order"
             )
+        entries = [index[state_key(one, stored)] for one in stack.here]
         for one, entry in zip(stack.here, entries, strict=True):
-            problems += differences(state_key(one, key), entry, shape, value.dtype)
+            problems += differences(state_key(one, stored), entry, shape, value.dtype)
         if len(entries) > 1 and not shape:
             counts = self._counts(entries)
             if len(counts) > 1:

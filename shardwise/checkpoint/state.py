@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,23 @@ class State:
     members: dict[str, Stack] = field(default_factory=dict)  # how their tensors are stored, by key
     problems: list[str] = field(default_factory=list)
 
-    def add(self, name: str, rename: Callable[[str], str], tensor: Tensor) -> str:
-        """Add a tensor of the parameter (or buffer) ``name``; return its key."""
-        key = rename(name)
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add the parameter or buffer ``name``."""
+        key = model_key(name)
         self.tensors[key] = tensor
         if name in self.stacks:
-            self.members[key] = self.stacks[name].renamed(rename)
-        return key
+            self.members[key] = self.stacks[name].renamed(model_key)
+
+    def add_state(
+        self, name: str, key: str, value: Tensor, stack: Stack | None, stored: str
+    ) -> str:
+        """Add the state ``key`` of the parameter ``name``; return its key here. ``stack``: how it
+        is stored beside experts, as ``stored``."""
+        full = state_key(name, key)
+        self.tensors[full] = value
+        if stack is not None:
+            self.members[full] = stack.renamed(partial(state_key, key=stored))
+        return full
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """The names of a parameter in a checkpoint: one for each expert of any rank, if any."""
@@ -104,7 +115,7 @@ def model_state(model: nn.Module) -> State:
             state.tied[name] = first_name[id(value)]
         else:
             first_name[id(value)] = name
-            state.add(name, model_key, value)
+            state.add(name, value)
             if id(value) in buffers:
                 state.buffers.add(model_key(name))
             else:

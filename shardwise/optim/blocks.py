@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon on matrices that tensor parallelism cut into blocks: three forms of the iteration."""
+"""Matrices that tensor parallelism cut into blocks: whole again, or three forms of Muon's
+iteration."""
 
 from __future__ import annotations
 
@@ -46,11 +47,17 @@ class Blocks:
             return newton_schulz(batch, polynomial, form=form)
         if self.mode == "distributed":
             return self._distributed(batch, polynomial)
+        return self.take(newton_schulz(self.gather(batch), polynomial, form=form))
+
+    def gather(self, batch: Tensor) -> Tensor:
+        """The whole matrices [count, m, n] of every rank's blocks (collective)."""
         gathered = batch.new_empty((self.axis.size, *batch.shape))
         comm.all_gather(gathered.view(-1), batch.contiguous().view(-1), self.axis).wait()
-        whole = torch.cat(gathered.unbind(), dim=1 + self.dim)  # [count, m, n]
-        result = newton_schulz(whole, polynomial, form=form)
-        return result.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
+        return torch.cat(gathered.unbind(), dim=1 + self.dim)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's blocks of whole matrices."""
+        return whole.chunk(self.axis.size, dim=1 + self.dim)[self.axis.rank].contiguous()
 
     def _distributed(self, batch: Tensor, polynomial: Polynomial) -> Tensor:
         """The direct form, with Gram matrices over the side that is not cut."""

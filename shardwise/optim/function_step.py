@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
 from shardwise.cut import Cut
@@ -34,9 +35,10 @@ from shardwise.optim.exchange import KIND, Key, Span
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
 from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon_step import MatrixGroup, States
-from shardwise.optim.storage import local_of
+from shardwise.optim.storage import cut_into_pieces, local_of
 from shardwise.placements import joint_places
 from shardwise.tensor import ShardedTensor
+from shardwise.tile import replicated_tile
 
 STEPS = "steps"  # the state that counts the steps of a matrix
 
@@ -45,13 +47,10 @@ class FunctionGroup(MatrixGroup):
     """Parameters of one Sharding that one function updates, and their exchange."""
 
     def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
-        first = self.members[0]
-        if any(self.sharding.blocked):
-            raise ValueError(
-                f"'{first.name}' is cut into blocks by tensor parallelism, and "
-                f"{first.group['function']} needs whole matrices: use sw.muon for it"
-            )
-        self.function = function_of(first.group)
+        self.function = function_of(self.members[0].group)
+        self.blocks = self._blocks("duplicated")  # every rank of tensor parallelism computes it all
+        self._refuse_other_matrices()
+        self._mesh = self._data_mesh()
         self.fused, self.local, self.others = False, {}, {}
         self._states: States = {}
         self._problem: str | None = None
@@ -62,6 +61,27 @@ class FunctionGroup(MatrixGroup):
             self.blocks_of[matrix.parameter] += [(index, n) for n in range(len(matrix.shapes))]
         self._places = self._owner_places()
 
+    def _refuse_other_matrices(self) -> None:
+        """States have one name on all ranks, so ranks of tensor parallelism can't have matrices of
+        their own."""
+        for one in self.members:
+            if self.blocks is None and not cut_into_pieces(one.parameter):
+                raise ValueError(
+                    f"'{one.name}' is cut between its matrices by tensor parallelism, and the "
+                    f"states of {one.group['function']} would be others on every rank: use "
+                    f"sw.muon for it, or leave it whole over the tensor-parallel axis"
+                )
+
+    def _data_mesh(self) -> DeviceMesh | None:
+        """The axes over which matrices have owners: all but those of tensor parallelism."""
+        mesh, parameter = self.sharding.mesh, self.members[0].parameter
+        if isinstance(parameter, ShardedTensor):
+            return parameter.cut.mesh
+        if mesh is None or not any(self.sharding.blocked):
+            return mesh
+        names = zip(mesh.mesh_dim_names or (), self.sharding.blocked, strict=True)
+        return mesh[tuple(name for name, blocks in names if not blocks)]
+
     # ------------------------------------------------------------------ states
 
     def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +89,7 @@ class FunctionGroup(MatrixGroup):
         found: dict[str, Any] = {}
         position = self.members.index(one)
         for key in self.blocks_of[position]:
-            rows, cols = self.exchange.matrices[key[0]].shapes[key[1]]
-            template = template_of(rows, cols, one.group) | {STEPS: ((), torch.float32)}
+            template = template_of(*self._shape(key), one.group) | {STEPS: ((), torch.float32)}
             for name, (shape, dtype) in template.items():
                 full = self._named(position, name, key)
                 made = self._zeros(f"{one.name}.{full}", shape, dtype, key, one.parameter)
@@ -84,19 +103,29 @@ class FunctionGroup(MatrixGroup):
         return found
 
     def _named(self, position: int, name: str, key: Key) -> str:
-        blocks = self.blocks_of[position]
-        return name if len(blocks) == 1 else f"{name}.{blocks.index(key)}"
+        """The states of a parameter's matrices are numbered: of several, and of a stack."""
+        blocks, one = self.blocks_of[position], self.members[position]
+        single = len(blocks) == 1 and len(one.route.shape_of(tuple(one.parameter.shape))) == 2
+        return name if single else f"{name}.{blocks.index(key)}"
+
+    def _shape(self, key: Key) -> tuple[int, int]:
+        """The (rows, columns) of the matrix that the function sees."""
+        shape = self.exchange.matrices[key[0]].shapes[key[1]]
+        return shape if self.blocks is None else self.blocks.whole_shape(*shape)
 
     def _zeros(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, key: Key, parameter: Tensor
     ) -> Tensor:
-        device, mesh = local_of(parameter).device, self.sharding.mesh
+        device, mesh = local_of(parameter).device, self._mesh
         if mesh is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         item = Item(name, shape, ELEMENT)
-        others = parameter.cut.ranks.others if isinstance(parameter, ShardedTensor) else None
+        others, over = None, self.sharding.mesh or mesh
+        if isinstance(parameter, ShardedTensor):
+            others, over = parameter.cut.ranks.others, parameter.cut.full_mesh
         layout, ranks = Layout((item,), 1, item.numel, (0,)), Ranks(mesh, others)
-        whole = Cut(layout, 0, ranks, (False,) * mesh.ndim)
+        tile = replicated_tile(shape, mesh, over)
+        whole = Cut(layout, 0, ranks, (False,) * mesh.ndim, tile=tile)
         place = self._places[self.exchange.ownership.owners[key[0]]]
         ranges = [(0, 0)] * mesh.size()
         ranges[place] = (0, item.numel)
@@ -107,16 +136,17 @@ class FunctionGroup(MatrixGroup):
     def owned_bytes(self) -> Counter[tuple[int, int]]:
         found: Counter[tuple[int, int]] = Counter()
         for one, keys in zip(self.members, self.blocks_of, strict=True):
-            for index, number in keys:
-                rows, cols = self.exchange.matrices[index].shapes[number]
-                for shape, dtype in template_of(rows, cols, one.group).values():
-                    owner = self.exchange.ownership.owners[index]
+            for key in keys:
+                for shape, dtype in template_of(*self._shape(key), one.group).values():
+                    owner = self.exchange.ownership.owners[key[0]]
                     found[owner] += math.prod(shape) * dtype.itemsize
         return found
 
     def _owner_places(self) -> dict[tuple[int, int], int]:
         """By owner (replica, rank on the shard axis): its place as divisions count."""
-        sizes, sharded = self.sharding.sizes, self.sharding.sharded
+        sizes = Ranks(self._mesh).sizes if self._mesh is not None else ()
+        cuts = zip(self.sharding.sharded, self.sharding.blocked, strict=True)
+        sharded = [shards for shards, blocks in cuts if not blocks][: len(sizes)]
         places, found = joint_places(list(sizes)), {}
         for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
             at = {True: 0, False: 0}
@@ -148,9 +178,11 @@ class FunctionGroup(MatrixGroup):
 
     def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
         """The updates of matrices of one shape that this rank owns."""
-        result = torch.zeros_like(batch)
         if batch.is_meta:  # a plan, which has no values
-            return result
+            return torch.zeros_like(batch)
+        if self.blocks is not None:
+            batch = self.blocks.gather(batch)
+        result = torch.zeros_like(batch)
         runs: dict[Any, list[int]] = {}
         for number, key in enumerate(keys):
             alone = number if batch.device.type == "cpu" else -1
@@ -163,7 +195,7 @@ class FunctionGroup(MatrixGroup):
                 if self._problem is None:
                     name = self.exchange.matrices[keys[numbers[0]][0]].name
                     self._problem = f"'{name}': {type(error).__name__}: {error}"
-        return result
+        return result if self.blocks is None else self.blocks.take(result)
 
     def _run(self, batch: Tensor, keys: Sequence[Key], first: bool) -> Tensor:
         position = self._parameter(keys[0][0])

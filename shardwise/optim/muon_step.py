@@ -138,10 +138,7 @@ class MatrixGroup:
         first = self.members[0].group
         self.polynomial = polynomial_of(first["preset"])
         self.form, self.scale = first["form"], first["scale"]
-        axis = self.sharding.axis(self.sharding.blocked)
-        whole = axis is None or self.members[0].split_here[1]
-        mode = first["tensor_parallel"]
-        self.blocks = None if whole else Blocks(axis, self.sharding.block_dim, mode)  # type: ignore[arg-type]
+        self.blocks = self._blocks(first["tensor_parallel"])
         narrow = any(local.dtype != torch.float32 for local in locals_)
         planned = measured and not narrow  # as kernels would, on the device that is planned for
         self.fused = planned if locals_[0].is_meta else muon.kernels_fit(locals_)
@@ -153,6 +150,13 @@ class MatrixGroup:
             self.exchange.excluded = frozenset(skipped)
         self._begins = {position: self._begins_of(of) for position, of in self.local.items()}
         self.others = self._updated_elsewhere()
+
+    def _blocks(self, mode: str) -> Blocks | None:
+        """How tensor parallelism cuts the matrices; None: they are whole here."""
+        axis = self.sharding.axis(self.sharding.blocked)
+        if axis is None or self.members[0].split_here[1]:
+            return None
+        return Blocks(axis, self.sharding.block_dim, mode)
 
     def _matrices(self, measured: bool, orders: Sequence[int], known: Known) -> list[Matrix]:
         return [

@@ -174,6 +174,14 @@ def cut_along_rows(parameter: Tensor) -> bool:
     return all(one.dim == 0 for one in placements if _is_shard(one))
 
 
+def cut_into_pieces(parameter: Tensor) -> bool:
+    """Whether no axis cuts a parameter otherwise than into consecutive pieces of its elements."""
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.tile is None or not parameter.cut.tile.axes(cut=True)
+    sharding = sharding_of(parameter)
+    return sharding.count(sharding.blocked) == 1
+
+
 def storage_problem(name: str, parameter: Tensor, *, matrix: bool = False) -> str | None:
     """Why an optimizer cannot find the pieces of a parameter, or None."""
     if parameter.is_meta:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
+import unittest
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.moe import GroupedLinear, MixtureOfExperts, Routing
 from tests.ranks import on_ranks
 from tests.tensor_parallel import (
     Net,
@@ -456,12 +459,56 @@ def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_si
     unnamed = nn.Linear(4, 4)
     other = init_device_mesh("cpu", (4,))
     unnamed.weight = nn.Parameter(distribute_tensor(unnamed.weight.detach(), other, [Shard(0)]))
+    experts = GroupedLinear(4, 8, 8)
+    cut = distribute_tensor(experts.weight.detach(), mesh["tp"], [Shard(0)])
+    experts.weight = nn.Parameter(cut)
     for module, why in (
         (narrow, "leaves nothing for some ranks"),
         (partial, "no weight is a partial sum"),
         (wrapped, "fully_shard already"),
         (over_dp, "'dp' is data-parallel here and cuts it already"),
         (unnamed, "name the axes"),
+        (experts, "'weight' holds experts and is a DTensor over .*leave them out of parallelize"),
     ):
         with pytest.raises(ValueError, match=why):
             sw.fully_shard(module, mesh=mesh)
+
+
+class Mixed(nn.Module):
+    """Products that tensor parallelism cuts, then experts and a product that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down, self.last = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 32)
+        self.experts = MixtureOfExperts(Routing(num_experts=4, experts_per_token=2), 32, 32)
+        self.experts.init_weights(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.last(x + self.experts(x)[0])
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_experts_and_fp8_beside_cut_products(rank: int, world_size: int) -> None:
+    mesh, plain = grid(2, 2), Mixed()
+    rows = [torch.randn(6, 32, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for precision in (None, sw.Precision(weights="mxfp8")):
+        model = Mixed()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        sw.fully_shard(model, mesh=mesh, precision=precision)
+        with ExitStack() as stack:
+            if precision is not None:
+                told = stack.enter_context(unittest.TestCase().assertLogs("shardwise"))
+            loss = model(rows[data_rank(mesh)]).square().mean()
+        loss.backward()
+        if precision is None:
+            torch.stack([plain(one).square().mean() for one in rows]).mean().backward()
+            for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(whole(mine.grad), its.grad, atol=1e-5), name
+        else:
+            says = "'up.weight' and 1 more are DTensors of tensor parallelism and are not stored"
+            assert says in "".join(told.output)
+            stored = {row.name: row for row in sw.precision_report(model).rows}
+            assert stored["last.weight"].format and not stored["up.weight"].format
+            assert torch.allclose(loss, plain(rows[data_rank(mesh)]).square().mean(), rtol=0.1)
