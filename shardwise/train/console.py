@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Console: the progress of a run, a live bar on a terminal and plain lines elsewhere."""
+"""Console: the progress of a run, a live bar on a terminal and in a notebook with ipywidgets, plain
+lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import errno
 import os
 import sys
 import time
+from importlib.util import find_spec
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -54,6 +56,11 @@ class Console:
     def _open(self) -> RichConsole:
         return _Out(file=self._stream or sys.stdout, highlight=False, soft_wrap=True)
 
+    @property
+    def _live(self) -> bool:
+        """Whether a bar can be drawn over: on a terminal, and in a notebook that has widgets."""
+        return self.out.is_terminal or (self.out.is_jupyter and find_spec("ipywidgets") is not None)
+
     def __str__(self) -> str:
         return "the console"
 
@@ -95,7 +102,7 @@ class Console:
         if self._first_step is None:
             self._first_step = event["step"] - 1
             self._began = time.monotonic() - event["seconds"]
-        if self.out.is_terminal:
+        if self._live:
             self._advance(event)
         elif event["step"] % self.every == 0 or event["step"] in (1, self.steps):
             self.say(

@@ -35,7 +35,7 @@ from tests.tensor_parallel import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 2
+PATIENCE, STEPS = 240.0, 2
 
 
 def soap_of(model: nn.Module) -> Any:
@@ -44,6 +44,11 @@ def soap_of(model: nn.Module) -> Any:
         matrix=ANY["soap"](lr=0.05, weight_decay=0.1, frequency=2),
         elementwise=sw.adamw(lr=1e-2),
     )
+
+
+def normuon_of(model: nn.Module) -> Any:
+    matrix = ANY["normuon"](lr=0.05, weight_decay=0.1)  # a smooth function: rounding stays small
+    return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw(lr=1e-2))
 
 
 def states(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -57,11 +62,11 @@ def states(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 # ------------------------------------------------------------------------------ tensor parallelism
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=PATIENCE)
 def test_tensor_parallelism_trains_as_one_process(rank: int, world_size: int) -> None:
     mesh = grid(2, 2)
     mine = batches(STEPS, 2, data_rank(mesh))
-    expected = one_process(soap_of, STEPS, 2)
+    expected = one_process(normuon_of, STEPS, 2)
     ways = {
         "zero(3)": lambda: sharded(mesh, sw.zero(3)),
         "zero(0)": lambda: sharded(mesh, sw.zero(0), sequence=False),
@@ -71,7 +76,7 @@ def test_tensor_parallelism_trains_as_one_process(rank: int, world_size: int) ->
     }
     for build_it in ways.values():
         model = build_it()
-        assert_close(train(model, soap_of(model), mine), expected)
+        assert_close(train(model, normuon_of(model), mine), expected)
 
 
 def torch_sharded(mesh: Any) -> Net:
@@ -104,7 +109,7 @@ def check_saved(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
 
 def test_states_of_cut_matrices_are_saved_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    found = run_ranks(check_saved, 4, path)
+    found = run_ranks(check_saved, 4, path, timeout=PATIENCE)
     assert found[0]["blocks.0.up.weight left_basis"].shape == (32, 32), "of the whole matrix"
     for other in found[1:]:
         assert_same(other, found[0], "ranks")
@@ -121,7 +126,7 @@ class Stacked(nn.Module):
         self.fused = nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)))
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=PATIENCE)
 def test_other_matrices_on_other_ranks_are_refused(rank: int, world_size: int) -> None:
     """Their states would have one name, and a checkpoint would hold one rank's alone."""
     mesh = grid(2, 2)
@@ -159,7 +164,7 @@ def check_experts(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
 
 def test_states_of_spread_experts_are_saved_one_by_one(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    found = run_ranks(check_experts, 4, path)[0]
+    found = run_ranks(check_experts, 4, path, timeout=PATIENCE)[0]
     grouped, indexed = build(Way()), build(Way(weights="indexed"))
     for net in (grouped, indexed):
         optimizer = soap_of(net)
