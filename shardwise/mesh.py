@@ -234,11 +234,6 @@ def _named(mesh: DeviceMesh) -> DeviceMesh:
     return kept[names]  # type: ignore[no-any-return]
 
 
-def default_mesh() -> DeviceMesh:
-    """All ranks on one axis."""
-    return init_mesh()
-
-
 def _check_positive(**sizes: int | None) -> None:
     wrong = [f"{name}={size!r}" for name, size in sizes.items() if size is not None and size < 1]
     if wrong:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
@@ -15,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.notices import warn_once
 from shardwise.precision import Precision
 from shardwise.precision.policy import TILED, stores_nothing
-from shardwise.shard.member import Member
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 logger = logging.getLogger(__name__)
 
 
-def check_first_forward(units: Sequence[Member], names: Sequence[str]) -> None:
+def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
     """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
     without_values = [
         f"{name}.{item.name}" if name else item.name
@@ -28,7 +31,7 @@ def check_first_forward(units: Sequence[Member], names: Sequence[str]) -> None:
         for group in unit.groups
         if group.main.flat.is_meta
         for item, parameter in zip(group.items, group.sharded, strict=True)
-        if parameter._local_tensor.is_meta
+        if parameter._local_tensor.is_meta  # type: ignore[attr-defined]
     ]
     if without_values:
         raise RuntimeError(
@@ -57,7 +60,7 @@ def check_first_forward(units: Sequence[Member], names: Sequence[str]) -> None:
         )
 
 
-def _check_patterns(precision: Precision, units: Sequence[Member]) -> None:
+def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:
     """Warn of patterns that match nothing, which may be meant for units that run elsewhere; raise
     where nothing is left in MXFP8."""
     stored = [one for unit in units for one in unit.stored.values()]
@@ -91,7 +94,7 @@ def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None
                 )
 
 
-def refuse_ddp(units: Sequence[Member]) -> None:
+def refuse_ddp(units: Sequence[Unit]) -> None:
     """Raise inside a DistributedDataParallel that takes sharded parameters for its own: it would
     wait for their gradients and reduce none of the others."""
     around = DistributedDataParallel._active_ddp_module

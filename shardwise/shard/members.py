@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.shard.member import Member
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 
 class Members:
@@ -24,7 +25,7 @@ class Members:
     Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
     """
 
-    def __init__(self, unit: Member) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
         self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
         self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
@@ -32,7 +33,7 @@ class Members:
         self._kept: list[tuple[ref[nn.Module], str]] | None = None
         self._record(unit)
 
-    def _record(self, unit: Member) -> None:
+    def _record(self, unit: Unit) -> None:
         modules = [module for _, module in _below(unit)]
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
@@ -51,7 +52,7 @@ class Members:
 
     # Before every forward and backward, so without a loop of Python's.
 
-    def refuse_replaced(self, unit: Member) -> None:
+    def refuse_replaced(self, unit: Unit) -> None:
         """Raise where the modules do not hold the parameters that were wrapped."""
         held = list(map(dict.get, *self._places))
         for expected in (self._sharded, self._whole):
@@ -59,14 +60,14 @@ class Members:
                 return
         self._refuse_all(unit)  # unless each is one of both, where weights come by and by
 
-    def refuse_added(self, unit: Member) -> None:
+    def refuse_added(self, unit: Unit) -> None:
         """Raise where they hold more, or are others."""
         same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
         if not same or self._structure() != self._known:
             self._refuse_all(unit)
             self._record(unit)  # modules without parameters, or with units of their own
 
-    def side_outputs(self, unit: Member) -> list[Any]:
+    def side_outputs(self, unit: Unit) -> list[Any]:
         """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
         Looked for after the first forward, and from then on under the names found there."""
         if self._kept is None:
@@ -78,7 +79,7 @@ class Members:
             ]
         return [getattr(module(), name, None) for module, name in self._kept]
 
-    def _refuse_all(self, unit: Member) -> None:
+    def _refuse_all(self, unit: Unit) -> None:
         problems = []
         lost = {
             (id(parameters), name): (unit.groups[number], index)
@@ -89,7 +90,7 @@ class Members:
                 key = (id(module._parameters), name)
                 if key in lost and held is not None:
                     group, index = lost.pop(key)
-                    if held is not group.sharded[index] and held is not group.unsharded[index]:
+                    if all(held is not one[index] for one in (group.sharded, group.unsharded)):
                         problems.append(
                             f"'{path}{name}' was replaced, and what replaced it would be dropped: "
                             f"write values into the parameter instead (with torch.no_grad(): "
@@ -121,7 +122,7 @@ class Members:
             )
 
 
-def _below(unit: Member) -> Iterator[tuple[str, nn.Module]]:
+def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit and those below that no inner unit owns, with the paths to them."""
     roots = [root for reference in unit.modules if (root := reference()) is not None]
     waiting = [("", root) for root in roots][::-1]
@@ -135,7 +136,7 @@ def _below(unit: Member) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
 
 
-def refuse_written(unit: Member, seen: Sequence[Any]) -> NoReturn:
+def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
     names = [
         item.name
@@ -151,7 +152,7 @@ def refuse_written(unit: Member, seen: Sequence[Any]) -> NoReturn:
     )
 
 
-def refuse_transforms(unit: Member) -> None:
+def refuse_transforms(unit: Unit) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -164,7 +165,7 @@ def refuse_transforms(unit: Member) -> None:
         )
 
 
-def refuse_create_graph(unit: Member) -> None:
+def refuse_create_graph(unit: Unit) -> None:
     """Raise in a backward with ``create_graph=True`` whose weights will be released."""
     if any(group.comes_and_goes for group in unit.groups):
         raise RuntimeError(

@@ -26,6 +26,8 @@ from shardwise.streams import annotate
 class Wrapped:
     """The modules and groups that one call wrapped. Modules are held weakly: they hold this."""
 
+    by_group = False  # whether groups, listed as backward fills them, are reduced one by one
+
     def __init__(
         self,
         name: str,
@@ -38,11 +40,12 @@ class Wrapped:
         kept_axis: comm.Axis | None,
         unused: str,
         options: dict[str, Any],
+        staged: bool = False,
         early: bool = False,
     ) -> None:
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
-        self.weights = self._make_weights(groups, places)
+        self.weights = Weights(groups, places, staged=staged, last_first=self.by_group)
         self.groups, self.places = self.weights.groups, self.weights.places
         self.precision = precision
         self.release_after_forward = release_after_forward
@@ -52,7 +55,7 @@ class Wrapped:
         self.unused = unused
         self.options = options
         self._runtime: Runtime | None = None
-        self.shared = SharedLanes()
+        self._comm_ctx = SharedLanes()  # torch's name: its ``share_comm_ctx`` sets it
         # By (group, index): how each parameter is stored, for reports.
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
@@ -66,9 +69,6 @@ class Wrapped:
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
         self.assigns = False  # whether the load that runs now puts tensors in place of parameters
         self.early = early  # whether weights are gathered as soon as the optimizer is done
-
-    def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> Weights:
-        return Weights(groups, places)
 
     @property
     def runtime(self) -> Runtime:
@@ -144,14 +144,6 @@ class Wrapped:
     # these. Torch does nothing for groups of parameters: the runtime does all.
     _fsdp_param_groups: tuple[()] = ()
     _fsdp_param_group: None = None  # torch 2.11 had one
-
-    @property
-    def _comm_ctx(self) -> SharedLanes:
-        return self.shared
-
-    @_comm_ctx.setter
-    def _comm_ctx(self, shared: SharedLanes) -> None:
-        self.shared = shared
 
     @property
     def _state_ctx(self) -> Runtime:
