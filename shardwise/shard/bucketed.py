@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.shard.group import Group
 from shardwise.shard.unit import Phase, Unit
-from shardwise.shard.weights import Place
+from shardwise.shard.wrapped import Place
 from shardwise.streams import annotate
 
 

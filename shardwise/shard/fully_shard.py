@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from shardwise import comm
 from shardwise.agreement import raise_together
 from shardwise.layout import CHEAP_PADDING, cut_finer, plan_groups
-from shardwise.mesh import Ranks, data_mesh, init_mesh
+from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format
@@ -46,7 +46,6 @@ from shardwise.shard.wrapping import (
     grain_of,
     outermost,
 )
-from shardwise.subgroups import split
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.agreement import any_rank_in_step
 from shardwise.memory import CACHING, Source, TracePool
+from shardwise.mesh import separate
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
-from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
+from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
-from shardwise.subgroups import separate
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
