@@ -2,13 +2,14 @@
 """Whole training steps with bf16 and with fp8 products, compiled blocks, AdamW and Muon, and the
 rates of the quantising kernels: ``python -m benchmarks.fp8_steps`` on a machine with a Hopper GPU.
 
-Each row runs in a process of its own, one after another; one that fails leaves a line. No row
-begins after ``--seconds``.
+Each model and precision runs in a process of its own, one after another, with one optimizer after
+another; one that fails leaves a line. No process begins after ``--seconds``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import shlex
 import statistics
 import sys
@@ -49,34 +50,32 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp8_block, dW in bf16": {"weights": "fp8_block", "weight_gradient": "bf16"},
     "mxfp8_2d": {"weights": "mxfp8_2d"},
 }
-CASES = [
-    (name, precision, kind)
-    for name in MODELS
-    for kind in ("adamw", "muon")
-    for precision in ("bf16", "fp8_block")
+# Model, precision, optimizers.
+CASES: list[tuple[str, str, tuple[str, ...]]] = [
+    (name, precision, ("adamw", "muon")) for name in MODELS for precision in ("bf16", "fp8_block")
 ]
-CASES += [("0.96B", "fp8_block, head too", "adamw"), ("1.73B", "fp8_block, head too", "adamw")]
-CASES += [("0.96B", "fp8_block, dW in bf16", "adamw")]
+CASES += [(name, "fp8_block, head too", ("adamw",)) for name in MODELS]
+CASES += [("0.96B", "fp8_block, dW in bf16", ("adamw",))]
 TOP = 12  # kernels of a step, by their time
 
 
-def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
+def worker(rank: int, options: Options, mesh: DeviceMesh) -> list[dict[str, Any]]:
+    name, precision, eager, *kinds = options.systems
+    config = TINY if options.tiny else MODELS[name][0]
+    found = []
+    for kind in kinds:
+        found.append(measure(config, precision, kind, eager == "eager", options.device, mesh))
+        gc.collect()  # the model, before the next one is built
+    return found
+
+
+def measure(
+    config: GPTConfig, precision: str, kind: str, eager: bool, where: str, mesh: DeviceMesh
+) -> dict[str, Any]:
     """One model in one precision with one optimizer. The clock never makes the host wait for the
     device; how long the host takes, and what the device does, is seen in further steps."""
-    import shardwise as sw
-
-    name, precision, kind, eager = options.systems
-    device = torch.device(options.device)
-    config = TINY if options.tiny else MODELS[name][0]
-    model, inputs, targets = gpt_and_tokens(config, device)
-    chosen = sw.Precision(reduce="fp32", **PRECISIONS[precision])
-    for module in (*model.blocks, model):
-        sw.fully_shard(module, mesh=mesh, placements=sw.zero(3), precision=chosen)
-    loss_of: Callable[..., Any] = token_loss
-    if eager != "eager":
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = torch.compile(block, fullgraph=True)
-        loss_of = torch.compile(token_loss)
+    device = torch.device(where)
+    model, inputs, targets, loss_of = wrapped(config, precision, device, mesh, eager)
     optimizer = optimizer_of(model, kind)
     clock = StepClock(device)
 
@@ -104,6 +103,23 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
         except Exception as error:  # the row stands without it
             print(f"profile FAILED: {type(error).__name__}: {error}", file=sys.stderr)
     return found
+
+
+def wrapped(
+    config: GPTConfig, precision: str, device: torch.device, mesh: DeviceMesh, eager: bool
+) -> tuple[Any, Tensor, Tensor, Callable[..., Any]]:
+    """The sharded model with compiled blocks, its inputs and targets, and its loss."""
+    import shardwise as sw
+
+    model, inputs, targets = gpt_and_tokens(config, device)
+    chosen = sw.Precision(reduce="fp32", **PRECISIONS[precision])
+    for module in (*model.blocks, model):
+        sw.fully_shard(module, mesh=mesh, placements=sw.zero(3), precision=chosen)
+    if eager:
+        return model, inputs, targets, token_loss
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, fullgraph=True)
+    return model, inputs, targets, torch.compile(token_loss)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -157,7 +173,7 @@ def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
 
 
 def measured(
-    options: Options, cases: Sequence[tuple[str, str, str]], ends: float, eager: bool
+    options: Options, cases: Sequence[tuple[str, str, tuple[str, ...]]], ends: float, eager: bool
 ) -> Iterator[tuple[list[Row], list[Row], list[str]]]:
     """The rows of steps and of kernels so far after each case, and the lines of those that
     failed."""
@@ -166,31 +182,39 @@ def measured(
     failed: list[str] = []
     base: dict[tuple[str, str], Row] = {}
     backend = "nccl" if options.device == "cuda" else "gloo"
-    for name, precision, kind in cases:
+    for name, precision, kinds in cases:
+        what = f"{name}, {precision}, {' and '.join(kinds)}"
         if time.perf_counter() > ends:
-            failed.append(f"{name}, {precision}, {kind}: not begun, the time was over")
+            failed.append(f"{what}: not begun, the time was over")
             continue
-        systems = (name, precision, kind, "eager" if eager else "compiled")
+        systems = (name, precision, "eager" if eager else "compiled", *kinds)
         try:
-            found = in_processes(worker, 1, backend, replace(options, systems=systems))
+            results = in_processes(worker, 1, backend, replace(options, systems=systems))
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            failed.append(f"{name}, {precision}, {kind}: FAILED, {lines[-1][:300]}")
+            failed.append(f"{what}: FAILED, {lines[-1][:300]}")
             print(str(error)[-3000:], file=sys.stderr)
             continue
-        row: Row = {"model": name, "precision": precision, **step_row(found.pop("parts"))}
-        row |= {"update": row["optimizer"], "optimizer": kind}
-        kernels += [{**row, **one} for one in found.pop("kernels", ())]
-        row |= found
-        if precision == "bf16":
-            base[name, kind] = row
-        theirs = base.get((name, kind), {})  # without bf16 in the same command: no ratio
-        for key in ("step", "peak", "busy"):
-            if isinstance(row.get(key), float) and isinstance(theirs.get(key), float):
-                row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]
-        rows.append(row)
+        for kind, found in zip(kinds, results, strict=True):
+            row: Row = {"model": name, "precision": precision, **step_row(found.pop("parts"))}
+            row |= {"update": row["optimizer"], "optimizer": kind}
+            kernels += [{**row, **one} for one in found.pop("kernels", ())]
+            row |= found
+            if precision == "bf16":
+                base[name, kind] = row
+            theirs = base.get((name, kind), {})  # without bf16 in the same command: no ratio
+            for key in ("step", "peak", "busy"):
+                if isinstance(row.get(key), float) and isinstance(theirs.get(key), float):
+                    row[f"{key}_ratio"] = row[key] / theirs[key]  # type: ignore[operator]
+            rows.append(row)
         yield rows, kernels, failed
     yield rows, kernels, failed
+
+
+def matching(case: tuple[str, str, tuple[str, ...]], words: str) -> tuple[str, ...]:
+    """The optimizers of a case whose rows hold these words."""
+    name, precision, kinds = case
+    return tuple(kind for kind in kinds if words in f"{name}, {precision}, {kind}")
 
 
 def step_tables(
@@ -205,9 +229,9 @@ def step_tables(
     yield Table(
         title="Training step, fp8 products" + mark,
         note=f"{shapes}; vocab 32768 untied.\nzero(3), 1 rank, fp32 main weights and grads, reduce "
-        f"fp32, blocks and loss compiled. A fresh\nprocess per row, {WARMUPS} + {STEPS} steps. "
-        f"host: to issue a step to an idle device; busy: any kernel runs; idle: of 3\nsteps with "
-        f"the profiler on.\n" + "\n".join(failed),
+        f"fp32, blocks and loss compiled. A fresh\nprocess for each model and precision, "
+        f"{WARMUPS} + {STEPS} steps. host: to issue a step to an idle\ndevice; busy: any kernel "
+        f"runs; idle: of 3 steps with the profiler on.\n" + "\n".join(failed),
         columns=columns
         | {
             "step": ("step ms", ".1f"),
@@ -448,7 +472,7 @@ def main(arguments: Sequence[str]) -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
-    parser.add_argument("--seconds", type=float, default=200, help="no case begins later")
+    parser.add_argument("--seconds", type=float, default=280, help="no process begins later")
     parser.add_argument("--only", choices=("kernels", "steps"), help="one part")
     parser.add_argument("--match", default="", help="rows of steps whose words hold this")
     parser.add_argument("--eager", action="store_true", help="blocks and loss are not compiled")
@@ -478,7 +502,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.empty_cache()  # the processes of the steps need the memory
     if options.only != "kernels":
         run = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=options.tiny)
-        cases = [case for case in CASES if options.match in ", ".join(case)]
+        cases = [(*case[:2], kinds) for case in CASES if (kinds := matching(case, options.match))]
         for found in measured(run, cases, began + options.seconds, options.eager):
             for table in step_tables(*found, run.mark):
                 keep(table)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: the ranks of a job as named axes, outer to inner: ``dp_outer``, ``dp``, ``ep``,
-``tp``."""
+"""Meshes: the ranks of a job as named axes, outer to inner: ``dp_outer``, ``dp``, ``ep``, ``tp``;
+where a rank stands on them (``Ranks``), and axes that are made of others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import comm
+from shardwise.agreement import all_ranks
+from shardwise.lockstep import Journal
 from shardwise.placements import Placement, num_shards, shard_range
 
 AXES = ("dp_outer", "dp", "ep", "tp")
@@ -234,11 +236,6 @@ def _named(mesh: DeviceMesh) -> DeviceMesh:
     return kept[names]  # type: ignore[no-any-return]
 
 
-def default_mesh() -> DeviceMesh:
-    """All ranks on one axis."""
-    return init_mesh()
-
-
 def _check_positive(**sizes: int | None) -> None:
     wrong = [f"{name}={size!r}" for name, size in sizes.items() if size is not None and size < 1]
     if wrong:
@@ -270,3 +267,39 @@ def _join_process_group(device_type: str) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def separate(axis: comm.Axis) -> comm.Axis:
+    """The same ranks on a communicator of their own (collective over the default group): two
+    collectives on one NCCL communicator never overlap, on two streams or not."""
+    return _subgroup(axis, axis.peers, axis.name)
+
+
+def split(axis: comm.Axis, size: int) -> comm.Axis:
+    """This rank's run of ``size`` neighbours on the axis (collective over the default group)."""
+    first, name = axis.rank // size * size, f"{axis.name}/{size}"
+    if axis.group is None:
+        return comm.Axis.pretended(name, size, axis.rank - first, axis.backends["meta"])
+    key = (axis, size)
+    if key not in _SPLITS:
+        _SPLITS[key] = _subgroup(axis, axis.peers[first : first + size], name)
+    return _SPLITS[key]
+
+
+_SPLITS: dict[tuple[comm.Axis, int], comm.Axis] = {}
+
+
+def _subgroup(axis: comm.Axis, mine: tuple[int, ...], name: str) -> comm.Axis:
+    groups = {mine[0]: list(mine)}
+    if not axis.pretends:  # a rank names the first of its group: all of them would be ranks^2
+        firsts = comm.agree(mine[0], all_ranks())
+        groups = {first: [] for first in sorted(firsts)}
+        for rank, first in enumerate(firsts):
+            groups[first].append(rank)
+    group = None
+    for first, peers in groups.items():  # every rank makes every group, in one order
+        made = dist.new_group(peers)
+        group = made if first == mine[0] else group
+    rank = mine.index(axis.peers[axis.rank])
+    journal = Journal(group, rank, len(mine))
+    return comm.Axis(name, group, len(mine), rank, axis.backends, mine, journal)

@@ -31,9 +31,16 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.agreement import differ
 from shardwise.cut import Cut
-from shardwise.tensor_reduce import norms, whole_value
 from shardwise.tensor_views import VIEWS, spans, viewed
-from shardwise.tensor_whole import gathered, into_plain, on_the_whole, recorded_with_plain, whole
+from shardwise.tensor_whole import (
+    gathered,
+    into_plain,
+    norms,
+    on_the_whole,
+    recorded_with_plain,
+    whole,
+    whole_value,
+)
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -36,6 +38,14 @@ LONG = (
 )
 # Other people's software that tests run where it is installed.
 PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "triton")
+
+
+def pytest_configure() -> None:
+    """Let no thread that wakes up interrupt another, in this process and in all that it starts. A
+    thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
+    that lock is free: a third of all CPU time, where ranks outnumber cores."""
+    if sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -130,7 +130,7 @@ def check_races(rank: int, world_size: int, strategy: str) -> None:
     for serial in (True, False):
         net = wrap(build(width=1536), strategy, world_size, precision=precision)
         if serial:
-            net._shardwise_unit.shared.lanes = Serial(torch.device("cuda", 0))
+            net._shardwise_unit._comm_ctx.lanes = Serial(torch.device("cuda", 0))
         losses = train(net, rank, world_size, 2, steps=6)
         runs.append((losses, values(net)))
     (losses, expected), (overlapped, found) = runs

@@ -352,6 +352,8 @@ def _serve(
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
+        if sys.platform == "linux":
+            _share_gloo_thread()
 
         def join() -> None:
             # A connection to the server that the test process holds: no rank is the master.
@@ -373,6 +375,21 @@ def _serve(
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
             _collect_garbage()
+
+
+def _share_gloo_thread() -> None:
+    """One thread of gloo for all groups of this process. Each group has its own otherwise, which
+    wakes 100 times a second for as long as the process lives: hundreds of them took half of the
+    machine while their ranks waited for the next test."""
+    gloo = dist.ProcessGroupGloo
+    device, real = gloo.create_device(interface="lo"), gloo.__init__
+
+    def shared(self: Any, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = gloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        real(self, store, rank, size, options)
+
+    gloo.__init__ = shared
 
 
 def _collect_garbage() -> None:

@@ -15,6 +15,7 @@ import the other modules for the first CUDA tensor.
     momentum        momentum, Nesterov, norm, cast and pack in one pass (two for fp16)
     update          unpack, weight decay and update in one pass
     adamw           AdamW and a clip in one pass
+    launch          a launch without Triton's search for the compiled form
 """
 
 from __future__ import annotations

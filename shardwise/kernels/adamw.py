@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
 from shardwise.kernels.momentum import TYPES
 from shardwise.kernels.tables import addresses
 
@@ -103,7 +104,8 @@ def step(
         table = addresses([[column[at] for at in chosen] for column in columns])
         numbers = torch.stack([steps[at] for at in chosen])
         rates = step_rates(numbers, lr=lr, betas=betas, weight_decay=weight_decay)
-        _adamw_kernel[(-(-table.longest // CHUNK), len(chosen))](
+        run(
+            _adamw_kernel, (-(-table.longest // CHUNK), len(chosen)),
             table.entries, rates, clip, len(chosen), *betas, 1 - betas[0], 1 - betas[1], eps,
             grad_type=TYPES[grads[0].dtype], aligned=table.aligned, block=BLOCK, chunk=CHUNK,
             num_warps=8,

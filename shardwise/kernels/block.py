@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.forms import GRAM_SCALE, VALUE_SCALE, Polynomial
+from shardwise.kernels.launch import run
 from shardwise.kernels.packed import Packed
 
 
@@ -120,7 +121,9 @@ def newton_schulz_block(packed: Packed, polynomial: Polynomial, table: Tensor) -
     short, long = (columns, rows) if tall else (rows, columns)
     size = max(16, triton.next_power_of_2(short))
     out = values.new_empty(values.shape)
-    _block_kernel[(count,)](
+    run(
+        _block_kernel,
+        (count,),
         values,
         packed.inverse_norms,
         out,

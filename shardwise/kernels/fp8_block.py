@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
 from shardwise.kernels.mxfp8 import bf16_bits, casts_natively, scale_and_inverse, to_codes
 
 WIDE = 128
@@ -205,7 +206,8 @@ def quantise(
     if not tokens:
         return
     codes, scales = (planes[0].view(torch.int16), planes[1]) if planes else (x, x)
-    _quantise_kernel[(padded // WIDE * (features // WIDE),)](
+    run(
+        _quantise_kernel, (padded // WIDE * (features // WIDE),),
         x.view(torch.int32), codes, scales, *(turned or (x, x)), tokens, padded, features,
         rows=planes is not None, columns=turned is not None, square=square,
         rceil=rounding == "rceil", native=casts_natively(x.device) if native is None else native,
@@ -272,7 +274,8 @@ def encode(
     owners = None if tiles is None else tiles.owners
     largest = x if owners is None else x.new_empty(count, dtype=torch.int32)
     for measures in (True, False) if owners is not None else (False,):
-        _encode_kernel[(count,)](
+        run(
+            _encode_kernel, (count,),
             _raw(x), codes, scales, largest, x if tiles is None else tiles.entries, count, columns,
             listed=tiles is not None, measures=measures,
             shared=owners is not None and not measures, wide=x.dtype == torch.float32,
@@ -293,7 +296,7 @@ def turn(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         each.new_empty(*many, *each.shape[-1:], *each.shape[-2:-1]) for each in (codes, scales)
     )
     grid = (rows // WIDE * (columns // WIDE), math.prod(many))
-    _turn_kernel[grid](codes, scales, out, out_scales, rows, columns, num_warps=8)
+    run(_turn_kernel, grid, codes, scales, out, out_scales, rows, columns, num_warps=8)
     return out, out_scales
 
 
@@ -326,7 +329,8 @@ def quantise_rows(
     wide = triton.next_power_of_2(columns)
     high = max(1, 8192 // wide)
     if rows:
-        _rows_kernel[(triton.cdiv(rows, high),)](
+        run(
+            _rows_kernel, (triton.cdiv(rows, high),),
             x.view(torch.int16), codes, scales, rows, columns, high=high, wide=wide,
             rceil=rounding == "rceil",
             native=casts_natively(x.device) if native is None else native, num_warps=8,

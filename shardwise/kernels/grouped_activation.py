@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.kernels.grouped import interpreted
+from shardwise.kernels.launch import run
 
 # The most columns of h that a program holds at once (512 to 2048 measured: 4.0 to 3.7 TB/s).
 _CHUNK = 512
@@ -218,7 +219,8 @@ def forward(
     chunk = _chunk_for(width, chunk)
     rows = max(1, elements // chunk)
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(width, chunk)
-    _forward_kernel[(programs,)](
+    run(
+        _forward_kernel, (programs,),
         z, p, h, z if bias is None else bias, p if expert is None else expert,
         num_rows, width, gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
         rows=rows, chunk=chunk, has_bias=bias is not None, assembly=not interpreted(), num_warps=4,
@@ -243,7 +245,8 @@ def backward(
     dp = torch.empty(num_rows, dtype=torch.float32, device=z.device)
     if num_rows:
         chunk = _chunk_for(width)
-        _backward_kernel[(num_rows,)](
+        run(
+            _backward_kernel, (num_rows,),
             dh, z, p, dz, dh, dp, num_rows, width,
             gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
             chunk=chunk, assembly=not interpreted(), num_warps=4,

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shardwise.kernels.grouped import FC1_TILE, GroupedTile, interpreted, max_blocks
 from shardwise.kernels.grouped_activation import act_forward, rounded
+from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
 
 
@@ -67,7 +67,8 @@ def schedule(ends: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tenso
     bound = max_blocks(num_rows, len(ends), tile_rows)
     blocks = torch.empty(bound, dtype=torch.int32, device=ends.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=ends.device)
-    _schedule_kernel[(len(ends),)](
+    run(
+        _schedule_kernel, (len(ends),),
         ends, blocks, num_blocks, len(ends), tile_rows,
         experts=triton.next_power_of_2(len(ends)), chunk=128, num_warps=1,
     )  # fmt: skip
@@ -194,18 +195,15 @@ def fc1(
         return z, h
     half = tile.columns // 2
     if gated and block == 0:
-        w_desc = TensorDescriptor.from_tensor(
-            weight.view(2 * experts, width, depth), [2, half, tile.step]
-        )
+        w_desc = boxes(weight.view(2 * experts, width, depth), [2, half, tile.step])
     else:
-        w_desc = TensorDescriptor.from_tensor(
-            weight.view(experts * z_width, depth), [tile.columns, tile.step]
-        )
+        w_desc = boxes(weight.view(experts * z_width, depth), [tile.columns, tile.step])
     blocks, num_blocks = schedule(ends, num_rows, tile.rows)
     tile_columns = -(-z_width // tile.columns)
     programs = multiprocessors(x.device)
-    _fc1_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [tile.rows, tile.step]),
+    run(
+        _fc1_kernel, (programs,),
+        boxes(x, [tile.rows, tile.step]),
         w_desc,
         create_ragged_descriptor(z, [tile.rows, half]),
         create_ragged_descriptor(h, [tile.rows, half]),

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shardwise.kernels.grouped import WEIGHT_TILE, WEIGHT_TILE_16, GroupedTile, interpreted
 from shardwise.kernels.grouped_fc1 import first_row
+from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
 
 
@@ -85,10 +85,11 @@ def weight_gradient(
         return
     tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
     programs = min(multiprocessors(a.device), experts * tile_rows * tile_columns)
-    _weight_kernel[(programs,)](
+    run(
+        _weight_kernel, (programs,),
         create_ragged_descriptor(a, [tile.step, tile.rows]),
         create_ragged_descriptor(b, [tile.step, tile.columns]),
-        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.columns // 2]),
+        boxes(out, [1, tile.rows, tile.columns // 2]),
         ends, experts, tile_rows, tile_columns,
         rows=tile.rows, columns=tile.columns, step=tile.step, add=add,
         engine=not interpreted(),
@@ -121,7 +122,8 @@ def bias_gradient(a: Tensor, ends: Tensor, p: Tensor | None = None) -> Tensor:
     """[experts, columns] fp32: the sum of each expert's rows, weighted by p [rows] if given."""
     width = a.shape[1]
     out = torch.empty(len(ends), width, dtype=torch.float32, device=a.device)
-    _bias_kernel[(len(ends), triton.cdiv(width, 64))](
+    run(
+        _bias_kernel, (len(ends), triton.cdiv(width, 64)),
         a, a if p is None else p, out, ends, width,
         rows=64, columns=64, has_p=p is not None, num_warps=4,
     )  # fmt: skip

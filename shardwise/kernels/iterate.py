@@ -164,10 +164,10 @@ def first_gram(
 
 def tree_sum(columns: Tensor) -> Tensor:
     """Sums [n] of [n, k] by pairwise additions, in an order that no reduction kernel chooses."""
-    while columns.shape[1] > 1:
-        half = columns.shape[1] // 2
-        rest = columns[:, 2 * half :]
-        columns = torch.cat([columns[:, :half] + columns[:, half : 2 * half], rest], dim=1)
+    while (count := columns.shape[1]) > 1:
+        half = count // 2
+        pairs = columns[:, :half] + columns[:, half : 2 * half]
+        columns = torch.cat([pairs, columns[:, 2 * half :]], dim=1) if count % 2 else pairs
     return columns[:, 0]
 
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
 from shardwise.kernels.normalise import (
     CHUNK,
     PASS,
@@ -191,7 +192,8 @@ def accumulate(
     table = addresses([grads, states, outs])
     chunks = -(-table.longest // CHUNK)
     entries = table.entries
-    _momentum_kernel[(chunks, len(grads))](
+    run(
+        _momentum_kernel, (chunks, len(grads)),
         entries, entries, entries, entries, entries, entries if clip is None else clip,
         len(grads), beta, weight, 1, CHUNK, 1, 1, 1, 1, clipped=clip is not None,
         grad_type=TYPES[grads[0].dtype], out_type=TYPES[outs[0].dtype], work=WIRE.value,
@@ -228,7 +230,8 @@ def pack(
     inverse = torch.empty(len(grads), device=device, dtype=torch.float32)
     numel = rows * columns
     for launch in launches(numel):
-        _momentum_kernel[(launch.programs, len(grads))](
+        run(
+            _momentum_kernel, (launch.programs, len(grads)),
             table.entries, values, samples, partials, inverse, inverse if clip is None else clip,
             len(grads), beta, weight, sample_size(numel), launch.stride, chunks,
             columns, values.shape[2], values.shape[1] * values.shape[2], clipped=clip is not None,

@@ -29,6 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
+
 Planes = Mapping[tuple[int, int], tuple[Tensor, Tensor]]  # by block: codes, scales
 
 
@@ -250,7 +252,8 @@ def encode(
         second = planes.get((32, 1), (raw, raw))
         strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
         grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
-        _encode_kernel[grid](
+        run(
+            _encode_kernel, grid,
             raw, *first, *second, columns, wide=wide, **wanted, rceil=rceil, native=native,
             even=columns // 32 % strips == 0, vector=_vector(first[0], second[0]), strips=strips,
             num_warps=chosen.warps, maxnreg=chosen.registers,
@@ -270,7 +273,8 @@ def decode(
     chosen = tile or DECODE_TILE
     strips = min(chosen.strips, triton.next_power_of_2(columns // 32))
     grid = (rows // 32 * triton.cdiv(columns // 32, strips),)
-    _decode_kernel[grid](
+    run(
+        _decode_kernel, grid,
         codes, scales, out, columns, high=block[0], wide=block[1],
         native=casts_natively(codes.device) if native is None else native,
         even=columns // 32 % strips == 0, vector=_vector(codes), strips=strips,

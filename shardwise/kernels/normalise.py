@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
 from shardwise.kernels.packed import (
     BLOCK,
     LARGEST_NORM,
@@ -170,7 +171,8 @@ def normalise(batch: Tensor, dtype: torch.dtype = torch.float16) -> Packed:
     partials = torch.empty(count, chunks, device=batch.device, dtype=torch.float64)
     inverse = torch.empty(count, device=batch.device, dtype=torch.float32)
     for launch in launches(numel):
-        _normalise_kernel[(launch.programs, count)](
+        run(
+            _normalise_kernel, (launch.programs, count),
             batch, values, samples, partials, inverse,
             numel, sample_size(numel), launch.stride, chunks,
             columns, values.shape[2], values.shape[1] * values.shape[2],

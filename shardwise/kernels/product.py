@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shardwise.kernels.forms import Tile
+from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import programs
 
 # Tiles are computed in bands this many tiles high, so that programs that run together share
@@ -91,10 +91,12 @@ def product(
     tiles = count * tile_rows * tile_columns
     # Tall: both operands run along the summed dimension.
     b_box = [1, tile.columns, tile.step] if tall else [1, tile.step, tile.columns]
-    _product_kernel[(programs(tiles, tile, out.device),)](
-        TensorDescriptor.from_tensor(x if tall else q, [1, tile.rows, tile.step]),
-        TensorDescriptor.from_tensor(q if tall else x, b_box),
-        TensorDescriptor.from_tensor(out, [1, tile.rows, tile.rows]),
+    run(
+        _product_kernel,
+        (programs(tiles, tile, out.device),),
+        boxes(x if tall else q, [1, tile.rows, tile.step]),
+        boxes(q if tall else x, b_box),
+        boxes(out, [1, tile.rows, tile.rows]),
         scales if scales is not None else out,
         q.shape[1],
         tiles,

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
+
 BLOCK = 1024  # columns a program sums at a time
 
 
@@ -47,7 +49,16 @@ def row_sums(rows: Tensor, places: Tensor) -> Tensor:
     sums = rows.new_empty(tokens, columns)
     if sums.numel():
         block = min(BLOCK, triton.next_power_of_2(columns))
-        _sum_kernel[(tokens, -(-columns // block))](
-            rows, places, sums, len(rows), columns, choices=choices, block=block, num_warps=4
+        run(
+            _sum_kernel,
+            (tokens, -(-columns // block)),
+            rows,
+            places,
+            sums,
+            len(rows),
+            columns,
+            choices=choices,
+            block=block,
+            num_warps=4,
         )
     return sums

@@ -31,9 +31,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shardwise.kernels.forms import Tile
+from shardwise.kernels.launch import boxes, run
 
 
 def reference(
@@ -195,12 +195,14 @@ def symmetric_product(
     narrow = [1, tile.step, tile.rows] if tall else [1, tile.rows, tile.step]
     wide = [1, tile.step, tile.columns] if tall else [1, tile.columns, tile.step]
     square = [1, tile.rows, tile.rows]
-    d_desc = TensorDescriptor.from_tensor(out, square)
-    _symmetric_kernel[(programs(count * (wides + leftovers), tile, out.device),)](
-        TensorDescriptor.from_tensor(a, narrow),
-        TensorDescriptor.from_tensor(b, wide),
-        TensorDescriptor.from_tensor(b, narrow),
-        TensorDescriptor.from_tensor(a if c is None else c, square) if beta else d_desc,
+    d_desc = boxes(out, square)
+    run(
+        _symmetric_kernel,
+        (programs(count * (wides + leftovers), tile, out.device),),
+        boxes(a, narrow),
+        boxes(b, wide),
+        boxes(b, narrow),
+        boxes(a if c is None else c, square) if beta else d_desc,
         d_desc,
         scales if scales is not None else out,
         squares if squares is not None else out,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.kernels.launch import run
 from shardwise.kernels.momentum import TYPES
 from shardwise.kernels.normalise import CHUNK
 from shardwise.kernels.packed import BLOCK, padded
@@ -115,7 +116,8 @@ def apply(
         values = table.entries
         columns, update_type, numel = 1, updates[0].dtype, 1
     values_columns = values.shape[2] if batched else 1
-    _update_kernel[(-(-table.longest // CHUNK), len(weights))](
+    run(
+        _update_kernel, (-(-table.longest // CHUNK), len(weights)),
         table.entries, values, table.entries if clip is None else clip,
         len(weights), step, decay, columns, values_columns, numel, clipped=clip is not None,
         weight_type=TYPES[weights[0].dtype], update_type=TYPES[update_type], batched=batched,

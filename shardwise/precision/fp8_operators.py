@@ -107,7 +107,8 @@ def _product(
     dtype: torch.dtype,
 ) -> Tensor:
     weight = weight_of(parameter)
-    return product(x, scales, weight, weight.matmul, bias, phase, dtype)  # type: ignore[arg-type]
+    matmul = weight.matmul if scales is None else None
+    return product(x, scales, weight, matmul, bias, phase, dtype)  # type: ignore[arg-type]
 
 
 def _fake_linear_backward(

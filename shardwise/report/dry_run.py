@@ -9,21 +9,18 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.moe import mixtures_of
 from shardwise.placements import Placements
-from shardwise.precision import Precision
-from shardwise.report.forward import own_forward
-from shardwise.report.plan import Plan, plan_with
+from shardwise.report.plan import Plan, plan
 from shardwise.report.planned import Mesh
 from shardwise.shard.call import map_tensors
-from shardwise.shard.wrapping import GrainChoice
 
 TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
 
@@ -35,26 +32,17 @@ def dry_run(
     *,
     rank: int = 0,
     loss: Callable[[nn.Module], Tensor] | None = None,
-    precision: Precision | None = None,
-    optimizer: str = "adamw",
-    microbatches: int = 1,
-    wrap: Sequence[nn.Module] | None = None,
-    reshard_after_forward: bool | int | None = None,
-    bucket_mb: float | None = None,
-    grain: GrainChoice | None = None,
-    memory: int | None = None,
-    other_bytes: int = 0,
-    name: str | None = None,
+    **options: Any,
 ) -> Plan:
     """As :func:`~shardwise.report.plan.plan`, with the model's own forward on meta tensors.
 
-    Work is issued as on a CUDA device. The model must be on the meta device, and is left as it
-    was.
+    The model must be on the meta device, and is left as it was.
 
     Args:
         rank: which rank of the mesh this process poses as.
         loss: runs forward and returns what ``backward`` starts from; default: the sum of the
             outputs for a batch of token ids.
+        options: those of ``plan``.
     """
     if mesh_shape.get("tp", 1) > 1:
         raise ValueError(
@@ -63,25 +51,8 @@ def dry_run(
         )
     mesh = Mesh.of(mesh_shape)
     _check(model, mesh, rank)
-    made = plan_with(
-        partial(own_forward, loss or _sum_of_outputs),
-        model,
-        mesh_shape,
-        placements,
-        precision=precision,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        wrap=wrap,
-        reshard_after_forward=reshard_after_forward,
-        bucket_mb=bucket_mb,
-        grain=grain,
-        memory=memory,
-        other_bytes=other_bytes,
-        name=name,
-        rank=rank,
-        device="cuda",
-        in_model=True,
-    )
+    loss = loss or _sum_of_outputs
+    made = plan(model, mesh_shape, placements, rank=rank, loss=loss, **options)
     return replace(made, source=f"dry run as rank {rank} of {mesh.num_ranks}")
 
 

@@ -34,13 +34,14 @@ from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Moment, Options
-from shardwise.report.units import Buffer, Owner
+from shardwise.report.units import Owner
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.building import PlannedBuffer, build_unit
 from shardwise.shard.fully_shard import after_forward
-from shardwise.shard.group import Group, carry_attributes
+from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
+from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.shard.wrapping import Found
 from shardwise.streams import Lanes
 
@@ -62,7 +63,7 @@ class PretendedLanes(Lanes):
 
     def join(self, lane: str, other: str) -> None: ...
 
-    def settle(self, event: Any = None) -> None: ...
+    def synchronize(self, event: Any = None) -> None: ...
 
 
 _HERE: AbstractContextManager[None] = nullcontext()
@@ -260,7 +261,7 @@ def _add(total: Counter[comm.Call], calls: Sequence[comm.Call], times: int) -> N
 
 def build(
     root: Owner,
-    buffers: dict[Owner, tuple[Buffer, ...]],
+    buffers: dict[Owner, tuple[PlannedBuffer, ...]],
     options: Options,
     rank: int,
     ledger: Ledger,
@@ -298,7 +299,7 @@ def _ranks(options: Options, rank: int, ep: int) -> Ranks:
 
 def _build_unit(
     owner: Owner,
-    buffers: Sequence[Buffer],
+    buffers: Sequence[PlannedBuffer],
     options: Options,
     over: dict[int, Ranks],
     in_model: bool,
@@ -310,16 +311,13 @@ def _build_unit(
         owner.name,
         [owner.module],
         owner.found if in_model else (),
-        [
-            PlannedBuffer(
-                one.members, one.layout, one.format, over[one.ep], ranks if one.ep > 1 else None
-            )
-            for one in buffers
-        ],
+        buffers,
         [_stand_in(one) for one in owner.found],
         options.placements,
         options.precision,
         META,
+        ranks=over,
+        divisors={ep: ranks for ep in over if ep > 1},
         release_after_forward=release,
         kept_axis=kept_axis,
         unused="error",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,14 +53,8 @@ from shardwise.report.shard_map import shard_map
 from shardwise.report.suggest import largest, suggest
 from shardwise.report.table import plan_text
 from shardwise.report.traffic import traffic_of
-from shardwise.report.units import (
-    Buffer,
-    Layouts,
-    Owner,
-    owners,
-    recomputed_modules,
-    whole_model,
-)
+from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
+from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.checks import grain_problems
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
@@ -139,6 +133,7 @@ def plan(
     rank: int | None = None,
     tokens: int | None = None,
     batch: tuple[int, int] | None = None,
+    loss: Callable[[nn.Module], Tensor] | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on one rank of a mesh.
 
@@ -175,91 +170,12 @@ def plan(
         batch: (sequences, tokens of each) of one microbatch on one rank. ``model(tokens, targets)``
             is then followed on the meta device, so that activations are in the plan, and with
             ``memory`` the largest microbatch that fits. Implies ``tokens``.
+        loss: runs the model's own forward on the meta device and returns what backward starts from
+            (``dry_run``); without it, and without a batch, a sketch calls the units.
     """
     if batch is not None:
         _check_batch(model, batch)
         tokens = math.prod(batch) if tokens is None else tokens
-    return plan_with(
-        _sketched if batch is None else partial(_followed, batch),
-        model,
-        mesh_shape,
-        placements,
-        precision=precision,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        wrap=wrap,
-        reshard_after_forward=reshard_after_forward,
-        bucket_mb=bucket_mb,
-        gather_in_step=gather_in_step,
-        grain=grain,
-        ignored_params=ignored_params,
-        device=device,
-        memory=memory,
-        other_bytes=other_bytes,
-        name=name,
-        rank=rank,
-        tokens=tokens,
-        in_model=batch is not None,
-        batch=batch,
-    )
-
-
-def _check_batch(model: nn.Module, batch: tuple[int, int]) -> None:
-    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    if not plain or not all(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"plan: batch={batch} runs the model's own forward, which must be neither wrapped nor "
-            f"real: build another one under torch.device('meta')"
-        )
-    if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
-        raise ValueError(
-            f"plan: batch={batch}, and experts are spread over ranks: rows without values cannot "
-            f"be routed between them. Give tokens instead, and activations as other_bytes"
-        )
-
-
-ForwardOf = Callable[[nn.Module, Engine], AbstractContextManager[Callable[[], Tensor]]]
-
-
-@contextmanager
-def _sketched(model: nn.Module, engine: Engine) -> Iterator[Callable[[], Tensor]]:
-    yield sketch(engine, recomputed_modules(model))
-
-
-def _followed(
-    batch: tuple[int, int], model: nn.Module, engine: Engine
-) -> AbstractContextManager[Callable[[], Tensor]]:
-    engine.follower = Follower(model, engine.ledger)
-
-    def loss(model: nn.Module) -> Tensor:
-        tokens, targets = torch.zeros(2, *batch, dtype=torch.int64)
-        return model(tokens, targets)  # type: ignore[no-any-return]
-
-    return own_forward(loss, model, engine)
-
-
-def plan_with(
-    forward_of: ForwardOf,
-    model: nn.Module,
-    mesh_shape: Mapping[str, int] | Sequence[int],
-    placements: Placements | str,
-    *,
-    precision: Precision | None = None,
-    microbatches: int = 1,
-    wrap: Sequence[nn.Module] | None = None,
-    bucket_mb: float | None = None,
-    gather_in_step: bool = False,
-    grain: GrainChoice | None = None,
-    ignored_params: Iterable[nn.Parameter] = (),
-    name: str | None = None,
-    rank: int | None = None,
-    tokens: int | None = None,
-    in_model: bool = False,
-    batch: tuple[int, int] | None = None,
-    **more: Any,
-) -> Plan:
-    """A plan whose step runs the forward that ``forward_of`` makes; the rest as of :func:`plan`,
-    ``more`` as it is in the options. ``in_model``: forward reads the model's own parameters."""
     ignored = set(ignored_params)
     shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
     tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
@@ -292,9 +208,13 @@ def plan_with(
         tp=tp,
         bucket_mb=bucket_mb,
         batch=batch,
-        **more,
+        optimizer=optimizer,
+        reshard_after_forward=reshard_after_forward,
+        device=device,
+        memory=memory,
+        other_bytes=other_bytes,
     )
-    step = _Step(model, root, routes_of(model), grain, label, forward_of, in_model)
+    step = _Step(model, root, routes_of(model), grain, label, loss)
     made = step.plan(options, rank)
     if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
         made = replace(made, num_parameters=whole, matrices=None)
@@ -308,7 +228,6 @@ def plan_with(
     if batch is not None and made.largest == 0:
         # Not even one sequence fits: a change is tried with that, the least there is.
         batch = (1, batch[1])
-        step = replace(step, forward_of=partial(_followed, batch))
     tried = replace(options, batch=batch)
 
     def again(**changes: Any) -> Plan:
@@ -323,19 +242,39 @@ def plan_with(
     return replace(made, suggestions=tuple(suggest(made, again)))
 
 
+def _check_batch(model: nn.Module, batch: tuple[int, int]) -> None:
+    plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    if not plain or not all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"plan: batch={batch} runs the model's own forward, which must be neither wrapped nor "
+            f"real: build another one under torch.device('meta')"
+        )
+    if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
+        raise ValueError(
+            f"plan: batch={batch}, and experts are spread over ranks: rows without values cannot "
+            f"be routed between them. Give tokens instead, and activations as other_bytes"
+        )
+
+
 def _largest(step: _Step, made: Plan, rank: int | None) -> int:
     """The most sequences of a microbatch that fit."""
     options = made.options
     assert options.batch is not None and options.memory is not None
-    first = options.batch[0]
+    first, length = options.batch
     totals = {first: made.total}
 
     def total(count: int) -> int:
         if count not in totals:
-            totals[count] = step.with_batch(made, count, rank).total
+            sized = replace(options, batch=(count, length))
+            totals[count] = step.plan(sized, rank).total
         return totals[count]
 
     return largest(total, options.memory, first)
+
+
+def _loss_of(batch: tuple[int, int], model: nn.Module) -> Tensor:
+    tokens, targets = torch.zeros(2, *batch, dtype=torch.int64)
+    return model(tokens, targets)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -347,35 +286,40 @@ class _Step:
     routes: list[Routed]
     grain: GrainChoice | None
     label: str
-    forward_of: ForwardOf
-    in_model: bool
+    loss: Callable[[nn.Module], Tensor] | None
 
     def plan(self, options: Options, rank: int | None) -> Plan:
         with _no_garbage():
             return self._plan(options, rank)
 
-    def with_batch(self, made: Plan, sequences: int, rank: int | None) -> Plan:
-        """The same plan with microbatches of so many sequences."""
-        assert made.options.batch is not None
-        batch = (sequences, made.options.batch[1])
-        step = replace(self, forward_of=partial(_followed, batch))
-        return step.plan(replace(made.options, batch=batch), rank)
+    def _forward(
+        self, engine: Engine, options: Options
+    ) -> AbstractContextManager[Callable[[], Tensor]]:
+        """The forward of the step: the model's own, or a sketch of it."""
+        loss = self.loss
+        if options.batch is not None:
+            engine.follower = Follower(self.model, engine.ledger)
+            loss = loss or partial(_loss_of, options.batch)
+        if loss is None:
+            return nullcontext(sketch(engine, recomputed_modules(self.model)))
+        return own_forward(loss, self.model, engine)
 
     def _plan(self, options: Options, rank: int | None) -> Plan:
         root, ranks = self.root, options.mesh.num_ranks
         layouts = Layouts(options, self.grain, self.routes)
         buffers = {owner: layouts.of(owner) for owner in root.tree()}
+        in_model = self.loss is not None or options.batch is not None
         with separate_ledger() as ledger:
-            engine = build(root, buffers, options, rank or 0, ledger, self.in_model)
+            engine = build(root, buffers, options, rank or 0, ledger, in_model)
             engine.add_optimizer(self.routes)
             at = rank or 0
             if rank is None and engine.matrix_groups:
                 at = heaviest(engine.matrix_groups, ranks)
             if at != (rank or 0):
                 engine.close()
-                engine = build(root, buffers, options, at, ledger, self.in_model)
+                engine = build(root, buffers, options, at, ledger, in_model)
                 engine.add_optimizer(self.routes)
-            with self.forward_of(self.model, engine) as forward:
+            with self._forward(engine, options) as forward:
                 found = engine.measure(forward)
             matrix_groups = engine.matrix_groups
             units = _units(engine, buffers, self.routes)
@@ -426,7 +370,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _units(
-    engine: Engine, buffers: dict[Owner, tuple[Buffer, ...]], routes: Sequence[Routed]
+    engine: Engine, buffers: dict[Owner, tuple[PlannedBuffer, ...]], routes: Sequence[Routed]
 ) -> tuple[PlannedUnit, ...]:
     """Units with the same buffers as one, in the order of their first; in buckets, experts that
     are spread over ranks apart from the rest."""
@@ -438,17 +382,19 @@ def _units(
     for same in alike.values():
         first, names = same[0], tuple(built.owner.name for built in same)
         every = list(zip(buffers[first.owner], first.unit.groups, strict=True))
-        for ep in sorted({buffer.ep for buffer, _ in every} or {first.owner.ep}):
+        for ep in sorted({buffer.home for buffer, _ in every} or {first.owner.ep}):
             groups = tuple(
                 _planned_group(first.owner, buffer, group, matrices)
                 for buffer, group in every
-                if buffer.ep == ep
+                if buffer.home == ep
             )
             found.append(PlannedUnit(names=names, groups=groups, ep=ep))
     return tuple(found)
 
 
-def _planned_group(owner: Owner, buffer: Buffer, group: Group, matrices: set[int]) -> PlannedGroup:
+def _planned_group(
+    owner: Owner, buffer: PlannedBuffer, group: Group, matrices: set[int]
+) -> PlannedGroup:
     dtype = str(group.whole.dtype).removeprefix("torch.")
     return PlannedGroup(
         layout=buffer.layout,

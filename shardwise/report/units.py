@@ -18,13 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.layout import Layout
 from shardwise.moe import mixtures_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
-from shardwise.precision.fp8_tensor import Format
 from shardwise.report.planned import Options
 from shardwise.shard.bucketed import BucketedUnit
+from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.data_parallel import planned_buckets
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups
@@ -52,16 +51,6 @@ class Owner:
         yield self
         for owner in self.inner:
             yield from owner.tree()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buffer:
-    """Parameters that will share a flat buffer: positions in a list of all, and their layout."""
-
-    members: tuple[int, ...]
-    layout: Layout
-    format: Format | None
-    ep: int
 
 
 def recomputed_modules(model: nn.Module) -> frozenset[int]:
@@ -182,16 +171,17 @@ def is_spread(found: Found) -> bool:
 
 
 class Layouts:
-    """The buffers of every unit; of units that are alike one is laid out, for all of them."""
+    """The buffers of every unit; of units that are alike one is laid out, for all of them. The home
+    of a buffer is over how many ranks its experts are spread."""
 
     def __init__(
         self, options: Options, grain: GrainChoice | None, routes: Sequence[Routed] = ()
     ) -> None:
         self._options, self._grain = options, grain
         self._routes = {id(one.parameter): one.route for one in routes}
-        self._known: dict[Any, tuple[Buffer, ...]] = {}
+        self._known: dict[Any, tuple[PlannedBuffer, ...]] = {}
 
-    def of(self, owner: Owner) -> tuple[Buffer, ...]:
+    def of(self, owner: Owner) -> tuple[PlannedBuffer, ...]:
         """The buffers of one unit; the same object for units that are alike."""
         if self._options.bucket_mb is not None:
             return self._buckets(owner)
@@ -211,12 +201,8 @@ class Layouts:
         key = owner.ep, facts
         if key not in self._known:
             shards = self._num_shards(owner.ep)
-            self._known[key] = tuple(
-                Buffer(members=members, layout=layout, format=format, ep=owner.ep)
-                for members, layout, format in planned_groups(
-                    owner.found, shards, self._grain, precision
-                )
-            )
+            planned = planned_groups(owner.found, shards, self._grain, precision, owner.ep)
+            self._known[key] = tuple(planned)
         return self._known[key]
 
     def _is_matrix(self, found: Found) -> bool:
@@ -226,15 +212,14 @@ class Layouts:
     def _num_shards(self, ep: int) -> int:
         return self._options.mesh.without(ep).num_shards(self._options.placements.main)
 
-    def _buckets(self, root: Owner) -> tuple[Buffer, ...]:
+    def _buckets(self, root: Owner) -> tuple[PlannedBuffer, ...]:
         """In the order in which backward fills them."""
         options = self._options
         assert options.bucket_mb is not None
         homes = [root.ep if is_spread(one) else 1 for one in root.found]
         formats = [stored_as(one, options.precision).format for one in root.found]
         return tuple(
-            Buffer(members=members, layout=bucket.layout, format=formats[members[0]], ep=ep)
-            for ep, members, bucket in planned_buckets(
+            planned_buckets(
                 root.found,
                 self._routes,
                 homes,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy
@@ -21,7 +21,9 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
-from shardwise.shard.member import Member
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 Key = tuple[int, int]  # (group, index in it)
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -49,7 +51,7 @@ class Arrivals:
         self.elements = 0  # of the missing ones
         self._listeners: dict[Key, Any] = {}
 
-    def listen(self, told: ref[Member]) -> None:
+    def listen(self, told: ref[Unit]) -> None:
         """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
         self._follow()
@@ -159,7 +161,7 @@ class Arrivals:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
 
 
-def _tell(told: ref[Member], key: Key, leaf: Tensor) -> None:
+def _tell(told: ref[Unit], key: Key, leaf: Tensor) -> None:
     owner = told()
     if owner is not None:
         owner.arrived(key)

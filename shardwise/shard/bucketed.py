@@ -14,65 +14,21 @@ forward used: collectives match on every rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.precision.fp8_tensor import Reads
 from shardwise.shard.group import Group
-from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Phase, Unit
-from shardwise.shard.weights import Place, Weights
+from shardwise.shard.wrapped import Place
 from shardwise.streams import annotate
-
-
-class BucketedWeights(Weights):
-    """The weights of buckets, shown one by one."""
-
-    def __init__(self, groups: Sequence[Group], places: Sequence[Place], staged: bool) -> None:
-        super().__init__(groups, places)
-        self._staged = staged  # whether modules wait for their own weights
-        self._here = [False] * len(groups)  # by bucket: whether the modules hold its whole weights
-        self._places: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in groups]
-        for parameters, name, number, index in places:
-            self._places[number].append((parameters, name, index))
-
-    def gather(self, runtime: Runtime, reads: Reads) -> None:
-        for group in reversed(self.groups):  # in the order of forward
-            group.gather(runtime, reads)
-
-    def expose(self, runtime: Runtime, reads: Reads, *, by_and_by: bool = False) -> None:
-        self.gather(runtime, reads)
-        if not (self._staged and by_and_by):
-            self.wait(runtime)
-        self.show(runtime)
-
-    def show(self, runtime: Runtime) -> None:
-        self.shown = True
-        arrived = (number for number, group in enumerate(self.groups) if not group.pending)
-        self.show_buckets(runtime, arrived)
-
-    def show_buckets(self, runtime: Runtime, numbers: Iterable[int]) -> None:
-        """Put the whole weights of these buckets in the modules' hands, once they are there."""
-        for number in numbers:
-            if not self._here[number]:
-                group = self.groups[number]
-                group.wait(runtime)
-                for parameters, name, index in self._places[number]:
-                    parameters[name] = group.unsharded[index]
-                self._here[number] = True
-
-    def hide(self, force: bool = False) -> None:
-        super().hide(force)
-        self._here = [False] * len(self.groups)
 
 
 class BucketedUnit(Unit):
     """The state behind one ``data_parallel`` call; groups in the order of backward."""
 
-    weights: BucketedWeights
     by_group = True
 
     def __init__(
@@ -89,15 +45,11 @@ class BucketedUnit(Unit):
         self._next = 0  # the bucket whose turn it is to reduce
         self._missing: list[int] = []  # by bucket: gradients that have not come in this backward
         stages = _stages(modules[0], places) if staged else {}
-        self._staged = bool(stages)
-        super().__init__(name, modules, groups, places, **options)
+        super().__init__(name, modules, groups, places, staged=bool(stages), **options)
         self._stages = [
             stage.register_forward_pre_hook(partial(_await, weakref.ref(self), numbers))
             for stage, numbers in stages.items()
         ]
-
-    def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> BucketedWeights:
-        return BucketedWeights(groups, places, self._staged)
 
     def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.weights.wait(self.runtime)  # what no module asked for must have arrived too
@@ -106,7 +58,7 @@ class BucketedUnit(Unit):
     def awaited(self, numbers: list[int]) -> None:
         """A module that reads these buckets runs next."""
         if self.phase is not Phase.RESTING:
-            self.weights.show_buckets(self.runtime, numbers)
+            self.weights.show_groups(self.runtime, numbers)
 
     # ------------------------------------------------------------------ gradients
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise import comm
-from shardwise.shard.member import Member
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 
 class State(enum.Enum):
@@ -39,7 +41,7 @@ class Call:
 
     __slots__ = ("__weakref__", "forward", "gated", "recorded", "state", "task", "unit", "weights")
 
-    def __init__(self, unit: Member, weights: Any = None, *, recorded: bool = True) -> None:
+    def __init__(self, unit: Unit, weights: Any = None, *, recorded: bool = True) -> None:
         self.unit = ref(unit)
         self.weights = weights  # the versions of the weights that it computes with
         self.recorded = recorded  # whether autograd records it, so that a backward can come
@@ -314,7 +316,7 @@ def will_come(leaf: Tensor) -> bool:
         return True
 
 
-def recomputes_inside(unit: Member) -> bool:
+def recomputes_inside(unit: Unit) -> bool:
     """Whether the backward that runs now will come to a reentrant checkpoint inside the unit whose
     output it has just reached. Such a one starts a backward of its own: of the parameters that it
     reads the graph knows nothing."""
@@ -342,7 +344,7 @@ def refuse_chosen(units: Sequence[Any]) -> None:
         )
 
 
-def _behind(until: Member | None = None) -> Iterator[Any]:
+def _behind(until: Unit | None = None) -> Iterator[Any]:
     """The nodes behind the one that runs now, as far as the gates of the inputs of ``until``."""
     seen: set[Any] = {None}
     waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,13 +25,11 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
-from shardwise.shard.formats import stored_as
+from shardwise.precision.policy import Stored
 from shardwise.shard.module import unit_of
-from shardwise.shard.wrapping import Found, GrainChoice, grain_of
+from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
-
-logger = logging.getLogger(__name__)
 
 
 def check_types(
@@ -61,6 +58,24 @@ def check_types(
         wrong.append(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}")
     if wrong:
         raise ValueError(f"{verb}: " + "; ".join(wrong))
+
+
+def wrapping_problems(
+    roots: Sequence[nn.Module],
+    found: Sequence[Found],
+    meshes: Sequence[DeviceMesh],
+    homes: Sequence[DeviceMesh],
+    placements: Placements,
+    precision: Precision,
+    device: torch.device,
+) -> list[str]:
+    """Problems that any wrapping may have; ``homes``: of all meshes, that of each parameter."""
+    problems = module_problems(roots, found, homes)
+    for mesh in meshes:
+        problems += mesh_problems(mesh, placements)
+    problems += expert_problems(roots, found, homes)
+    native = native_problem(device) if precision.products == "native" else None
+    return problems + ([] if native is None else [f"Precision(products='native'): {native}"])
 
 
 def module_problems(
@@ -274,11 +289,6 @@ def bucket_problems(placements: Placements, bucket_mb: Any) -> list[str]:
     return problems
 
 
-def product_problems(precision: Precision, device: torch.device) -> list[str]:
-    problem = native_problem(device) if precision.products == "native" else None
-    return [] if problem is None else [f"Precision(products='native'): {problem}"]
-
-
 def placement_problems(
     choose: Callable[[nn.Parameter], Any] | None, found: Sequence[Found]
 ) -> list[str]:
@@ -299,33 +309,14 @@ def placement_problems(
                 f"shard_placement_fn wants {wanted!r} for '{f.name}' of shape "
                 f"{list(f.parameter.shape)}, which has no such dimension"
             )
-        elif dim not in (None, 0, -ndim) and not _told:
-            _told.append(f.name)
-            logger.info(
-                "shard_placement_fn wants %r for '%s': not needed, flat buffers are cut along rows "
-                "and need no dimension that divides evenly",
-                wanted,
-                f.name,
-            )
     return problems
 
 
-def described_shape(found: Found) -> str:
-    """The shape of a parameter, and how tensor parallelism places it."""
+def described(found: Found, stored: Stored) -> str:
+    """A parameter in words that must be the same on all ranks."""
     parameter = found.parameter
     placed = f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
-    return f"{list(parameter.shape)}{placed}"
-
-
-_told: list[str] = []  # the parameter whose placement was spoken of: one line for a model
-
-
-def describe_parameter(found: Found, grain: GrainChoice | None, precision: Precision) -> str:
-    """One line about a parameter, which must be the same on all ranks."""
-    parameter = found.parameter
-    stored = stored_as(found, precision)
     return (
-        f"{found.name} {described_shape(found)} {parameter.dtype} by {grain_of(found, grain)} "
-        f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''} "
-        f"{share_of(found)}"
+        f"{found.name} {list(parameter.shape)}{placed} {parameter.dtype} "
+        f"{'trainable' if parameter.requires_grad else 'frozen'} {stored.format or ''}"
     )

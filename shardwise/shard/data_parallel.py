@@ -19,13 +19,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.agreement import raise_together
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
-from shardwise.mesh import Ranks, data_mesh, default_mesh
+from shardwise.mesh import Ranks, data_mesh, init_mesh
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.muon_step import kernels_everywhere
 from shardwise.optim.presets import price
@@ -36,24 +36,20 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.bucketed import BucketedUnit
-from shardwise.shard.buckets import Bucket, plan_elements, plan_matrices
-from shardwise.shard.building import PlannedBuffer, build_unit
+from shardwise.shard.buckets import plan_elements, plan_matrices
+from shardwise.shard.building import PlannedBuffer, wrap
 from shardwise.shard.checks import (
     bucket_problems,
     check_types,
-    described_shape,
-    expert_problems,
+    described,
     experts_axis,
-    mesh_problems,
-    module_problems,
     option_problems,
-    product_problems,
     share_of,
+    wrapping_problems,
 )
 from shardwise.shard.formats import stored_as
 from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.wrapping import Found, device_of, find_parameters, install, same_values
-from shardwise.tile import tile_of
+from shardwise.shard.wrapping import Found, device_of, find_parameters
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)
@@ -112,74 +108,63 @@ def data_parallel(
     Which parameters are matrices is the answer of :func:`sw.route`; call that before.
     """
     check_types([model], mesh, placements, precision, mp_policy, verb=_VERB)
-    mesh = default_mesh() if mesh is None else data_mesh(mesh)
+    mesh = init_mesh() if mesh is None else data_mesh(mesh)
     placements = placements or zero(1)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     settings = matrix if isinstance(matrix, MuonSettings) else muon()
-    ranks = Ranks(mesh)
+    device = device_of(mesh)
     found = find_parameters([model], ignored_params or set())
+    stored = [stored_as(f, precision) for f in found]
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     homes, problems = _homes(found, meshes, mesh)
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
     if grain not in (None, "tensor"):
         problems.append(f"grain={grain!r}: None, or 'tensor' to have every matrix whole")
-    problems += module_problems([model], found, homes) + mesh_problems(mesh, placements)
-    problems += expert_problems([model], found, homes)
+    every = [mesh, *dict.fromkeys(home for home in homes if home != mesh)]
+    problems += wrapping_problems([model], found, every, homes, placements, precision, device)
     problems += option_problems(unused_parameters, memory, None)
-    stored = [stored_as(f, precision) for f in found]
     problems += precision.unmatched([f.name for f in found])
     problems += stores_nothing(precision.format, stored)
-    problems += product_problems(precision, device_of(mesh))
-    for other in dict.fromkeys(home for home in homes if home != mesh):
-        problems += mesh_problems(other, placements)
     for f in found:
         problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} bucket={bucket_mb} "
         f"grain={grain} overlap={overlap_gather} {settings.preset} {settings.form}"
     ] + [
-        f"{f.name} {described_shape(f)} {f.parameter.dtype} {routes[id(f.parameter)].kind} "
-        f"over {home.mesh_dim_names} {tuple(home.shape)} "
-        f"{'trainable' if f.parameter.requires_grad else 'frozen'} "
-        f"{one.format or ''} {share_of(f) if home == mesh else ''}"
+        f"{described(f, one)} {routes[id(f.parameter)].kind} over {home.mesh_dim_names} "
+        f"{tuple(home.shape)} {share_of(f) if home == mesh else ''}"
         for f, home, one in zip(found, homes, stored, strict=True)
     ]
-    raise_together(_VERB, problems, description, ranks.axes, same="wrap the same module")
-
-    device = device_of(mesh)
-    values: dict[int, Tensor] = {}
-    spread = {}
-    for home in dict.fromkeys(homes):
-        chosen = [position for position, other in enumerate(homes) if other == home]
-        over = spread[home] = Ranks(home, experts_axis([found[position] for position in chosen]))
-        same = same_values([found[position] for position in chosen], over, device)
-        values.update(zip(chosen, same, strict=True))
-    measured = kernels_everywhere(device, ranks.axes)
-    formats = [one.format for one in stored]
-    shards = {home: over.num_shards(placements.main) for home, over in spread.items()}
-    planned = planned_buckets(
-        found, routes, homes, formats, shards, settings, bucket_mb, measured, grain
+    axes = Ranks(mesh).axes
+    raise_together(_VERB, problems, description, axes, same="wrap the same module")
+    ranks = {
+        home: Ranks(
+            home, experts_axis([f for f, at in zip(found, homes, strict=True) if at == home])
+        )
+        for home in dict.fromkeys(homes)
+    }
+    buffers = planned_buckets(
+        found,
+        routes,
+        homes,
+        [one.format for one in stored],
+        {home: over.num_shards(placements.main) for home, over in ranks.items()},
+        settings,
+        bucket_mb,
+        kernels_everywhere(device, axes),
+        grain,
     )
-    unit, _ = build_unit(
+    wrap(
         BucketedUnit,
-        type(model).__name__,
         [model],
         found,
-        [
-            PlannedBuffer(
-                members,
-                bucket.layout,
-                formats[members[0]],
-                spread[home],
-                None if home == mesh else float(mesh.size()),
-            )
-            for home, members, bucket in planned
-        ],
-        [values[position] for position in range(len(found))],
+        homes,
+        buffers,
         placements,
         precision,
         device,
-        tiles=[tile_of(f.parameter, home) for f, home in zip(found, homes, strict=True)],
+        ranks=ranks,
+        divisors={home: float(mesh.size()) for home in ranks if home != mesh},
         stored=stored,
         release_after_forward=None,
         kept_axis=None,
@@ -188,7 +173,6 @@ def data_parallel(
         staged=bool(overlap_gather),
         early=overlap_gather == "step",
     )
-    install([model], unit, device, found)
     return model
 
 
@@ -205,8 +189,8 @@ def planned_buckets(
     bucket_mb: float,
     measured: bool,
     grain: Any = None,
-) -> list[tuple[H, tuple[int, ...], Bucket]]:
-    """(mesh, positions of its parameters, bucket), in the order in which backward fills them.
+) -> list[PlannedBuffer]:
+    """The buckets, in the order in which backward fills them.
 
     ``homes``: the mesh of each parameter, in whatever words. Backward is taken to meet parameters
     in the reverse order of their registration.
@@ -220,7 +204,7 @@ def planned_buckets(
         key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
         alike.setdefault(key, []).append(position)
     planned = []
-    for (home, dtype, _, whole, _, _), positions in alike.items():
+    for (home, dtype, _, whole, format, _), positions in alike.items():
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
         # The route of each; the shape that is laid out, and that of the whole tensor.
         chosen = [
@@ -240,11 +224,10 @@ def planned_buckets(
             buckets = plan_matrices(items, costs, num_shards[home], bucket_size, whole=promised)
         else:
             buckets = plan_elements(items, num_shards[home], bucket_size)
-        planned += [
-            (home, tuple(positions[member] for member in bucket.members), bucket)
-            for bucket in buckets
-        ]
-    return sorted(planned, key=lambda entry: -min(entry[1]))
+        for bucket in buckets:
+            members = tuple(positions[member] for member in bucket.members)
+            planned.append(PlannedBuffer(members, bucket.layout, format, home))
+    return sorted(planned, key=lambda buffer: -min(buffer.members))
 
 
 def _grain(seen: Sequence[int], whole: bool) -> Any:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,12 +57,12 @@ from shardwise.shard.formats import (
     sends_codes,
 )
 from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
-from shardwise.shard.group import Group
+from shardwise.shard.group import Gathered, Group
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 
 
-class GroupPlane:
+class GroupPlane(Gathered):
     """One plane of every weight of a group, in one block of bytes: codes, then scales."""
 
     def __init__(self, block: Block, layout: Layout, parts: int, device: torch.device) -> None:
@@ -70,9 +70,8 @@ class GroupPlane:
         self.share = block[0] * block[1]  # elements that share a scale
         self.width = SCALES[block].itemsize  # bytes of a scale
         nbytes = plane_bytes(layout, block, parts)
-        self.memory = Memory(nbytes, torch.uint8, device, "compute", lane="gather")
+        super().__init__(Memory(nbytes, torch.uint8, device, "compute", lane="gather"))
         self.memory.moved = weakly(self._drop_views)
-        self.filled: Any = None  # main.state when it was encoded; None: never, or released since
         self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
         self.part_filled: Any = None  # main.state when they did
         self.views: list[Plane] | None = None
@@ -170,7 +169,7 @@ class FP8Group(Group):
     """A group in fp8. A gather brings the planes that the phase reads; see the picture above."""
 
     format: Format
-    scratch = "staging"
+    scratch, movable = "staging", True
 
     def _build_compute(self) -> None:
         super()._build_compute()
@@ -187,12 +186,11 @@ class FP8Group(Group):
         self.planes = {
             block: GroupPlane(block, layout, parts, device) for block in FORMATS[self.format]
         }
+        self.copies = [*self.planes.values()]
         if self._outer:
             mine = self.main.gather_steps(self.whole)[self._outer][1]
             for plane in self.planes.values():
                 plane.make_part(*mine)
-        self._gathers: list[comm.Pending] = []
-        self._kept_in_use = False  # whether a pending gather sends the kept part
         self._runtime: Runtime | None = None
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
@@ -208,72 +206,27 @@ class FP8Group(Group):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
             parameter.show(one.expand(item.shape))
 
-    @property
-    def blocks(self) -> list[Memory]:
-        return [plane.memory for plane in self.planes.values()]
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._gathers) or self._ready is not None
-
-    @property
-    def fresh(self) -> bool:
-        return not self._missing("forward") and not self._missing("backward")
-
-    def _missing(self, phase: Reads) -> list[GroupPlane]:
-        """The planes that ``phase`` reads and that are released, or older than main."""
+    def _missing(self, phase: Reads) -> list[Gathered]:
         backward = phase == "backward" or (self._runtime is not None and self._runtime.in_backward)
         everything = self.persistent or (self.reads_again and backward)
         return self._stale(
             self.planes[block] for block in planes_of(self.format, phase, everything)
         )
 
-    def _stale(self, planes: Iterable[GroupPlane]) -> list[GroupPlane]:
-        state = self.main.state
-        return [plane for plane in planes if not plane.memory.live or plane.filled != state]
-
-    def _plane_of(self, phase: Reads) -> GroupPlane | None:
+    def _copy_for(self, phase: Reads) -> GroupPlane | None:
         block = READS[self.format].get(phase)
         return None if block is None else self.planes[block]
 
     def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
         self._runtime = runtime
-        self._gather_planes(self._missing(phase), runtime)
+        super().gather(runtime, phase)
 
-    def _gather_planes(self, missing: Sequence[GroupPlane], runtime: Runtime) -> None:
-        if not missing:
-            return
-        self._prepare(runtime)
-        comm.purpose = self.label
-        with runtime.lanes.on("gather"):
-            self._arrive()
-            for plane in missing:
-                plane.memory.acquire(runtime.source)
-            kept = self._plane_of("backward") if self._keeps else None
-            rest = [plane for plane in missing if plane is not kept]
-            if kept is not None and len(rest) < len(missing):
-                assert self._kept is not None and self._kept_axis is not None
-                part = self._kept.tensor
-                self._gathers = [comm.all_gather(kept.memory.tensor, part, self._kept_axis)]
-                self._kept_in_use = True
-            if rest and self.direct:
-                self._gathers += self._gather_codes(rest)
-            elif rest:
-                self._gather_staged(rest, runtime)
-        comm.purpose = ""
-        for plane in missing:
-            plane.filled = self.main.state
-        self._issued(runtime)
-
-    def _arrive(self) -> None:
-        gathers, self._gathers = self._gathers, []
-        try:
-            for pending in gathers:
-                pending.wait()
-        except BaseException:
-            for plane in self.planes.values():
-                plane.filled = None
-            raise
+    def _bring(self, copies: Sequence[Gathered], runtime: Runtime) -> list[comm.Pending]:
+        planes = [plane for plane in self.planes.values() if plane in copies]
+        if self.direct:
+            return self._gather_codes(planes)
+        self._gather_staged(planes, runtime)
+        return []
 
     def _gather_codes(self, planes: Sequence[GroupPlane]) -> list[comm.Pending]:
         """Encode this rank's shard, then gather codes and scales, axis by axis. What outer axes
@@ -300,51 +253,10 @@ class FP8Group(Group):
     def _gather_staged(self, planes: Sequence[GroupPlane], runtime: Runtime) -> None:
         """Gather bf16 into scratch that lives until this function returns, then encode."""
         self.whole.block.acquire(runtime.source)
-        source = self._source()
-        if self._plan is None:
-            self._plan = source.gather_plan(self.whole)
-        self._plan.run().wait()
+        for pending in super()._bring(planes, runtime):
+            pending.wait()
         encode_planes(planes, self.whole, self.rounding)
         self.whole.block.release(runtime.source)
-
-    def wait(self, runtime: Runtime) -> None:
-        if self.pending:
-            self._arrive()
-            self._computes_next(runtime)
-        if self._kept_in_use and self._kept is not None:
-            self._kept.release(runtime.source)
-            self._kept_in_use = False
-
-    def release(self, runtime: Runtime) -> None:
-        if self.persistent or not any(memory.live for memory in self.blocks):
-            return
-        self.wait(runtime)
-        runtime.lanes.join("gather", "compute")
-        with runtime.lanes.on("gather"):
-            for plane in self.planes.values():
-                plane.memory.release(runtime.source)
-                plane.filled = None
-
-    def _rest(self) -> None:
-        for memory in () if self.persistent else self.blocks:
-            memory.release(CACHING)
-
-    @property
-    def _keeps(self) -> bool:
-        kept = self._kept
-        return kept is not None and kept.live and self._kept_filled == self.main.state
-
-    def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
-        """Keep 1/k of the plane that backward reads. A column plane can't be made from a row plane,
-        so it is gathered here, while forward goes on; a plane of squares is here already."""
-        plane = self._plane_of("backward")
-        if self.persistent or plane is None:
-            return
-        self._runtime = runtime
-        self._gather_planes(self._stale([plane]), runtime)
-        self._copy_part(plane.memory.tensor, plane.filled, runtime, axis)
-        # Nothing computes with the plane that was just gathered, so compute need not wait for it.
-        self._ready, self._kept_in_use = None, False
 
     def plane(self, index: int, phase: Reads) -> Plane:
         """The plane of one weight that ``phase`` reads.
@@ -352,7 +264,7 @@ class FP8Group(Group):
         A plane that is read in backward without a hook that gathered it (a recomputation by a
         reentrant checkpoint inside a unit, for one) is gathered here: on every rank, or on none.
         """
-        plane = self._plane_of(phase)
+        plane = self._copy_for(phase)
         if plane is None:
             raise FP8Error(
                 f"'{self.items[index].name}' is stored as rows to look up: no plane serves {phase}"

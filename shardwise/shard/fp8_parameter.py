@@ -15,16 +15,15 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.layout import Item
 from shardwise.moe.weights import QuantisedParameter
-from shardwise.precision import Precision, fp8_operators
+from shardwise.precision import fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
 from shardwise.precision.fp8_experts import expert_codes
 from shardwise.precision.fp8_functions import (
@@ -39,23 +38,8 @@ from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Format, FP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
 
-
-class PlaneOwner(Protocol):
-    """The group that gathers the planes."""
-
-    format: Format
-    items: tuple[Item, ...]
-    precision: Precision
-
-    @property
-    def matmul(self) -> Matmul | None: ...
-
-    @property
-    def _whole_device(self) -> torch.device: ...
-
-    def plane(self, index: int, phase: Reads) -> Plane: ...
-
-    def gathered(self, index: int) -> dict[Block, Plane]: ...
+if TYPE_CHECKING:
+    from shardwise.shard.fp8_group import FP8Group
 
 
 class FP8Weight(FP8Tensor):
@@ -68,8 +52,8 @@ class FP8Weight(FP8Tensor):
         self._group, self._index = group, index
 
     @property
-    def group(self) -> PlaneOwner:
-        group: PlaneOwner | None = self._group()
+    def group(self) -> FP8Group:
+        group: FP8Group | None = self._group()
         if group is None:
             raise RuntimeError("this weight's group is gone; the model was deleted or rebuilt")
         return group

@@ -17,25 +17,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise import comm
 from shardwise.agreement import raise_together
-from shardwise.layout import CHEAP_PADDING, Layout, cut_finer, plan_groups
-from shardwise.mesh import Ranks, data_mesh, default_mesh
+from shardwise.layout import CHEAP_PADDING, cut_finer, plan_groups
+from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format
 from shardwise.shard.buckets import PROMISED_PADDING
-from shardwise.shard.building import PlannedBuffer, build_unit
+from shardwise.shard.building import PlannedBuffer, wrap
 from shardwise.shard.checks import (
     check_types,
-    describe_parameter,
-    expert_problems,
+    described,
     experts_axis,
     forward_problems,
     grain_problems,
-    mesh_problems,
-    module_problems,
     option_problems,
     placement_problems,
-    product_problems,
+    share_of,
+    wrapping_problems,
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.module import unit_of
@@ -45,12 +43,9 @@ from shardwise.shard.wrapping import (
     GrainChoice,
     device_of,
     find_parameters,
-    install,
+    grain_of,
     outermost,
-    same_values,
 )
-from shardwise.subgroups import split
-from shardwise.tile import tile_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -94,6 +89,8 @@ def fully_shard(
             root (None).
         offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the
             host.
+        shard_placement_fn: torch's; checked, and of no effect: flat buffers are cut along rows, and
+            no dimension need divide evenly.
         ignored_params: left alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
             shard.
@@ -120,15 +117,13 @@ def fully_shard(
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     found = find_parameters(roots, ignored_params or set())
-    ranks = Ranks(mesh, experts_axis(found))
-    meshes = [mesh] * len(found)
-    problems = module_problems(roots, found, meshes) + mesh_problems(mesh, placements)
-    problems += expert_problems(roots, found, meshes)
+    ranks, device = Ranks(mesh, experts_axis(found)), device_of(mesh)
+    homes, stored = [mesh] * len(found), [stored_as(f, precision) for f in found]
+    problems = wrapping_problems(roots, found, [mesh], homes, placements, precision, device)
     problems += option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, ranks, placements)
     problems += placement_problems(shard_placement_fn, found)
     problems += grain_problems(grain)
-    problems += product_problems(precision, device_of(mesh))
     if gather_in_step and SHARD in placements.compute:
         problems.append(
             f"gather_in_step=True under {placements}: whole weights are not kept between steps, so "
@@ -138,40 +133,33 @@ def fully_shard(
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "
         f"gather_in_step={gather_in_step}"
-    ] + [describe_parameter(f, grain, precision) for f in found if not grain_problems(grain)]
+    ]
+    for f, one in zip(found, stored, strict=True) if not grain_problems(grain) else ():
+        description.append(f"{described(f, one)} by {grain_of(f, grain)} {share_of(f)}")
     raise_together("fully_shard", problems, description, ranks.axes, same="wrap the same module")
     kept_axis, release = after_forward(reshard_after_forward, ranks)
-    device = device_of(mesh)
-    values = same_values(found, ranks, device)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
-    pin = offload and offload_policy.pin_memory and device.type == "cuda"  # type: ignore[union-attr]
-    # Gradients of experts are sums over the tokens of all ranks.
-    divisor = None if ranks.others is None else float(mesh.size() * ranks.others.size)
-    shards = ranks.num_shards(placements.main)
-    unit, _ = build_unit(
+    wrap(
         Unit,
-        type(roots[0]).__name__ if roots else "empty",
         roots,
         found,
-        [
-            PlannedBuffer(*planned, ranks, divisor)
-            for planned in planned_groups(found, shards, grain, precision)
-        ],
-        values,
+        homes,
+        planned_groups(found, ranks.num_shards(placements.main), grain, precision, mesh),
         placements,
         precision,
         device,
-        tiles=[tile_of(f.parameter, mesh) for f in found],
-        stored=[stored_as(f, precision) for f in found],
+        ranks={mesh: ranks},
+        # Gradients of experts are sums over the tokens of all ranks.
+        divisors={mesh: float(mesh.size() * ranks.others.size)} if ranks.others else {},
+        stored=stored,
         offload=offload,
-        pin=pin,
+        pin=offload and offload_policy.pin_memory and device.type == "cuda",  # type: ignore[union-attr]
         release_after_forward=release,
         kept_axis=kept_axis,
         unused=unused_parameters,
         options={"memory": memory, "unify": unify_streams},
         early=gather_in_step,
     )
-    install(roots, unit, device, found)
     return module
 
 
@@ -183,11 +171,15 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def planned_groups(
-    found: Sequence[Found], num_shards: int, grain: GrainChoice | None, precision: Precision
-) -> list[tuple[tuple[int, ...], Layout, Format | None]]:
-    """(positions, layout, format) of parameters that share a buffer: alike in dtype, format and
-    trainability, alike for all ranks of tensor parallelism (whose layouts are then the same), and
-    not so odd in their rows that packing them together would cost more than it saves."""
+    found: Sequence[Found],
+    num_shards: int,
+    grain: GrainChoice | None,
+    precision: Precision,
+    home: Any,
+) -> list[PlannedBuffer]:
+    """The buffers of parameters that are alike in dtype, format and trainability, alike for all
+    ranks of tensor parallelism (whose layouts are then the same), and not so odd in their rows that
+    packing them together would cost more than it saves. ``home``: the mesh of all of them."""
     alike: dict[tuple[torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, f in enumerate(found):
         format = stored_as(f, precision).format
@@ -200,9 +192,10 @@ def planned_groups(
             items = cut_finer(items, num_shards)
         for members in plan_groups(items, num_shards):
             layout = lay_out([items[member] for member in members], num_shards, format)
-            groups.append((tuple(positions[member] for member in members), layout, format))
-    padding = sum(layout.padding for _, layout, _ in groups)
-    payload = sum(layout.payload for _, layout, _ in groups)
+            chosen = tuple(positions[member] for member in members)
+            groups.append(PlannedBuffer(chosen, layout, format, home))
+    padding = sum(group.layout.padding for group in groups)
+    payload = sum(group.layout.payload for group in groups)
     if grain == "tensor" and padding > max(CHEAP_PADDING, payload // PROMISED_PADDING):
         raise ValueError(
             f"grain='tensor': '{found[0].name}' and the other {len(found) - 1} parameters of its "
@@ -215,7 +208,7 @@ def planned_groups(
 
 def _choose_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
     if mesh is None:
-        return default_mesh()
+        return init_mesh()
     if dims is None:
         return data_mesh(mesh)
     names = _axis_names(dims.replicate) + _axis_names(dims.shard)

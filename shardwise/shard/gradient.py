@@ -32,12 +32,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.memory import CACHING, Source
-from shardwise.placements import (
-    PARTIAL,
-    SHARD,
-    Placements,
-    steps,
-)
+from shardwise.placements import PARTIAL, SHARD, Placement, Placements, steps
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.shares import reduce_shares
@@ -131,9 +126,8 @@ class Gradients:
     def _choose(self) -> tuple[Buffer, bool]:
         """Which buffer this microbatch is summed in, and whether its contents are undefined."""
         if self.keep or (self._partial is not None and self._partial.block.live):
-            self._partial = self._partial or self._whole_buffer(
-                self.main_weight.dtype, "grad_accumulator"
-            )
+            dtype = self.main_weight.dtype
+            self._partial = self._partial or self._buffer(dtype, "grad_accumulator")
             return self._partial, not self._partial.block.live
         main_fresh = self.main.fresh
         # Nothing is scattered and nothing cast: sum in the main grad itself and reduce it in place.
@@ -148,7 +142,7 @@ class Gradients:
         ):
             main = self.main.ready(unused=True) if main_fresh else self.main.repaired()
             return main, main_fresh
-        self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
+        self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
         return self._packed, True
 
     @property
@@ -165,9 +159,12 @@ class Gradients:
     def _alone(self) -> bool:
         return all(size == 1 for size in self.ranks.sizes) and self.divisor is None
 
-    def _whole_buffer(self, dtype: torch.dtype, kind: str) -> Buffer:
-        everywhere = (PARTIAL,) * len(self.ranks.sizes)
-        buffer = Buffer(self.layout, self.ranks, everywhere, dtype, self.device, kind)
+    def _buffer(
+        self, dtype: torch.dtype, kind: str, placements: Sequence[Placement] | None = None
+    ) -> Buffer:
+        """A buffer without memory; ``placements``: None for whole, unreduced gradients."""
+        placements = placements or (PARTIAL,) * len(self.ranks.sizes)
+        buffer = Buffer(self.layout, self.ranks, placements, dtype, self.device, kind)
         buffer.block.release(CACHING)
         buffer.block.moved = partial(_forget, self._views, id(buffer))
         return buffer
@@ -199,7 +196,7 @@ class Gradients:
             self._wait()
             return
         if target is self._partial and self.wire_dtype != target.dtype:
-            self._packed = self._packed or self._whole_buffer(self.wire_dtype, "grad_transient")
+            self._packed = self._packed or self._buffer(self.wire_dtype, "grad_transient")
             self._packed.block.acquire(self.source)
             self._packed.flat.copy_(target.flat)
             target.block.release(CACHING)
@@ -313,16 +310,8 @@ class Gradients:
             if into.data_ptr() == value.data_ptr():
                 return
         else:
-            if self._inner is None:
-                self._inner = Buffer(
-                    self.layout,
-                    self.ranks,
-                    self.placements.grad,
-                    self.main_weight.dtype,
-                    self.device,
-                    "grad_accumulator",
-                )
-                self._inner.block.release(CACHING)
+            dtype, grad = self.main_weight.dtype, self.placements.grad
+            self._inner = self._inner or self._buffer(dtype, "grad_accumulator", grad)
             fresh = not self._inner.block.live
             self._inner.block.acquire(CACHING)
             into = self._inner.flat

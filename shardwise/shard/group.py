@@ -17,7 +17,7 @@ checkpoint, an init), the next gather sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -33,11 +33,34 @@ from shardwise.mesh import Ranks
 from shardwise.placements import REPLICATE, SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format, Reads
-from shardwise.shard.call import look_into
 from shardwise.shard.gradient import Gradients
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import LOST, Whole, WholeDTensor, WholeParameter
+from shardwise.shard.whole_parameter import (
+    Whole,
+    WholeDTensor,
+    WholeParameter,
+    carry_attributes,
+)
 from shardwise.tile import Tile
+
+
+class Gathered:
+    """Memory of whole weights, and the version of main that they were made from."""
+
+    def __init__(self, memory: Block) -> None:
+        self.memory = memory
+        self.filled: Any = None  # main.state then; None: never, or released since
+
+
+class Part(Gathered):
+    """1/k of a copy, of which only the k ranks of an axis will gather the rest again."""
+
+    def __init__(self, whole: Gathered, axis: comm.Axis) -> None:
+        flat = whole.memory.tensor
+        length = flat.numel() // axis.size
+        super().__init__(Block(length, flat.dtype, flat.device, "compute", lane="gather"))
+        self.whole, self.axis = whole, axis
+        self.here = slice(axis.rank * length, (axis.rank + 1) * length)
 
 
 class Group:
@@ -49,6 +72,7 @@ class Group:
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
+    movable = False  # whether copies may move: autograd saves views of whole weights in a dtype
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
@@ -134,23 +158,21 @@ class Group:
         self.aliased = held_whole and same and self.format is None
         self.persistent = SHARD not in self.placements.compute
         self.compute: Buffer | None = None
-        # main.state when each buffer was last filled from it; None: never, or released since
-        self._filled: Any = None
-        self._compute_filled: Any = None
-        self._kept_filled: Any = None
-        self._kept: Block | None = None
-        self._kept_axis: comm.Axis | None = None
-        self._pending: comm.Pending | None = None
+        self._compute_filled: Any = None  # main.state when it was last filled from main
+        self._kept: Part | None = None  # of what backward reads
+        self._kept_in_use = False  # whether a gather under way sends it
+        self._gathers: list[comm.Pending] = []
         self._plan: GatherPlan | None = None
         self._ready: Any = None
         # main.state whose writers the gather lane has waited for; None: for none yet
         self.awaited: Any = None
         if self.aliased:
-            self.whole = self.main
+            self.whole, self.copies = self.main, [Gathered(self.main.block)]
             return
         device = self._whole_device
         kind = self.scratch or "compute"
         self.whole = Buffer(self.layout, self.ranks, everywhere, dtype, device, kind, lane="gather")
+        self.copies = [Gathered(self.whole.block)]
         if not self.persistent and self.placements.compute != self.placements.main:
             self.compute = Buffer(
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
@@ -170,8 +192,8 @@ class Group:
 
     def _rest(self) -> None:
         """Release whole weights that are not kept between steps."""
-        if not (self.persistent or self.aliased):
-            self.whole.block.release(CACHING)
+        for memory in self.blocks if self.comes_and_goes else ():
+            memory.release(CACHING)
 
     @property
     def comes_and_goes(self) -> bool:
@@ -181,7 +203,7 @@ class Group:
     @property
     def blocks(self) -> list[Block]:
         """The memory of the whole weights."""
-        return [self.whole.block]
+        return [copy.memory for copy in self.copies]
 
     def _build_gradients(self) -> Gradients:
         return Gradients(
@@ -210,7 +232,7 @@ class Group:
         locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
         views = [self.main.view(index) for index in range(len(self.items))]
         same = all(
-            _storage(new) == _storage(old) and new.dtype == old.dtype
+            storage_of(new) == storage_of(old) and new.dtype == old.dtype
             for new, old in zip(locals_, views, strict=True)
         )
         if same and not self.main.flat.is_meta:
@@ -289,38 +311,56 @@ class Group:
     # ------------------------------------------------------------------ the life of the weights
 
     @property
-    def fresh(self) -> bool:
-        """Whether ``whole`` holds, or will hold after ``wait``, what main holds now."""
-        return self.aliased or (self.whole.block.live and self._filled == self.main.state)
-
-    @property
     def pending(self) -> bool:
         """Whether the whole weights are on their way, so that ``wait`` comes before their use."""
-        return self._pending is not None
+        return bool(self._gathers) or self._ready is not None
 
     def gather(self, runtime: Runtime, phase: Reads = "forward") -> None:
-        """Begin to gather the whole weights, unless they are there. :meth:`wait` ends it.
+        """Begin to gather what ``phase`` reads, unless it is there. :meth:`wait` ends it."""
+        self._gather(self._missing(phase), runtime)
 
-        ``phase``: what will read the weights; here both read the same.
-        """
-        if self.fresh:
+    def _missing(self, phase: Reads) -> Sequence[Gathered]:
+        """The copies that ``phase`` reads and that are released, or older than main."""
+        return () if self.aliased else self._stale(self.copies)
+
+    def _stale(self, copies: Iterable[Gathered]) -> list[Gathered]:
+        state = self.main.state
+        return [copy for copy in copies if not copy.memory.live or copy.filled != state]
+
+    def _gather(self, missing: Sequence[Gathered], runtime: Runtime) -> None:
+        if not missing:
             return
         self._prepare(runtime)
+        state, part = self.main.state, self._kept
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
-            self.whole.block.acquire(CACHING)
-            if self._kept is not None and self._kept.live and self._kept_filled == self.main.state:
-                assert self._kept_axis is not None
-                self._pending = comm.all_gather(self.whole.flat, self._kept.tensor, self._kept_axis)
-            else:
-                source = self._source()
-                if self._plan is None:
-                    self._plan = source.gather_plan(self.whole)
-                self._pending = self._plan.run()
+            for copy in missing:
+                copy.memory.acquire(runtime.source if self.movable else CACHING)
+            rest = missing
+            if part is not None and part.filled != state:
+                part.memory.release(runtime.source)
+            elif part is not None and part.whole in missing:
+                whole, mine = part.whole.memory.tensor, part.memory.tensor
+                self._gathers, self._kept_in_use = [comm.all_gather(whole, mine, part.axis)], True
+                rest = [copy for copy in missing if copy is not part.whole]
+            if rest:
+                self._gathers += self._bring(rest, runtime)
         comm.purpose = ""
-        self._filled = self.main.state
+        for copy in missing:
+            copy.filled = state
         self._issued(runtime)
+
+    def _bring(self, copies: Sequence[Gathered], runtime: Runtime) -> list[comm.Pending]:
+        """Issue the collectives that fill ``copies`` from main."""
+        source = self._source()
+        if self._plan is None:
+            self._plan = source.gather_plan(self.whole)
+        return [self._plan.run()]
+
+    def _copy_for(self, phase: Reads) -> Gathered | None:
+        """The copy that ``phase`` reads."""
+        return self.copies[0]
 
     def _prepare(self, runtime: Runtime) -> None:
         """Make the gather lane wait for whoever wrote main last."""
@@ -340,23 +380,23 @@ class Group:
 
     def _arrive(self) -> None:
         """Wait for messages under way. Where they fail, nothing has been gathered."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        gathers, self._gathers = self._gathers, []
         try:
-            pending.wait()
+            for pending in gathers:
+                pending.wait()
         except BaseException:
-            self._filled = None
+            for copy in self.copies:
+                copy.filled = None
             raise
 
     def wait(self, runtime: Runtime) -> None:
         """Make the whole weights usable by what the caller computes next."""
-        if self.aliased or self._pending is None:
-            return
-        self._arrive()
-        self._computes_next(runtime)
-        if self._kept is not None:
-            self._kept.release(runtime.source)
+        if self.pending:
+            self._arrive()
+            self._computes_next(runtime)
+        if self._kept_in_use and self._kept is not None:
+            self._kept.memory.release(runtime.source)
+            self._kept.filled, self._kept_in_use = None, False
 
     def _computes_next(self, runtime: Runtime) -> None:
         """The compute lane waits for what was gathered."""
@@ -368,30 +408,31 @@ class Group:
     def release(self, runtime: Runtime) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read
         them."""
-        if self.persistent or self.aliased or not self.whole.block.live:
+        if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
-            self.whole.block.release(CACHING)
-        self._filled = None
+            for copy in self.copies:
+                copy.memory.release(runtime.source if self.movable else CACHING)
+                copy.filled = None
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
-        them again."""
-        if not (self.persistent or self.aliased):
-            self._copy_part(self.whole.flat, self._filled, runtime, axis)
-
-    def _copy_part(self, whole: Tensor, filled: Any, runtime: Runtime, axis: comm.Axis) -> None:
-        length = whole.numel() // axis.size
+        them again. A copy that forward did not read is gathered here, while forward goes on."""
+        copy = self._copy_for("backward")
+        if copy is None or not self.comes_and_goes:
+            return
+        self._gather(self._stale([copy]), runtime)
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
             self._arrive()
-            if self._kept is None:
-                self._kept = Block(length, whole.dtype, whole.device, "compute", lane="gather")
-            self._kept.acquire(runtime.source)
-            self._kept.tensor.copy_(whole[axis.rank * length : (axis.rank + 1) * length])
-        self._kept_axis, self._kept_filled = axis, filled
+            part = self._kept = self._kept or Part(copy, axis)
+            part.memory.acquire(runtime.source)
+            part.memory.tensor.copy_(copy.memory.tensor[part.here])
+        part.filled = copy.filled
+        # Nothing computes with what was just gathered, so compute need not wait for it.
+        self._ready, self._kept_in_use = None, False
 
     def _source(self) -> Buffer:
         """The buffer that a gather starts from, up to date."""
@@ -411,8 +452,8 @@ class Group:
                 return []
             self._versions = now
             written = [one for one in self.unsharded if one.was_written()]
-            memory = _storage(self.whole.flat) if self.aliased else None
-            lost = [one.name_here for one in written if _storage(one.memory) != memory]
+            memory = storage_of(self.whole.flat) if self.aliased else None
+            lost = [one.name_here for one in written if storage_of(one.memory) != memory]
             if lost:
                 self.show_whole()  # somebody may have moved them elsewhere
         return lost
@@ -443,39 +484,9 @@ class Group:
         return any(parameter.requires_grad for parameter in self.unsharded)
 
 
-def lost_writes(groups: Sequence[Group]) -> RuntimeError | None:
-    """The error for whole weights that somebody wrote to; asked before their release."""
-    names = [name for group in groups for name in group.lost_writes()]
-    return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
-
-
-def lent_weights(groups: Sequence[Group], output: Any) -> RuntimeError | None:
-    """The error for an output of forward that lies in weights which are released next."""
-    coming = [group for group in groups if group.comes_and_goes]
-    memory = {_storage(block.tensor) for group in coming for block in group.blocks}
-    for found in look_into(output, set()) if memory else ():
-        values = found.memory if isinstance(found, Whole) else found
-        stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
-        if stored and _storage(values) in memory:
-            return RuntimeError(
-                f"the forward of {coming[0].label} returns a tensor of shape {list(found.shape)} "
-                f"that lies in the memory of its weights, which is released now: return a clone, "
-                f"or wrap with reshard_after_forward=False"
-            )
-    return None
-
-
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """Which memory a tensor lies in, also where it has no elements: ranks must decide alike."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def carry_attributes(source: Tensor, target: Tensor) -> None:
-    """Copy what users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks,
-    ...): reaches every tensor that stands for it."""
-    for name, value in vars(source).items():
-        if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
-            setattr(target, name, value)

@@ -1,20 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a wrapped model is still what was wrapped: the modules hold the same parameters, and
-weights that a backward will read are those that its forward read. What changed is refused by
-name."""
+"""Whether a wrapped model can be trained as it is. The first forward checks all units; every one
+checks that modules hold the parameters which were wrapped, and every backward that it reads the
+weights which its forward read. What is wrong is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.shard.member import Member
+from shardwise.notices import warn_once
+from shardwise.precision import Precision
+from shardwise.precision.policy import TILED, stores_nothing
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+
+def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
+    """Raise for problems that no unit sees by itself; ``names`` are the units' names."""
+    without_values = [
+        f"{name}.{item.name}" if name else item.name
+        for name, unit in zip(names, units, strict=True)
+        for group in unit.groups
+        if group.main.flat.is_meta
+        for item, parameter in zip(group.items, group.sharded, strict=True)
+        if parameter._local_tensor.is_meta  # type: ignore[attr-defined]
+    ]
+    if without_values:
+        raise RuntimeError(
+            f"parameters {without_values} are on the meta device and have no values yet: call "
+            f"model.to_empty(device=...) and initialise or load them before the first forward"
+        )
+    for precision in dict.fromkeys(unit.precision for unit in units):
+        _check_patterns(precision, [unit for unit in units if unit.precision == precision])
+    quantised = [unit for unit in units if unit.precision.format is not None]
+    stored = [one for unit in quantised for one in unit.stored.values()]
+    for problem in stores_nothing(quantised[0].precision.format, stored) if quantised else ():
+        raise ValueError(problem)
+    tiled = [one.name for one in stored if one.why == TILED]
+    if tiled:
+        logger.warning(
+            "'%s' and %d more are DTensors of tensor parallelism and are not stored in fp8 "
+            "(sw.precision_report lists all)",
+            tiled[0],
+            len(tiled) - 1,
+        )
+    _refuse_old_optimizers(entry for unit in units for entry in unit.originals)
+    devices = {group.device for unit in units for group in unit.groups}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"the units of one model are on several devices: {sorted(map(str, devices))}"
+        )
+
+
+def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:
+    """Warn of patterns that match nothing, which may be meant for units that run elsewhere; raise
+    where nothing is left in MXFP8."""
+    stored = [one for unit in units for one in unit.stored.values()]
+    problems = precision.unmatched([one.name for one in stored])
+    if not problems:
+        return
+    text = (
+        f"{'; '.join(problems)} of this model. fully_shard knows parameters by their names in the "
+        f"module that is wrapped, without the name of that module itself"
+    )
+    if not any(one.format for one in stored):
+        raise ValueError(f"{text}. Nothing would be stored in {precision.format}")
+    warn_once(logger, "%s", text)
+
+
+def _refuse_old_optimizers(originals: Iterable[tuple[str, ref[Tensor]]]) -> None:
+    """Raise for an optimizer that was built before wrapping: its tensors left the model."""
+    alive = {
+        id(parameter): name
+        for name, reference in originals
+        if (parameter := reference()) is not None
+    }
+    for thing in gc.get_objects() if alive else ():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            held = [alive[id(p)] for g in thing.param_groups for p in g["params"] if id(p) in alive]
+            if held:
+                raise RuntimeError(
+                    f"{type(thing).__name__} was built before fully_shard and holds the old "
+                    f"parameters ({', '.join(held[:4])}{', ...' if len(held) > 4 else ''}): it "
+                    f"would update nothing. Build the optimizer after wrapping"
+                )
+
+
+def refuse_ddp(units: Sequence[Unit]) -> None:
+    """Raise inside a DistributedDataParallel that takes sharded parameters for its own: it would
+    wait for their gradients and reduce none of the others."""
+    around = DistributedDataParallel._active_ddp_module
+    if around is None:
+        return
+    taken = {id(parameter) for parameter in around._module_parameters}
+    named = [
+        item.name
+        for unit in units
+        for group in unit.groups
+        for item, parameter in zip(group.items, group.sharded, strict=True)
+        if id(parameter) in taken and parameter.requires_grad
+    ]
+    if named:
+        raise RuntimeError(
+            f"DistributedDataParallel is around parameters that shardwise shards and reduces "
+            f"({', '.join(named[:4])}{', ...' if len(named) > 4 else ''}). Leave DDP out: "
+            f"fully_shard(model, placements=sw.zero(0)) replicates like DDP. Or have DDP ignore "
+            f"these, before it is built: DistributedDataParallel."
+            f"_set_params_and_buffers_to_ignore_for_model(model, their names in the model)"
+        )
+
+
+def stray_gradients(originals: list[tuple[str, ref[Tensor]]]) -> list[str]:
+    """The parameters whose original from before wrapping got a gradient, which nobody will use.
+    Originals that are gone are taken off the list: usually all of them."""
+    originals[:] = [entry for entry in originals if entry[1]() is not None]
+    found = [(name, reference()) for name, reference in originals]
+    return [f"'{name}'" for name, one in found if one is not None and one.grad is not None]
 
 
 class Members:
@@ -24,7 +137,7 @@ class Members:
     Holds dictionaries of modules, not modules, so that nothing here keeps a model alive.
     """
 
-    def __init__(self, unit: Member) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._places = [place[0] for place in unit.places], [place[1] for place in unit.places]
         self._sharded = [unit.groups[number].sharded[index] for *_, number, index in unit.places]
         self._whole = [unit.groups[number].unsharded[index] for *_, number, index in unit.places]
@@ -32,7 +145,7 @@ class Members:
         self._kept: list[tuple[ref[nn.Module], str]] | None = None
         self._record(unit)
 
-    def _record(self, unit: Member) -> None:
+    def _record(self, unit: Unit) -> None:
         modules = [module for _, module in _below(unit)]
         self._children = [module._modules for module in modules]
         self._parameters = [module._parameters for module in modules]
@@ -51,7 +164,7 @@ class Members:
 
     # Before every forward and backward, so without a loop of Python's.
 
-    def refuse_replaced(self, unit: Member) -> None:
+    def refuse_replaced(self, unit: Unit) -> None:
         """Raise where the modules do not hold the parameters that were wrapped."""
         held = list(map(dict.get, *self._places))
         for expected in (self._sharded, self._whole):
@@ -59,14 +172,14 @@ class Members:
                 return
         self._refuse_all(unit)  # unless each is one of both, where weights come by and by
 
-    def refuse_added(self, unit: Member) -> None:
+    def refuse_added(self, unit: Unit) -> None:
         """Raise where they hold more, or are others."""
         same = all(map(is_, map(dict.get, *self._empty), repeat(None)))
         if not same or self._structure() != self._known:
             self._refuse_all(unit)
             self._record(unit)  # modules without parameters, or with units of their own
 
-    def side_outputs(self, unit: Member) -> list[Any]:
+    def side_outputs(self, unit: Unit) -> list[Any]:
         """Tensors with a graph that the modules keep on themselves, as routers keep their loss.
         Looked for after the first forward, and from then on under the names found there."""
         if self._kept is None:
@@ -78,7 +191,7 @@ class Members:
             ]
         return [getattr(module(), name, None) for module, name in self._kept]
 
-    def _refuse_all(self, unit: Member) -> None:
+    def _refuse_all(self, unit: Unit) -> None:
         problems = []
         lost = {
             (id(parameters), name): (unit.groups[number], index)
@@ -89,7 +202,7 @@ class Members:
                 key = (id(module._parameters), name)
                 if key in lost and held is not None:
                     group, index = lost.pop(key)
-                    if held is not group.sharded[index] and held is not group.unsharded[index]:
+                    if all(held is not one[index] for one in (group.sharded, group.unsharded)):
                         problems.append(
                             f"'{path}{name}' was replaced, and what replaced it would be dropped: "
                             f"write values into the parameter instead (with torch.no_grad(): "
@@ -121,7 +234,7 @@ class Members:
             )
 
 
-def _below(unit: Member) -> Iterator[tuple[str, nn.Module]]:
+def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
     """The modules of a unit and those below that no inner unit owns, with the paths to them."""
     roots = [root for reference in unit.modules if (root := reference()) is not None]
     waiting = [("", root) for root in roots][::-1]
@@ -135,7 +248,7 @@ def _below(unit: Member) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
 
 
-def refuse_written(unit: Member, seen: Sequence[Any]) -> NoReturn:
+def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
     names = [
         item.name
@@ -151,7 +264,7 @@ def refuse_written(unit: Member, seen: Sequence[Any]) -> NoReturn:
     )
 
 
-def refuse_transforms(unit: Member) -> None:
+def refuse_transforms(unit: Unit) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
@@ -164,7 +277,7 @@ def refuse_transforms(unit: Member) -> None:
         )
 
 
-def refuse_create_graph(unit: Member) -> None:
+def refuse_create_graph(unit: Unit) -> None:
     """Raise in a backward with ``create_graph=True`` whose weights will be released."""
     if any(group.comes_and_goes for group in unit.groups):
         raise RuntimeError(

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
 
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.shard.group import lost_writes
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
 
@@ -99,7 +98,7 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Release them again."""
-        lost = lost_writes(self._shardwise_unit.groups)
+        lost = self._shardwise_unit.weights.lost_writes()
         self._shardwise_unit.rest()
         if lost is not None:
             raise lost
@@ -139,8 +138,7 @@ class ShardedModule(FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is a step's last: only then do gradients that wait (zero(0),
-        zero(1),
-        the outer axis of hsdp and hfsdp) go the rest of their way."""
+        zero(1), the outer axis of hsdp and hfsdp) go the rest of their way."""
         self._each(True, lambda unit: setattr(unit, "last", is_last_backward))
 
     def set_requires_gradient_sync(
@@ -258,9 +256,8 @@ class ShardedModule(FSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> NoReturn:
         raise NotImplementedError(
-            "set_all_reduce_hook: gradients go to their main placement in one chain of "
-            "collectives; "
-            "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook"
+            "set_all_reduce_hook: gradients go to their main placement in one chain of collectives;"
+            " express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook"
         )
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
@@ -281,16 +278,14 @@ class ShardedModule(FSDPModule):
         if enable:
             raise NotImplementedError(
                 "set_allocate_memory_from_process_group_for_comm: buffers keep one storage for "
-                "life, "
-                "so that views saved by autograd survive a release; NCCL's allocator cannot "
+                "life, so that views saved by autograd survive a release; NCCL's allocator cannot "
                 "resize it"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         raise NotImplementedError(
             "set_symm_mem_for_comm: symmetric memory cannot be resized, and weights are released "
-            "by "
-            "resizing their storage"
+            "by resizing their storage"
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -343,4 +338,4 @@ def share_comm_ctx(modules: list[ShardedModule]) -> None:
         if unit is None:
             raise ValueError("share_comm_ctx takes modules wrapped by fully_shard")
         if units[0] is not None:
-            unit.shared = units[0].shared
+            unit._comm_ctx = units[0]._comm_ctx

@@ -13,22 +13,24 @@ gathers and reduces for them then, as the others do that enter them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from weakref import ref
 
-from shardwise.shard.member import Member
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 
 class Order:
     """The order in which the units of one model ran, and will run."""
 
-    def __init__(self, units: list[Member]) -> None:
+    def __init__(self, units: list[Unit]) -> None:
         self._expected = [ref(unit) for unit in units]  # entries of the last forward
-        self._entries: list[ref[Member]] = []
-        self._exits: list[ref[Member]] = []
-        self._arrivals: list[ref[Member]] = []
-        self._turns: list[ref[Member]] = []
+        self._entries: list[ref[Unit]] = []
+        self._exits: list[ref[Unit]] = []
+        self._arrivals: list[ref[Unit]] = []
+        self._turns: list[ref[Unit]] = []
         self._turn = 0
-        self._ready: list[Member] = []
+        self._ready: list[Unit] = []
 
     # ------------------------------------------------------------------ forward
 
@@ -38,7 +40,7 @@ class Order:
             self._expected = self._entries
         self._entries, self._exits = [], []
 
-    def entered(self, unit: Member) -> Member | None:
+    def entered(self, unit: Unit) -> Unit | None:
         """Note that ``unit`` runs now, and say which one is expected next."""
         position = len(self._entries)
         self._entries.append(ref(unit))
@@ -47,10 +49,10 @@ class Order:
             return expected[position + 1]()
         return None
 
-    def left(self, unit: Member) -> None:
+    def left(self, unit: Unit) -> None:
         self._exits.append(ref(unit))
 
-    def ran(self) -> list[Member]:
+    def ran(self) -> list[Unit]:
         """The units of this forward, in order of entry."""
         return [unit for unit in map(_alive, self._entries) if unit is not None]
 
@@ -61,16 +63,16 @@ class Order:
         self._turns = _once(self._entries)[::-1]
         self._turn, self._ready = 0, []
 
-    def after(self, unit: Member) -> Member | None:
+    def after(self, unit: Unit) -> Unit | None:
         """Which unit backward is expected to enter after ``unit``."""
         for position, reference in enumerate(self._arrivals[:-1]):
             if reference() is unit:
                 return self._arrivals[position + 1]()
         return None
 
-    def before(self, unit: Member) -> list[Member]:
+    def before(self, unit: Unit) -> list[Unit]:
         """Which units backward should have entered before ``unit``."""
-        earlier: list[Member] = []
+        earlier: list[Unit] = []
         for other in map(_alive, self._arrivals):
             if other is unit:
                 return earlier
@@ -78,7 +80,7 @@ class Order:
                 earlier.append(other)
         return []
 
-    def ready(self, unit: Member) -> None:
+    def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
         if unit in (_alive(reference) for reference in self._turns[self._turn :]):
             self._ready.append(unit)
@@ -86,11 +88,11 @@ class Order:
         else:  # not of this forward, or its turn was passed over
             unit.reduce()
 
-    def waiting(self) -> list[Member]:
+    def waiting(self) -> list[Unit]:
         """Units whose turn has not come, in turn."""
         return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
 
-    def unreached(self) -> list[Member]:
+    def unreached(self) -> list[Unit]:
         """The same, as backward would have entered them."""
         waiting = self.waiting()
         arrivals = map(_alive, self._arrivals)
@@ -109,10 +111,10 @@ class Order:
             self._turn += 1
 
 
-def _alive(reference: ref[Member]) -> Member | None:
+def _alive(reference: ref[Unit]) -> Unit | None:
     return reference()
 
 
-def _once(references: list[ref[Member]]) -> list[ref[Member]]:
+def _once(references: list[ref[Unit]]) -> list[ref[Unit]]:
     """Each unit where it comes first."""
     return list(dict.fromkeys(references))

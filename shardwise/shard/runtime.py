@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -25,13 +25,15 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.agreement import any_rank_in_step
 from shardwise.memory import CACHING, Source, TracePool
+from shardwise.mesh import separate
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
-from shardwise.shard.first_forward import check_first_forward, refuse_ddp, stray_gradients
-from shardwise.shard.member import Member
+from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
-from shardwise.subgroups import separate
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
 
 
 @dataclass(eq=False)
@@ -78,7 +80,7 @@ class Runtime:
     def __init__(
         self,
         device: torch.device,
-        units: list[Member],
+        units: list[Unit],
         axes: Sequence[comm.Axis],
         *,
         lanes: Lanes | None = None,
@@ -109,10 +111,10 @@ class Runtime:
         self.matmul = Emulated(workspace=Workspace())
 
     @staticmethod
-    def start(unit: Member, root: nn.Module) -> None:
+    def start(unit: Unit, root: nn.Module) -> None:
         """The first forward of a root: look for problems, name its units, give them lanes and
         memory."""
-        units: dict[Member, str] = {}
+        units: dict[Unit, str] = {}
         for name, module in root.named_modules():
             inner = getattr(module, "_shardwise_unit", None)
             if inner is not None:
@@ -126,15 +128,15 @@ class Runtime:
             groups[0].device if groups else torch.device("cpu"),
             list(units),
             list(dict.fromkeys(axis for group in groups for axis in group.ranks.axes)),
-            lanes=unit.shared.lanes,
+            lanes=unit._comm_ctx.lanes,
             **unit.options,
         )
-        unit.shared.lanes = runtime.lanes
+        unit._comm_ctx.lanes = runtime.lanes
         for inner, name in units.items():
             inner.begin(runtime, name or type(root).__name__.removeprefix("FSDP"), inner is unit)
 
     @property
-    def units(self) -> list[Member]:
+    def units(self) -> list[Unit]:
         """The units that are still alive, outer before inner."""
         return [unit for reference in self._units if (unit := reference()) is not None]
 
@@ -317,7 +319,7 @@ class Runtime:
             )
         _refuse_missing(missing)
 
-    def _reduce_left(self, units: Sequence[Member]) -> None:
+    def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in units that only earlier microbatches used: this one is the last."""
         last = [unit for unit in units if unit.sync and unit.last and unit.reduce_outer]
         left = [unit for unit in last if unit.arrivals.waiting and not unit.waits_for_delayed]
@@ -339,7 +341,7 @@ class Runtime:
         self._settle(units, graph_kept=False)
         _refuse_missing(missing)
 
-    def _settle(self, units: Sequence[Member], *, graph_kept: bool) -> None:
+    def _settle(self, units: Sequence[Unit], *, graph_kept: bool) -> None:
         """Nothing runs any more: release weights, let the host see gradients."""
         for unit in units:
             unit.release_unused(graph_kept)
@@ -360,7 +362,7 @@ class Runtime:
         if self.offloads:
             self.lanes.synchronize()
 
-    def _missing(self, units: Sequence[Member]) -> list[str]:
+    def _missing(self, units: Sequence[Unit]) -> list[str]:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
         also raise for parameters that only some of them train."""
         units = [unit for unit in units if unit.groups]
@@ -389,7 +391,7 @@ class Runtime:
                 )
         return self._named(units, absent)
 
-    def _named(self, units: Sequence[Member], chosen: comm.Facts) -> list[str]:
+    def _named(self, units: Sequence[Unit], chosen: comm.Facts) -> list[str]:
         """The chosen ones of all parameters of these units, in words."""
         if not chosen.any():
             return []

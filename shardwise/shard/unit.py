@@ -61,7 +61,6 @@ from shardwise.shard.call import (
     recomputes_inside,
     will_come,
 )
-from shardwise.shard.group import lent_weights, lost_writes
 from shardwise.shard.members import (
     refuse_create_graph,
     refuse_transforms,
@@ -89,8 +88,6 @@ class Progress(enum.Enum):
 
 class Unit(Wrapped):
     """The state behind one ``fully_shard`` call: what was wrapped, and where its step stands."""
-
-    by_group = False  # whether groups are reduced one by one, as their gradients come
 
     def __init__(self, *wrapped: Any, **settings: Any) -> None:
         super().__init__(*wrapped, **settings)
@@ -216,7 +213,7 @@ class Unit(Wrapped):
         if self.members is not None:
             self.members.refuse_added(self)
         if self.shows_at_rest:
-            lost = lost_writes(self.groups)
+            lost = self.weights.lost_writes()
             self.hide()
             if lost is not None:
                 raise lost
@@ -256,10 +253,10 @@ class Unit(Wrapped):
 
     def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.refuse_changes()
-        lost = lost_writes(self.groups)
+        lost = self.weights.lost_writes()
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
-                lost = lost or lent_weights(self.groups, output)
+                lost = lost or self.weights.lent_to(output)
                 self.hide()
                 self.weights.release(self.runtime, self.kept_axis if kept else None)
             elif not kept or not any(group.comes_and_goes for group in self.groups):

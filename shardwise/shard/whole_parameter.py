@@ -4,8 +4,7 @@ of tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -13,22 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.layout import Layout
 from shardwise.tile import Tile
 
-
-class GroupGradients(Protocol):
-    """The gradients of a group, as far as one of its parameters is concerned."""
-
-    layout: Layout
-    sharded: Sequence[Any]
-    on_written: Callable[[int], None]
-    on_delayed: Callable[[int], None]
-
-    def destination(self, index: int) -> tuple[Tensor, bool]: ...
-
-    def mark_written(self, index: int) -> None: ...
-
+if TYPE_CHECKING:
+    from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
 LOST = (
@@ -50,7 +37,7 @@ class Whole(Tensor):
     # Set by a forward that gives autograd something else to bring it to its backward, where it will
     # say ``delay()``: no graph tells that a gradient comes.
     delayed: bool = False
-    _gradients: ref[GroupGradients] | None = None
+    _gradients: ref[Gradients] | None = None
     _index = 0
     _added = False
     # What ``.data`` gave since forward began: a write to it is not counted by the parameter.
@@ -86,7 +73,7 @@ class Whole(Tensor):
     def full_tensor(self) -> Tensor:
         """The whole main weight, of which this is a copy (collective): for scripts that ask without
         looking whether the weights are gathered just now."""
-        return self._group.sharded[self._index].full_tensor()  # type: ignore[no-any-return]
+        return self._group.sharded[self._index].full_tensor()  # type: ignore[attr-defined,no-any-return]
 
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""
@@ -119,7 +106,7 @@ class Whole(Tensor):
         self._group.on_delayed(self._index)
 
     @property
-    def _group(self) -> GroupGradients:
+    def _group(self) -> Gradients:
         gradients = self._gradients() if self._gradients is not None else None
         if gradients is None:
             raise RuntimeError("this parameter's group is gone; the model was deleted or rebuilt")
@@ -195,6 +182,14 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
 
     def local_gradient(self, grad: Tensor) -> Tensor:
         return self._tile.local_gradient(grad)
+
+
+def carry_attributes(source: Tensor, target: Tensor) -> None:
+    """Copy what users and frameworks hang on a parameter (``_no_decay``, tensor-parallel marks,
+    ...): reaches every tensor that stands for it."""
+    for name, value in vars(source).items():
+        if name not in vars(target) and name not in ("_local_tensor", "_spec", "cut", "version"):
+            setattr(target, name, value)
 
 
 def _refuse_whole(optimizer: torch.optim.Optimizer, *_: Any) -> None:

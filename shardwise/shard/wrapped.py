@@ -1,30 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped: the modules and groups of one call, the user's settings, and the runtime they share.
+"""Wrapped: the modules and groups of one call, the user's settings, and the runtime they share; and
+Weights, the whole weights of the groups:
 
-Nothing here changes within a step. The facts that do are in ``unit.py``.
+    at rest   the modules hold DTensors over the main weight
+    shown     the modules hold whole parameters, views of gathered memory
+
+Nothing of the settings changes within a step. The facts that do are in ``unit.py``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
-from shardwise.shard.group import Group
+from shardwise.shard.call import look_into
+from shardwise.shard.group import Group, storage_of
 from shardwise.shard.members import Members
 from shardwise.shard.runtime import Runtime, SharedLanes
-from shardwise.shard.weights import Place, Weights
+from shardwise.shard.whole_parameter import LOST, Whole
 from shardwise.streams import annotate
+
+# (a module's parameter dictionary, name in it, group, index): the dictionary, not the module, so
+# that nothing here keeps a model alive
+Place = tuple[dict[str, Any], str, int, int]
+
+
+class Weights:
+    """The groups of a unit and the places of their parameters in its modules."""
+
+    def __init__(
+        self, groups: Sequence[Group], places: Sequence[Place], *, staged: bool, last_first: bool
+    ) -> None:
+        """``staged``: modules wait for their own weights. ``last_first``: forward reads the last
+        group first, so the groups are gathered in that order."""
+        self.groups, self.places = list(groups), list(places)
+        self._staged, self._last_first = staged, last_first
+        self.shown = False
+        self._here = [False] * len(groups)  # by group: whether the modules hold its whole weights
+        self._by_group: list[list[tuple[dict[str, Any], str, int]]] = [[] for _ in groups]
+        for parameters, name, number, index in places:
+            self._by_group[number].append((parameters, name, index))
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """The versions of the main weights."""
+        return [group.main.state for group in self.groups]
+
+    def gather(self, runtime: Runtime, reads: Reads) -> None:
+        """Begin to bring what forward or backward reads."""
+        for group in reversed(self.groups) if self._last_first else self.groups:
+            group.gather(runtime, reads)
+
+    def wait(self, runtime: Runtime) -> None:
+        """Wait for the gathers that were begun."""
+        for group in self.groups:
+            group.wait(runtime)
+
+    def expose(self, runtime: Runtime, reads: Reads, *, by_and_by: bool = False) -> None:
+        """Gather, wait, and put the whole weights in the modules' hands. ``by_and_by``: where
+        modules wait for their own weights, only what has arrived."""
+        self.gather(runtime, reads)
+        if not (self._staged and by_and_by):
+            self.wait(runtime)
+        self.show(runtime)
+
+    def show(self, runtime: Runtime) -> None:
+        """Put the weights in the modules' hands; where these wait for their own, what is here."""
+        self.shown = True
+        groups = enumerate(self.groups)
+        self.show_groups(runtime, [n for n, one in groups if not (self._staged and one.pending)])
+
+    def show_groups(self, runtime: Runtime, numbers: Iterable[int]) -> None:
+        """Put the whole weights of these groups in the modules' hands, once they are there."""
+        for number in numbers:
+            if not self._here[number]:
+                group = self.groups[number]
+                group.wait(runtime)
+                for parameters, name, index in self._by_group[number]:
+                    parameters[name] = group.unsharded[index]
+                self._here[number] = True
+
+    def hide(self, force: bool = False) -> None:
+        """The modules hold the parameters at rest again."""
+        if self.shown or force:
+            for parameters, name, number, index in self.places:
+                parameters[name] = self.groups[number].sharded[index]
+            self.shown, self._here = False, [False] * len(self.groups)
+
+    def assign(self) -> None:
+        """Write tensors that stand in the places of the parameters at rest into these."""
+        for parameters, name, number, index in self.places:
+            held, ours = parameters.get(name), self.groups[number].sharded[index]
+            if held is not None and held is not ours:
+                parameters[name] = ours
+                self.groups[number].assign(index, held)
+
+    def lost_writes(self) -> RuntimeError | None:
+        """The error for whole weights that somebody wrote to; asked before their release."""
+        names = [name for group in self.groups for name in group.lost_writes()]
+        return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
+
+    def lent_to(self, output: Any) -> RuntimeError | None:
+        """The error for an output of forward that lies in weights which are released next."""
+        coming = [group for group in self.groups if group.comes_and_goes]
+        memory = {storage_of(block.tensor) for group in coming for block in group.blocks}
+        for found in look_into(output, set()) if memory else ():
+            values = found.memory if isinstance(found, Whole) else found
+            stored = isinstance(values, Tensor) and torch._C._has_storage(values)  # type: ignore[attr-defined]
+            if stored and storage_of(values) in memory:
+                return RuntimeError(
+                    f"the forward of {coming[0].label} returns a tensor of shape "
+                    f"{list(found.shape)} that lies in the memory of its weights, which is "
+                    f"released now: return a clone, or wrap with reshard_after_forward=False"
+                )
+        return None
+
+    def release(self, runtime: Runtime, kept_axis: comm.Axis | None = None) -> None:
+        """Give the memory back; 1/k of it stays on each of the k ranks of ``kept_axis``."""
+        for group in self.groups:
+            if kept_axis is not None:
+                group.keep_part(runtime, kept_axis)
+            group.release(runtime)
 
 
 class Wrapped:
     """The modules and groups that one call wrapped. Modules are held weakly: they hold this."""
+
+    by_group = False  # whether groups, listed as backward fills them, are reduced one by one
 
     def __init__(
         self,
@@ -38,11 +148,12 @@ class Wrapped:
         kept_axis: comm.Axis | None,
         unused: str,
         options: dict[str, Any],
+        staged: bool = False,
         early: bool = False,
     ) -> None:
         self.name = name
         self.modules = [weakref.ref(module) for module in modules]
-        self.weights = self._make_weights(groups, places)
+        self.weights = Weights(groups, places, staged=staged, last_first=self.by_group)
         self.groups, self.places = self.weights.groups, self.weights.places
         self.precision = precision
         self.release_after_forward = release_after_forward
@@ -52,7 +163,7 @@ class Wrapped:
         self.unused = unused
         self.options = options
         self._runtime: Runtime | None = None
-        self.shared = SharedLanes()
+        self._comm_ctx = SharedLanes()  # torch's name: its ``share_comm_ctx`` sets it
         # By (group, index): how each parameter is stored, for reports.
         self.stored: dict[tuple[int, int], Stored] = {}
         # The parameters as they were before wrapping, by name: nobody should train those any more.
@@ -66,9 +177,6 @@ class Wrapped:
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
         self.assigns = False  # whether the load that runs now puts tensors in place of parameters
         self.early = early  # whether weights are gathered as soon as the optimizer is done
-
-    def _make_weights(self, groups: Sequence[Group], places: Sequence[Place]) -> Weights:
-        return Weights(groups, places)
 
     @property
     def runtime(self) -> Runtime:
@@ -144,14 +252,6 @@ class Wrapped:
     # these. Torch does nothing for groups of parameters: the runtime does all.
     _fsdp_param_groups: tuple[()] = ()
     _fsdp_param_group: None = None  # torch 2.11 had one
-
-    @property
-    def _comm_ctx(self) -> SharedLanes:
-        return self.shared
-
-    @_comm_ctx.setter
-    def _comm_ctx(self, shared: SharedLanes) -> None:
-        self.shared = shared
 
     @property
     def _state_ctx(self) -> Runtime:

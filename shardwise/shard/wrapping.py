@@ -26,11 +26,11 @@ from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
-from shardwise.shard.group import carry_attributes
 from shardwise.shard.members import Members
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
+from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
 
 logger = logging.getLogger(__name__)

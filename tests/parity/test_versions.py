@@ -167,7 +167,8 @@ def test_stale_weights_would_be_noticed(rank: int, world_size: int) -> None:
     write_to_local(model)
     for unit in (model, *model.layers):
         for group in unit._shardwise_unit.groups:
-            group._filled = group.main.state  # as if nothing had been written
+            for copy in group.copies:
+                copy.filled = group.main.state  # as if nothing had been written
     with torch.no_grad():
         found = model(batch)
     assert (found - expected_output(full(model), batch, "fp32")).abs().max() > 1e-3

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import comm, lockstep
 from shardwise.comm import Axis, Call
-from shardwise.mesh import Ranks
-from shardwise.subgroups import separate, split
+from shardwise.mesh import Ranks, separate, split
 from tests.models import mesh_of
 from tests.ranks import on_ranks, run_ranks
 
