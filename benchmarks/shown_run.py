@@ -180,7 +180,7 @@ def words_of(flags: Flags) -> list[str]:
 # ------------------------------------------------------------------------------------ stages
 
 
-def warm(shown: Shown) -> None:
+def warm(shown: Shown, *, experts: bool) -> None:
     """Fill the caches of compiled code while the text is read: random tokens, the same shapes."""
     size = shown.size
     noise: Flags = {"data": f"random:{size.tokenizer.partition(':')[2]}", "save-every": 1000}
@@ -191,7 +191,8 @@ def warm(shown: Shown) -> None:
         shown.job(size.recipe, f"warm-{name}", size.flags, noise, more, steps=2)
         for name, more in wanted.items()
     ]
-    jobs.append(shown.job(size.experts, "warm-experts", size.experts_flags, noise, steps=2))
+    if experts:
+        jobs = [shown.job(size.experts, "warm-experts", size.experts_flags, noise, steps=2)]
     run_jobs(jobs, at_once=len(jobs), until=shown.until)
 
 
@@ -545,8 +546,9 @@ def main(arguments: Sequence[str]) -> None:
         facts=facts,
         best={"muon": 0.02, "adamw": size.rates["adamw"][1]},
     )
-    with ThreadPoolExecutor(2) as pool:
-        warming = pool.submit(warm, shown)
+    with ThreadPoolExecutor(3) as pool:
+        warming = pool.submit(warm, shown, experts=False)
+        pool.submit(warm, shown, experts=True)
         with shown.stage("text", 20):
             read_text(shown)
         rest = pool.submit(all_tokens, shown)
