@@ -151,7 +151,8 @@ class Shown:
             "steps": steps,
             "warmup": max(1, steps // 20),
             "eval-every": max(1, steps // 15),
-            "save-every": max(1, steps // 6),
+            "save-every": steps,
+            "keep": 1,
         }
         for more in flags:
             merged |= more
@@ -239,7 +240,7 @@ def find_rates(shown: Shown) -> None:
 
 def killed_and_resumed(shown: Shown) -> None:
     """Muon, seed 0: killed after half of its steps, and resumed from its newest checkpoint."""
-    job = shown.run("muon", 0)
+    job = shown.run("muon", 0, **{"save-every": max(1, shown.size.steps // 6)})
     process = start(job)
     events = job.folder / "events.jsonl"
     half = shown.size.steps // 2 + 3  # steps beyond a checkpoint
