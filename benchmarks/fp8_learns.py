@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """``shardwise bench fp8-learns``: the same runs in bf16 and with weights in fp8, by optimizer.
 
-Each is a `shardwise train` of its own, one after another; what counts is held-out bits per byte at
-the end, averaged over seeds. The bar: fp8 ends within 0.5 % of bf16.
+Each is a `shardwise train` of its own; what counts is held-out bits per byte at the end, seed by
+seed. The bar: the mean of fp8 ends within 0.5 % of bf16's. Out of time (``--minutes``), the runs of
+a seed are compared at the last evaluation that all of them have.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from benchmarks import report
-from benchmarks.muon_vs_adamw import train
+from benchmarks.machine_text import tokens_of_machine
+from benchmarks.runs import Curve, Job, run_jobs
 from shardwise.report.html import read_events
 
 BASE = "bf16"
 BAR = 0.5  # percent
+TEXT = 192 << 20  # bytes of this machine's text, for --data machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +53,33 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--optimizers", nargs="+", default=["muon", "adamw"])
     add("--strategy", default="zero3")
     add("--nproc", type=int, help="ranks; default: two, or one per GPU")
+    add("--data", help="default: the recipe's; machine: this machine's text, 192 MiB of it")
+    add("--train", type=shlex.split, default=[], help='more words, as --train="--batch 64"')
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--minutes", type=float, default=math.inf, help="the runs end by then, done or not")
     add("--name", help="of the result files; default: fp8-learns-<recipe>")
     add("--results", type=Path, default=report.RESULTS, help="folder for .md and .json")
     return parser.parse_args(arguments)
 
 
-def trained(precision: str, words: Sequence[str], folder: Path) -> Run:
-    curve = train(precision, words, folder)
+def paired(curves: Mapping[str, Curve], folders: Mapping[str, Path]) -> dict[str, Run]:
+    """The runs of one seed by precision, each at the last tokens that all of them have."""
+    reached = min(curve.tokens[-1] for curve in curves.values())
+    return {
+        precision: Run(
+            bits=(cut := curve.until(reached)).bits[-1],
+            bigram=cut.bigram,
+            tokens=cut.tokens[-1],
+            lost=_lost(folders[precision]),
+        )
+        for precision, curve in curves.items()
+    }
+
+
+def _lost(folder: Path) -> float | None:
     events = read_events(folder / "events.jsonl")
     counts = [event for event in events if event["kind"] == "fp8"]
-    lost = 100 * counts[-1]["underflows"] / counts[-1]["values"] if counts else None
-    bits, tokens = curve.bits[-1], curve.tokens[-1]
-    print(f"  {bits:.4f} bits/byte", flush=True)
-    return Run(bits=bits, bigram=curve.bigram, tokens=tokens, lost=lost)
+    return 100 * counts[-1]["underflows"] / counts[-1]["values"] if counts else None
 
 
 def table(runs: Runs, optimizer: str, words: str) -> report.Table:
@@ -69,6 +88,7 @@ def table(runs: Runs, optimizer: str, words: str) -> report.Table:
         {"seed": str(seed), **_row({p: [runs[p][seed]] for p in runs})}  # type: ignore[arg-type]
         for seed in runs[BASE]
     ]
+    each = list(rows)
     rows.append({"seed": "mean", **_row({p: list(runs[p].values()) for p in runs})})
     columns = {"seed": ("seed", "s"), BASE: (f"{BASE} bits/byte", ".4f")}
     verdicts = []
@@ -78,7 +98,9 @@ def table(runs: Runs, optimizer: str, words: str) -> report.Table:
         if f"{precision} lost" in rows[-1]:
             columns[f"{precision} lost"] = ("underflow %", ".3f")
         off = float(rows[-1][f"{precision} off"])  # type: ignore[arg-type]
-        verdicts.append(f"{precision} {'within' if off <= BAR else 'NOT within'} it")
+        apart = [float(row[f"{precision} off"]) for row in each]  # type: ignore[arg-type]
+        spread = f" (seeds {min(apart):+.2f} to {max(apart):+.2f} %)"
+        verdicts.append(f"{precision} {'within' if off <= BAR else 'NOT within'} it{spread}")
     one = next(iter(runs[BASE].values()))
     note = (
         f"`{words}`, {one.tokens / 1e6:.2f}M tokens each. Bigram model\n"
@@ -104,26 +126,53 @@ def _row(runs: Mapping[str, Sequence[Run]]) -> report.Row:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
+    until = time.monotonic() + 60 * options.minutes
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench fp8-learns " + shlex.join(arguments)
     name = options.name or f"fp8-learns-{options.recipe}"
-    tables: list[report.Table] = []
-    for optimizer in options.optimizers:
-        words = [options.recipe, "--optimizer", optimizer, "--strategy", options.strategy]
-        if options.recipe == "default":  # 352 would be no multiple of 128: fp8_block stored no MLP
-            words += ["--model.hidden-dim", "384"]
-        words += ["--sample", "0", "--profile-step", "0"]
-        for flag in ("steps", "nproc"):
-            if getattr(options, flag):
-                words += [f"--{flag}", str(getattr(options, flag))]
-        runs: dict[str, dict[int, Run]] = {p: {} for p in (BASE, *options.formats)}
-        with tempfile.TemporaryDirectory() as scratch:
+    precisions = [BASE, *options.formats]
+    shared = [options.recipe, "--strategy", options.strategy, *options.train]
+    if options.recipe == "default":  # 352 would be no multiple of 128: fp8_block stored no MLP
+        shared += ["--model.hidden-dim", "384"]
+    shared += ["--sample", "0", "--profile-step", "0"]
+    for flag in ("steps", "nproc"):
+        if getattr(options, flag):
+            shared += [f"--{flag}", str(getattr(options, flag))]
+    with tempfile.TemporaryDirectory() as scratch:
+        data = options.data
+        if data == "machine":
+            data = str(tokens_of_machine(Path(scratch) / "text", most=TEXT))
+        words = [*shared, *(["--data", data] if data else [])]
+        jobs = {
+            (optimizer, seed, precision): Job(
+                name=f"{optimizer} {precision} {seed}",
+                words=[
+                    *(*words, "--optimizer", optimizer),
+                    *("--precision", precision, "--seed", str(seed)),
+                ],
+                folder=Path(scratch) / f"{optimizer}-{precision}-{seed}",
+            )
+            for seed in options.seeds
+            for optimizer in options.optimizers
+            for precision in precisions
+        }
+        found = run_jobs(list(jobs.values()), at_once=options.jobs, until=until)
+        tables = []
+        for optimizer in options.optimizers:
+            runs: dict[str, dict[int, Run]] = {precision: {} for precision in precisions}
             for seed in options.seeds:
-                for precision, done in runs.items():
-                    more = [*words, "--precision", precision, "--seed", str(seed)]
-                    done[seed] = trained(precision, more, Path(scratch) / f"{precision}-{seed}")
-        tables.append(table(runs, optimizer, shlex.join(["shardwise", "train", *words])))
-        paths = report.write(tables, facts, name, options.results)
+                own = {precision: jobs[optimizer, seed, precision] for precision in precisions}
+                curves = {p: found[job.name] for p, job in own.items() if job.name in found}
+                if len(curves) < len(precisions):
+                    continue
+                for precision, run in paired(curves, {p: j.folder for p, j in own.items()}).items():
+                    runs[precision][seed] = run
+            if runs[BASE]:
+                line = shlex.join(["shardwise", "train", *shared, "--optimizer", optimizer])
+                tables.append(table(runs, optimizer, line))
+    if not tables:
+        raise RuntimeError("no seed has a run in every precision: see above")
+    paths = report.write(tables, facts, name, options.results)
     print(paths[0].read_text())
     print("written:", *paths)
 

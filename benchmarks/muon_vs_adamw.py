@@ -9,32 +9,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.runs import Curve, Job, finished, run_jobs
 from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
-from shardwise.report.html import read_events
 from shardwise.report.sizes import count_text, tick_text
 from shardwise.report.svg import BLUE, GREEN, ORANGE, Canvas
 
 PANEL = 300
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Held-out bits per byte of one run."""
-
-    name: str
-    tokens: list[float]
-    seconds: list[float]  # of training steps, evaluation and saving left out
-    bits: list[float]
-    bigram: float
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -60,32 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def train(name: str, words: Sequence[str], folder: Path) -> Curve:
-    command = [sys.executable, "-m", "shardwise.cli", "train", *words, "--out", str(folder)]
-    print("running", shlex.join(command[2:]), flush=True)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    events = read_events(folder / "events.jsonl")
-    steps = [event for event in events if event["kind"] == "step"]
-    spent = dict(
-        zip(
-            (event["step"] for event in steps),
-            accumulate(event["seconds"] for event in steps),
-            strict=True,
-        )
-    )
-    tokens = {event["step"]: event["tokens"] for event in steps}
-    scored = [event for event in events if event["kind"] == "eval"]
-    run = next(event for event in events if event["kind"] == "run")
-    return Curve(
-        name=name,
-        tokens=[tokens[event["step"]] for event in scored],
-        seconds=[spent[event["step"]] for event in scored],
-        bits=[event["bits_per_byte"] for event in scored],
-        bigram=run["corpus"]["bigram"],
-    )
-
-
-def picture(title: str, about: str, curves: Mapping[str, Curve]) -> str:
+def picture(title: str, about: str, curves: Mapping[str, Curve]) -> Canvas:
     """Two panels, one axis of loss: against tokens, and against the time that they took. ``curves``
     are by colour, the last drawn on top."""
     keys = [Key(curve.name, colour) for colour, curve in curves.items()]
@@ -114,13 +75,17 @@ def picture(title: str, about: str, curves: Mapping[str, Curve]) -> str:
         level = frame.y(bigram)
         canvas.line(frame.x.begin, level, frame.x.end, level, stroke=GREEN, stroke_dasharray="6 4")
         for colour, curve in curves.items():
+            if curve.low:
+                edges = [zip(along(curve), edge, strict=True) for edge in (curve.low, curve.high)]
+                low, high = ([(frame.x(x), frame.y(y)) for x, y in edge] for edge in edges)
+                canvas.area([*low, *reversed(high)], fill=colour, opacity=0.25)
             points = [
                 (frame.x(x), frame.y(y)) for x, y in zip(along(curve), curve.bits, strict=True)
             ]
             canvas.path(points, stroke=colour, stroke_width=2.2)
             for (x, y), bits in zip(points, curve.bits, strict=True):
                 canvas.circle(x, y, 3.5, fill=colour, tip=f"{curve.name}: {bits:.3f}")
-    return canvas.render()
+    return canvas
 
 
 def table(curves: Sequence[Curve], best: Curve) -> report.Table:
@@ -167,22 +132,20 @@ def main(arguments: Sequence[str]) -> None:
     facts["command"] = "shardwise bench muon-vs-adamw " + shlex.join(arguments)
     words = [options.recipe, *(["--steps", str(options.steps)] if options.steps else [])]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        muon = train("Muon", [*words, "--optimizer", "muon"], folder / "muon")
-        others = [
-            train(
-                f"AdamW, lr {lr:g}",
-                [*words, "--optimizer", "adamw", "--lr", str(lr)],
-                folder / f"adamw-{lr}",
-            )
-            for lr in options.adamw_lr
+        asked = {"Muon": ["--optimizer", "muon"]}
+        for lr in options.adamw_lr:
+            asked[f"AdamW, lr {lr:g}"] = ["--optimizer", "adamw", "--lr", str(lr)]
+        jobs = [
+            Job(name=name, words=[*words, *more], folder=Path(scratch) / str(number))
+            for number, (name, more) in enumerate(asked.items())
         ]
+        muon, *others = finished(jobs, run_jobs(jobs))
     best = min(others, key=lambda curve: curve.bits[-1])
     name = options.name or f"muon-vs-adamw-{options.recipe}"
     paths = report.write([table([muon, *others], best)], facts, name, options.results)
     drawing = options.results / f"{name}.svg"
     about = f"held-out bits per byte: Muon {muon.bits[-1]:.3f}, {best.name} {best.bits[-1]:.3f}"
-    drawing.write_text(picture("Muon and AdamW", about, {ORANGE: best, BLUE: muon}))
+    drawing.write_text(picture("Muon and AdamW", about, {ORANGE: best, BLUE: muon}).render())
     print(paths[0].read_text())
     print("written:", *paths, drawing)
 

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """``shardwise bench optimizers``: the same run with every matrix optimizer, over several seeds.
 
-Each run is a `shardwise train` of its own, one after another; the loss is held-out bits per byte,
-the time that of training steps alone. Learning rates of matrices are those of ``RATES``, chosen
-once by hand: this compares implementations and their cost, not what tuning could get out of each.
+Each run is a `shardwise train` of its own, one after another, or ``--jobs`` of them at a time, each
+on one CPU core; the loss is held-out bits per byte, the time that of training steps alone. Learning
+rates of matrices are those of ``RATES``, chosen once by hand: this compares implementations and
+their cost, not what tuning could get out of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import report
-from benchmarks.muon_vs_adamw import Curve, parser_of, picture, train
+from benchmarks.muon_vs_adamw import parser_of, picture
+from benchmarks.runs import Curve, Job, mean_of, run_jobs
 from shardwise.models.gpt import GPT
 from shardwise.report.plan import plan
 from shardwise.train.recipes import find_recipe
@@ -35,6 +38,7 @@ RATES = {
     "scion": 0.02,
     "spectral_lion": 0.02,
 }
+SLOW = ["soap", "shampoo", *(name for name in RATES if name not in ("soap", "shampoo"))]  # first
 COLOURS = ("#444444", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b6d00")
 COLOURS += ("#7f3fbf",)
 
@@ -44,20 +48,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
+    add("--jobs", type=int, default=1, help="runs at a time; more than one: a core each, no GPU")
+    add("--minutes", type=float, default=math.inf, help="what is not done by then is left out")
     return parser.parse_args(arguments)
-
-
-def mean_curve(name: str, runs: Sequence[Curve]) -> Curve:
-    def mean(values: Callable[[Curve], list[float]]) -> list[float]:
-        return [statistics.fmean(one) for one in zip(*map(values, runs), strict=True)]
-
-    return Curve(
-        name=name,
-        tokens=mean(lambda run: run.tokens),
-        seconds=mean(lambda run: run.seconds),
-        bits=mean(lambda run: run.bits),
-        bigram=runs[0].bigram,
-    )
 
 
 def state_bytes(recipe: str, name: str) -> int:
@@ -66,12 +59,33 @@ def state_bytes(recipe: str, name: str) -> int:
     return plan(model, {"dp": 1}, "zero3", optimizer=name, device="cpu").optimizer_bytes
 
 
+def rate_words(name: str) -> list[str]:
+    return ["--matrix-lr", str(RATES[name])] if RATES[name] else []
+
+
+def row_of(name: str, curve: Curve, runs: int, recipe: str) -> report.Row:
+    return {
+        "case": name,
+        "rate": RATES[name] or None,
+        "runs": runs,
+        "bits": curve.bits[-1],
+        "spread": (curve.high[-1] - curve.low[-1]) / 2 if runs > 1 else None,
+        "tokens": curve.tokens[-1] / 1e6,
+        "seconds": curve.seconds[-1],
+        "step": 1e3 * curve.step,
+        "state": state_bytes(recipe, name) / 2**20,
+    }
+
+
 COLUMNS = {
     "case": ("optimizer", "s"),
     "rate": ("lr of matrices", ".3g"),
+    "runs": ("seeds", "d"),
     "bits": ("held-out bits/byte", ".3f"),
     "spread": ("+-", ".3f"),
+    "tokens": ("M tokens", ".2f"),
     "seconds": ("training s", ".1f"),
+    "step": ("step ms", ".1f"),
     "state": ("state MiB", ".2f"),
 }
 
@@ -81,31 +95,36 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench optimizers " + shlex.join(arguments)
     words = [options.recipe, *(["--steps", str(options.steps)] if options.steps else [])]
+    words += ["--sample", "0", "--profile-step", "0"]
+    until = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = {
+            (name, seed): Job(
+                name=f"{name}, seed {seed}",
+                words=[*words, "--optimizer", name, *rate_words(name), "--seed", str(seed)],
+                folder=Path(scratch) / f"{name}-{seed}",
+            )
+            for name in sorted(options.optimizers, key=SLOW.index)
+            for seed in options.seeds
+        }
+        several = options.jobs > 1
+        found = run_jobs(list(jobs.values()), at_once=options.jobs, pinned=several, until=until)
+    if not found:
+        raise RuntimeError("no run was evaluated: see above")
     curves: list[Curve] = []
     rows: list[report.Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in options.optimizers:
-            rate = ["--matrix-lr", str(RATES[name])] if RATES[name] else []
-            flags = [*words, "--optimizer", name, *rate]
-            runs = [
-                train(name, [*flags, "--seed", str(seed)], Path(scratch) / f"{name}-{seed}")
-                for seed in options.seeds
-            ]
-            curves.append(mean_curve(name, runs))
-            last = [run.bits[-1] for run in runs]
-            rows.append(
-                {
-                    "case": name,
-                    "rate": RATES[name] or None,
-                    "bits": curves[-1].bits[-1],
-                    "spread": statistics.stdev(last) if len(last) > 1 else None,
-                    "seconds": curves[-1].seconds[-1],
-                    "state": state_bytes(options.recipe, name) / 2**20,
-                }
-            )
+    for name in options.optimizers:
+        own = [job.name for (one, _), job in jobs.items() if one == name]
+        runs = [found[each] for each in own if each in found]
+        if runs:
+            curves.append(mean_of(name, runs))
+            rows.append(row_of(name, curves[-1], len(runs), options.recipe))
+    core = f", {options.jobs} at a time, a core each" if several else ""
     note = (
         f"Recipe {options.recipe}, {options.steps or 'its'} steps, seeds "
-        f"{', '.join(map(str, options.seeds))}; bigram model of the text: {curves[0].bigram:.3f}."
+        f"{', '.join(map(str, options.seeds))}{core}; bigram model of the text: "
+        f"{curves[0].bigram:.3f} bits/byte. *+-*: half of\nwhat lies between the lowest and the "
+        f"highest seed. *step ms*: the median. State of one rank with all parameters."
     )
     table = report.Table(title="Matrix optimizers", note=note, columns=COLUMNS, rows=rows)
     paths = report.write([table], facts, f"optimizers-{options.recipe}", options.results)
@@ -113,7 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     best = min(curves, key=lambda curve: curve.bits[-1])
     about = f"held-out bits per byte, mean over seeds; lowest: {best.name} {best.bits[-1]:.3f}"
     coloured = dict(zip(COLOURS, curves, strict=False))
-    drawing.write_text(picture("Matrix optimizers", about, coloured))
+    drawing.write_text(picture("Matrix optimizers", about, coloured).render())
     print(paths[0].read_text())
     print("written:", *paths, drawing)
 

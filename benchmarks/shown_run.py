@@ -1,0 +1,1064 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``shardwise bench shown-run``: one GPU, its own text, Muon beside AdamW, from start to end.
+
+    text of this machine -> tokens -> rates -> Muon (killed, resumed), AdamW -> more seeds, experts,
+    fp8 -> export, transformers, generate
+
+Every run is a `shardwise train` of its own. The first Muon and AdamW run have the GPU to themselves
+and give the times; sweeps, other seeds, experts and fp8 share it, and give losses alone. What is
+done is written at once; stages that have no time left (``--seconds``) are left out, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fp8_learns, machine_text, report
+from benchmarks.runs import CLI, Curve, Job, mean_of, run_jobs, start, stop, train
+from shardwise.report.html import read_events
+
+PROMPTS = ("def main(", "import torch", "/* ", "The ")
+Flags = Mapping[str, str | int | float]
+NAMES = {"muon": "Muon", "adamw": "AdamW"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large everything is."""
+
+    recipe: str
+    experts: str  # the recipe with experts
+    flags: Flags  # of every run of the recipe
+    experts_flags: Flags
+    steps: int
+    sweep_steps: int
+    rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
+    lr: float  # of Muon's other parameters
+    fp8: str | None  # the format
+    most: int  # bytes of text
+    sample: int
+    roots: tuple[str, ...] | None = None
+    tokenizer: str = "bpe:8192"
+
+
+QUIET: Flags = {"sample": 0, "profile-step": 0}
+FULL = Size(
+    recipe="gpt_124m",
+    experts="moe_1b",
+    flags={"batch": 64, "microbatches": 2, "eval-windows": 512, "held-out": 0.02, **QUIET},
+    experts_flags={
+        "batch": 32,
+        "microbatches": 2,
+        "eval-windows": 256,
+        "held-out": 0.02,
+        "model.recompute": "none",
+        "lr": 1.2e-3,
+        **QUIET,
+    },
+    steps=300,
+    sweep_steps=60,
+    rates={"muon": (0.01, 0.02, 0.04), "adamw": (6e-4, 1.2e-3, 2.4e-3)},
+    lr=1.2e-3,
+    fp8="fp8_block",
+    most=4 << 30,
+    sample=machine_text.SAMPLE,
+)
+SMOKE = Size(
+    recipe="smoke",
+    experts="moe_tiny",
+    flags={"batch": 4, "eval-windows": 8, "held-out": 0.1, "nproc": 1, **QUIET},
+    experts_flags={
+        "batch": 2,
+        "eval-windows": 4,
+        "held-out": 0.1,
+        "nproc": 1,
+        **QUIET,
+        "model.context": 32,
+        "model.dim": 32,
+    },
+    steps=60,
+    sweep_steps=4,
+    rates={"muon": (0.02, 0.04), "adamw": (1e-3, 3e-3)},
+    lr=3e-3,
+    fp8="mxfp8_2d",
+    most=400_000,
+    sample=200_000,
+    roots=(str(Path(json.__file__).parent), str(Path(argparse.__file__).parent / "email")),
+    tokenizer="bpe:512",
+)
+
+
+@dataclass
+class Shown:
+    """The state of the whole: where things lie, and what is known by now."""
+
+    size: Size
+    scratch: Path
+    results: Path
+    seeds: int
+    until: float
+    facts: dict[str, str]
+    text: dict[str, Any] = field(default_factory=dict)
+    sweep: list[report.Row] = field(default_factory=list)
+    best: dict[str, float] = field(default_factory=dict)
+    curves: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    fp8: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    experts: Curve | None = None
+    lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
+    said: dict[str, str] = field(default_factory=dict)  # texts that were written
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str, needed: float) -> Any:
+        """A part that may fail without the others; left out where less than ``needed`` seconds are
+        there. What is known is written after it."""
+        began = time.monotonic()
+        print(f"== {name}, {self.left:.0f} s left", flush=True)
+        try:
+            if self.left < needed:
+                raise TimeoutError(f"left out: {self.left:.0f} s were left, {needed:.0f} needed")
+            yield
+        except Exception as error:  # whatever it is, the other stages go on
+            traceback.print_exc()
+            self.lines[name] = f"{type(error).__name__}: {error}"
+        self.text[f"{name} s"] = round(time.monotonic() - began, 1)
+        try:
+            write(self)
+        except Exception:  # the events are there all the same
+            traceback.print_exc()
+
+    # ------------------------------------------------------------------------------ jobs
+
+    def job(self, recipe: str, name: str, *flags: Flags, steps: int) -> Job:
+        """A run on all tokens; later flags replace earlier ones."""
+        merged: dict[str, str | int | float] = {
+            "data": str(self.scratch / "text" / "tokens"),
+            "steps": steps,
+            "warmup": max(1, steps // 20),
+            "eval-every": max(1, steps // 15),
+            "save-every": steps,
+            "keep": 1,
+        }
+        for more in flags:
+            merged |= more
+        return Job(name=name, words=[recipe, *words_of(merged)], folder=self.runs / name)
+
+    def run(self, optimizer: str, seed: int, name: str = "", **more: str | int | float) -> Job:
+        """A run of the recipe with the best rate."""
+        steps, flags = int(more.pop("steps", self.size.steps)), self.size.flags
+        chosen: Flags = {"optimizer": optimizer, "seed": seed, **self.rates(optimizer)}
+        name = name or f"{optimizer}-{seed}"
+        return self.job(self.size.recipe, name, flags, chosen, more, steps=steps)
+
+    def rates(self, optimizer: str, rate: float | None = None) -> Flags:
+        rate = self.best[optimizer] if rate is None else rate
+        return {"lr": rate} if optimizer == "adamw" else {"matrix-lr": rate, "lr": self.size.lr}
+
+    @property
+    def runs(self) -> Path:
+        return self.scratch / "runs"
+
+
+def words_of(flags: Flags) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+# ------------------------------------------------------------------------------------ stages
+
+
+def warm(shown: Shown, *, experts: bool) -> None:
+    """Fill the caches of compiled code while the text is read: random tokens, the same shapes."""
+    size = shown.size
+    noise: Flags = {"data": f"random:{size.tokenizer.partition(':')[2]}", "save-every": 1000}
+    wanted: dict[str, Flags] = {"muon": {}, "adamw": {"optimizer": "adamw"}}
+    if size.fp8:
+        wanted["fp8"] = {"precision": size.fp8}
+    jobs = [
+        shown.job(size.recipe, f"warm-{name}", size.flags, noise, more, steps=2)
+        for name, more in wanted.items()
+    ]
+    if experts:
+        jobs = [shown.job(size.experts, "warm-experts", size.experts_flags, noise, steps=2)]
+    run_jobs(jobs, at_once=len(jobs), until=shown.until)
+
+
+def read_text(shown: Shown) -> None:
+    size, folder = shown.size, shown.scratch / "text"
+    found = machine_text.gather(
+        folder, roots=size.roots, most=size.most, sample=size.sample, workers=os.cpu_count()
+    )
+    shown.text |= asdict(found)
+    machine_text.data([str(folder / "sample.jsonl")], folder / "sample", size.tokenizer)
+
+
+def all_tokens(shown: Shown) -> None:
+    folder = shown.scratch / "text"
+    sources = [str(folder / name) for name in ("sample.jsonl", "rest.jsonl")]
+    machine_text.data(sources, folder / "tokens", str(folder / "sample"))
+
+
+def find_rates(shown: Shown) -> None:
+    size = shown.size
+    sample: Flags = {"data": str(shown.scratch / "text" / "sample"), "held-out": 0.05}
+    jobs = {
+        (optimizer, rate): shown.job(
+            *(size.recipe, f"sweep-{optimizer}-{rate:g}", size.flags, sample),
+            *({"optimizer": optimizer}, shown.rates(optimizer, rate)),
+            steps=size.sweep_steps,
+        )
+        for optimizer, rates in size.rates.items()
+        for rate in rates
+    }
+    found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
+    for (optimizer, rate), job in jobs.items():
+        bits = found[job.name].bits[-1] if job.name in found else None
+        shown.sweep.append({"case": NAMES[optimizer], "rate": rate, "bits": bits})
+    for optimizer in size.rates:
+        tried = {
+            rate: found[job.name].bits[-1]
+            for (one, rate), job in jobs.items()
+            if one == optimizer and job.name in found
+        }
+        if tried:
+            shown.best[optimizer] = min(tried, key=tried.__getitem__)
+
+
+def killed_and_resumed(shown: Shown) -> None:
+    """Muon, seed 0: killed after half of its steps, and resumed from its newest checkpoint."""
+    job = shown.run("muon", 0, **{"save-every": max(1, shown.size.steps // 6)})
+    process = start(job)
+    events = job.folder / "events.jsonl"
+    half = shown.size.steps // 2 + 3  # steps beyond a checkpoint
+    try:
+        while process.poll() is None and shown.left > 0 and _last_step(events) < half:
+            time.sleep(0.2)
+        pid = json.loads((job.folder / ".lock").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+    finally:
+        stop(process)
+    resumed = Job(name=job.name, words=["--resume"], folder=job.folder)
+    curve = train(resumed, until=shown.until)
+    assert curve is not None
+    shown.curves["muon", 0] = curve
+    shown.lines["killed and resumed"] = same_losses(read_events(events))
+
+
+def _last_step(events: Path) -> int:
+    steps = (
+        [event["step"] for event in read_events(events) if event["kind"] == "step"]
+        if (events.is_file())
+        else []
+    )
+    return max(steps, default=0)
+
+
+def same_losses(events: Sequence[dict[str, Any]]) -> str:
+    """Whether the steps that were done before the kill and again after it have the same losses."""
+    begins = [at for at, event in enumerate(events) if event["kind"] == "resume"]
+    step = events[begins[0]]["step"]
+    losses: list[dict[int, float]] = [
+        {event["step"]: event["loss"] for event in part if event["kind"] == "step"}
+        for part in (events[: begins[0]], events[begins[0] :])
+    ]
+    twice = sorted(set(losses[0]) & set(losses[1]))
+    equal = sum(losses[0][one] == losses[1][one] for one in twice)
+    worst = max((abs(losses[0][one] - losses[1][one]) for one in twice), default=0.0)
+    return (
+        f"SIGKILL after step {max(losses[0])}, resumed after step {step}; {equal} of {len(twice)} "
+        f"steps that were done twice have the same loss to the last bit (largest difference "
+        f"{worst:.1e})"
+    )
+
+
+def alone(shown: Shown) -> None:
+    """AdamW with the GPU to itself, for its time."""
+    curve = train(shown.run("adamw", 0), until=shown.until)
+    if curve is not None:
+        shown.curves["adamw", 0] = curve
+
+
+def documents_apart(shown: Shown) -> None:
+    """The time of a step whose documents do not see each other, beside the joined one."""
+    steps = max(4, shown.size.sweep_steps // 2)
+    apart = train(shown.run("muon", 0, "apart", documents="apart", steps=steps), until=shown.until)
+    joined = shown.curves.get(("muon", 0))
+    assert apart is not None and joined is not None
+    shown.lines["documents apart"] = (
+        f"{1e3 * apart.step:.1f} ms a step, joined {1e3 * joined.step:.1f} ms "
+        f"({apart.step / joined.step:.3f}x)"
+    )
+
+
+def together(shown: Shown) -> None:
+    """Everything whose time does not count, on one GPU at the same time; then what Muon wrote."""
+    size = shown.size
+    jobs: dict[Any, Job] = {}
+    for seed in range(1, shown.seeds):
+        for optimizer in NAMES:
+            jobs[optimizer, seed] = shown.run(optimizer, seed)
+    steps = max(4, size.steps // 3)
+    jobs["experts"] = shown.job(size.experts, "experts", size.experts_flags, steps=steps)
+    for seed in range(shown.seeds if size.fp8 else 0):
+        for optimizer in NAMES:
+            name = f"fp8-{optimizer}-{seed}"
+            run = shown.run(optimizer, seed, name, precision=str(size.fp8))
+            jobs["fp8", optimizer, seed] = run
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(hand_over, shown)
+        found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
+        for key, job in jobs.items():
+            if job.name not in found:
+                continue
+            if key == "experts":
+                shown.experts = found[job.name]
+            elif key[0] == "fp8":
+                shown.fp8[key[1:]] = found[job.name]
+            else:
+                shown.curves[key] = found[job.name]
+        writing.result()
+
+
+def hand_over(shown: Shown) -> None:
+    """Export the run, load it in transformers, and let both write."""
+    run, hub = shown.runs / "muon-0", shown.scratch / "hub"
+    subprocess.run([*CLI, "export", str(run), str(hub)], check=True, timeout=max(1, shown.left))
+    checked = subprocess.run(
+        [sys.executable, "-m", "benchmarks.shown_run", "--check", str(hub)],
+        capture_output=True, text=True, timeout=max(1, shown.left),
+    )  # fmt: skip
+    shown.lines["in transformers"] = checked.stdout.strip() or checked.stderr.strip()[-400:]
+    for prompt in PROMPTS:
+        words = ["generate", str(hub), "--prompt", prompt, "--tokens", "160"]
+        made = subprocess.run(
+            [*CLI, *words], capture_output=True, text=True, timeout=max(1, shown.left)
+        )
+        shown.said[prompt] = made.stdout or made.stderr[-400:]
+
+
+def check(hub: Path) -> str:
+    """The logits of an exported folder in transformers and in shardwise, on text of this file."""
+    import torch
+    import transformers
+
+    from shardwise.train.codecs import encode_text, saved_codec
+    from shardwise.train.weights import open_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32)
+    ours, _ = open_model(hub)
+    codec = saved_codec(hub)
+    assert codec is not None
+    text = Path(__file__).read_text()[:3000]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hub)
+    tokens = encode_text(codec, text)
+    assert tokenizer(text)["input_ids"] == tokens, "another tokenizer"
+    batch = torch.tensor([tokens[: ours.config.context]], device=device)
+    with torch.no_grad():
+        expected = ours.to(device).eval()(batch)
+        logits = theirs.to(device).eval()(batch).logits
+        worst = float((logits - expected).abs().max())
+        prompt = batch[:, :8]
+        made = theirs.generate(prompt, max_new_tokens=24, do_sample=False)
+    same = int((logits.argmax(-1) == expected.argmax(-1)).sum())
+    return (
+        f"{type(theirs).__name__} of transformers {transformers.__version__}, fp32, "
+        f"{batch.shape[1]} tokens: largest difference of logits {worst:.1e} (logits up to "
+        f"{float(expected.abs().max()):.1f}), the same likeliest token at {same} of "
+        f"{batch.shape[1]} places, the same {len(tokens)} tokens of its tokenizer; goes on with "
+        f"{tokenizer.decode(made[0, 8:])!r}"
+    )
+
+
+# ----------------------------------------------------------------------------------- results
+
+RUNS = {
+    "case": ("run", "s"),
+    "rate": ("learning rate", ".3g"),
+    "seeds": ("seeds", "d"),
+    "bits": ("held-out bits/byte", ".4f"),
+    "spread": ("+-", ".4f"),
+    "tokens": ("M tokens", ".2f"),
+    "seconds": ("training s", ".1f"),
+    "speed": ("tokens/s", ",.0f"),
+    "there": ("s to AdamW's end", ".1f"),
+}
+CURVE = {
+    "case": ("run", "s"),
+    "tokens": ("tokens", ",.0f"),
+    "seconds": ("seconds", ".2f"),
+    "bits": ("bits/byte", ".4f"),
+    "low": ("lowest", ".4f"),
+    "high": ("highest", ".4f"),
+}
+
+
+def means(shown: Shown) -> dict[str, Curve]:
+    """The mean of the seeds by optimizer, with the seconds of the run that had the GPU alone."""
+    found = {}
+    for optimizer, name in NAMES.items():
+        runs = [curve for (one, _), curve in sorted(shown.curves.items()) if one == optimizer]
+        timed = shown.curves.get((optimizer, 0))
+        if timed is not None:
+            mean = mean_of(name, runs)
+            seconds = timed.until(mean.tokens[-1]).seconds
+            found[name] = Curve(**{**vars(mean), "seconds": seconds, "step": timed.step})
+    return found
+
+
+def tables(shown: Shown) -> list[report.Table]:
+    from benchmarks.muon_vs_adamw import reached
+
+    found = means(shown)
+    goal = found["AdamW"].bits[-1] if "AdamW" in found else 0.0
+    rows: list[report.Row] = []
+    for optimizer, name in NAMES.items():
+        if name not in found:
+            continue
+        curve = found[name]
+        count = sum(one == optimizer for one, _ in shown.curves)
+        spread = (curve.high[-1] - curve.low[-1]) / 2 if count > 1 else None
+        row = {"case": name, "rate": shown.best[optimizer], "seeds": count, "spread": spread}
+        rows.append(row | _ends(curve) | {"there": reached(curve, goal)})
+    if shown.experts is not None:
+        case = f"{shown.size.experts}, Muon"
+        row = {"case": case, "rate": 0.02, "seeds": 1, **_ends(shown.experts)}
+        rows.append(row | {"seconds": None, "speed": None})
+    bigram = next((f"{curve.bigram:.3f}" for curve in found.values()), "unknown")
+    text = shown.text
+    note = (
+        f"{shown.size.recipe}, the same tokens for all. Text of this machine: "
+        f"{text.get('documents', 0):,} documents,\n{text.get('bytes', 0) / 1e6:,.0f} MB; bigram "
+        f"model of it: {bigram} bits/byte. Seconds are those of training steps of the run\nthat "
+        f"had "
+        f"the GPU to itself (seed 0); +-: half of what lies between the seeds' ends.\n\n"
+        + "\n".join(f"- {name}: {line}" for name, line in shown.lines.items())
+    )
+    made = [report.Table(title="The shown run", note=note, columns=RUNS, rows=rows)]
+    if shown.sweep:
+        columns = {key: RUNS[key] for key in ("case", "rate", "bits")}
+        note = f"{shown.size.sweep_steps} steps each, on a sample of the text; the best go on."
+        made.append(report.Table(title="Rates", note=note, columns=columns, rows=shown.sweep))
+    points = [_point(curve, at) for curve in found.values() for at in range(len(curve.bits))]
+    if shown.experts is not None:
+        points += [_point(shown.experts, at) for at in range(len(shown.experts.bits))]
+    if points:
+        made.append(report.Table(title="Curves", note="", columns=CURVE, rows=points))
+    return made
+
+
+def _ends(curve: Curve) -> report.Row:
+    ends: report.Row = {"bits": curve.bits[-1], "tokens": curve.tokens[-1] / 1e6}
+    speed = curve.tokens[-1] / curve.seconds[-1] if curve.seconds[-1] else None
+    return ends | {"seconds": curve.seconds[-1], "speed": speed}
+
+
+def _point(curve: Curve, at: int) -> report.Row:
+    low, high = (edge[at] if edge else None for edge in (curve.low, curve.high))
+    row: report.Row = {"case": curve.name, "tokens": curve.tokens[at], "bits": curve.bits[at]}
+    return row | {"seconds": curve.seconds[at], "low": low, "high": high}
+
+
+def fp8_tables(shown: Shown) -> list[report.Table]:
+    """The pairs of bf16 and fp8, as `shardwise bench fp8-learns` shows them."""
+    made = []
+    for optimizer in NAMES:
+        runs: dict[str, dict[int, fp8_learns.Run]] = {fp8_learns.BASE: {}, str(shown.size.fp8): {}}
+        for seed in range(shown.seeds):
+            both = (shown.curves.get((optimizer, seed)), shown.fp8.get((optimizer, seed)))
+            if both[0] is None or both[1] is None:
+                continue
+            names = (f"{optimizer}-{seed}", f"fp8-{optimizer}-{seed}")
+            folders = [shown.runs / name for name in names]
+            pair = fp8_learns.paired(
+                dict(zip(runs, both, strict=True)),  # type: ignore[arg-type]
+                dict(zip(runs, folders, strict=True)),
+            )
+            for precision, run in pair.items():
+                runs[precision][seed] = run
+        if runs[fp8_learns.BASE]:
+            flags = {**shown.size.flags, **shown.rates(optimizer), "optimizer": optimizer}
+            line = shlex.join(["shardwise", "train", shown.size.recipe, *words_of(flags)])
+            made.append(fp8_learns.table(runs, optimizer, line))
+    return made
+
+
+def write(shown: Shown) -> None:
+    """Everything that is known by now."""
+    name = f"shown-run-{shown.size.recipe}"
+    shown.results.mkdir(parents=True, exist_ok=True)
+
+    report.write(
+        tables(shown), {**shown.facts, "text": json.dumps(shown.text)}, name, shown.results
+    )
+    if made := fp8_tables(shown):
+        report.write(made, shown.facts, f"fp8-learns-{shown.size.recipe}", shown.results)
+    texts = [f"--- {prompt!r}\n{text}" for prompt, text in shown.said.items()]
+    if texts:
+        (shown.results / f"{name}.txt").write_text("\n\n".join(texts) + "\n")
+
+
+def main(", "import torch", "/* ", "The ")
+Flags = Mapping[str, str | int | float]
+NAMES = {"muon": "Muon", "adamw": "AdamW"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large everything is."""
+
+    recipe: str
+    experts: str  # the recipe with experts
+    flags: Flags  # of every run of the recipe
+    experts_flags: Flags
+    steps: int
+    sweep_steps: int
+    rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
+    lr: float  # of Muon's other parameters
+    fp8: str | None  # the format
+    most: int  # bytes of text
+    sample: int
+    roots: tuple[str, ...] | None = None
+    tokenizer: str = "bpe:8192"
+
+
+QUIET: Flags = {"sample": 0, "profile-step": 0}
+FULL = Size(
+    recipe="gpt_124m",
+    experts="moe_1b",
+    flags={"batch": 64, "microbatches": 2, "eval-windows": 512, "held-out": 0.02, **QUIET},
+    experts_flags={
+        "batch": 32,
+        "microbatches": 2,
+        "eval-windows": 256,
+        "held-out": 0.02,
+        "model.recompute": "none",
+        "lr": 1.2e-3,
+        **QUIET,
+    },
+    steps=300,
+    sweep_steps=60,
+    rates={"muon": (0.01, 0.02, 0.04), "adamw": (6e-4, 1.2e-3, 2.4e-3)},
+    lr=1.2e-3,
+    fp8="fp8_block",
+    most=4 << 30,
+    sample=machine_text.SAMPLE,
+)
+SMOKE = Size(
+    recipe="smoke",
+    experts="moe_tiny",
+    flags={"batch": 4, "eval-windows": 8, "held-out": 0.1, "nproc": 1, **QUIET},
+    experts_flags={
+        "batch": 2,
+        "eval-windows": 4,
+        "held-out": 0.1,
+        "nproc": 1,
+        **QUIET,
+        "model.context": 32,
+        "model.dim": 32,
+    },
+    steps=60,
+    sweep_steps=4,
+    rates={"muon": (0.02, 0.04), "adamw": (1e-3, 3e-3)},
+    lr=3e-3,
+    fp8="mxfp8_2d",
+    most=400_000,
+    sample=200_000,
+    roots=(str(Path(json.__file__).parent), str(Path(argparse.__file__).parent / "email")),
+    tokenizer="bpe:512",
+)
+
+
+@dataclass
+class Shown:
+    """The state of the whole: where things lie, and what is known by now."""
+
+    size: Size
+    scratch: Path
+    results: Path
+    seeds: int
+    until: float
+    facts: dict[str, str]
+    text: dict[str, Any] = field(default_factory=dict)
+    sweep: list[report.Row] = field(default_factory=list)
+    best: dict[str, float] = field(default_factory=dict)
+    curves: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    fp8: dict[tuple[str, int], Curve] = field(default_factory=dict)
+    experts: Curve | None = None
+    lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
+    said: dict[str, str] = field(default_factory=dict)  # texts that were written
+
+    @property
+    def left(self) -> float:
+        return self.until - time.monotonic()
+
+    @contextmanager
+    def stage(self, name: str, needed: float) -> Any:
+        """A part that may fail without the others; left out where less than ``needed`` seconds are
+        there. What is known is written after it."""
+        began = time.monotonic()
+        print(f"== {name}, {self.left:.0f} s left", flush=True)
+        try:
+            if self.left < needed:
+                raise TimeoutError(f"left out: {self.left:.0f} s were left, {needed:.0f} needed")
+            yield
+        except Exception as error:  # whatever it is, the other stages go on
+            traceback.print_exc()
+            self.lines[name] = f"{type(error).__name__}: {error}"
+        self.text[f"{name} s"] = round(time.monotonic() - began, 1)
+        try:
+            write(self)
+        except Exception:  # the events are there all the same
+            traceback.print_exc()
+
+    # ------------------------------------------------------------------------------ jobs
+
+    def job(self, recipe: str, name: str, *flags: Flags, steps: int) -> Job:
+        """A run on all tokens; later flags replace earlier ones."""
+        merged: dict[str, str | int | float] = {
+            "data": str(self.scratch / "text" / "tokens"),
+            "steps": steps,
+            "warmup": max(1, steps // 20),
+            "eval-every": max(1, steps // 15),
+            "save-every": steps,
+            "keep": 1,
+        }
+        for more in flags:
+            merged |= more
+        return Job(name=name, words=[recipe, *words_of(merged)], folder=self.runs / name)
+
+    def run(self, optimizer: str, seed: int, name: str = "", **more: str | int | float) -> Job:
+        """A run of the recipe with the best rate."""
+        steps, flags = int(more.pop("steps", self.size.steps)), self.size.flags
+        chosen: Flags = {"optimizer": optimizer, "seed": seed, **self.rates(optimizer)}
+        name = name or f"{optimizer}-{seed}"
+        return self.job(self.size.recipe, name, flags, chosen, more, steps=steps)
+
+    def rates(self, optimizer: str, rate: float | None = None) -> Flags:
+        rate = self.best[optimizer] if rate is None else rate
+        return {"lr": rate} if optimizer == "adamw" else {"matrix-lr": rate, "lr": self.size.lr}
+
+    @property
+    def runs(self) -> Path:
+        return self.scratch / "runs"
+
+
+def words_of(flags: Flags) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+# ------------------------------------------------------------------------------------ stages
+
+
+def warm(shown: Shown, *, experts: bool) -> None:
+    """Fill the caches of compiled code while the text is read: random tokens, the same shapes."""
+    size = shown.size
+    noise: Flags = {"data": f"random:{size.tokenizer.partition(':')[2]}", "save-every": 1000}
+    wanted: dict[str, Flags] = {"muon": {}, "adamw": {"optimizer": "adamw"}}
+    if size.fp8:
+        wanted["fp8"] = {"precision": size.fp8}
+    jobs = [
+        shown.job(size.recipe, f"warm-{name}", size.flags, noise, more, steps=2)
+        for name, more in wanted.items()
+    ]
+    if experts:
+        jobs = [shown.job(size.experts, "warm-experts", size.experts_flags, noise, steps=2)]
+    run_jobs(jobs, at_once=len(jobs), until=shown.until)
+
+
+def read_text(shown: Shown) -> None:
+    size, folder = shown.size, shown.scratch / "text"
+    found = machine_text.gather(
+        folder, roots=size.roots, most=size.most, sample=size.sample, workers=os.cpu_count()
+    )
+    shown.text |= asdict(found)
+    machine_text.data([str(folder / "sample.jsonl")], folder / "sample", size.tokenizer)
+
+
+def all_tokens(shown: Shown) -> None:
+    folder = shown.scratch / "text"
+    sources = [str(folder / name) for name in ("sample.jsonl", "rest.jsonl")]
+    machine_text.data(sources, folder / "tokens", str(folder / "sample"))
+
+
+def find_rates(shown: Shown) -> None:
+    size = shown.size
+    sample: Flags = {"data": str(shown.scratch / "text" / "sample"), "held-out": 0.05}
+    jobs = {
+        (optimizer, rate): shown.job(
+            *(size.recipe, f"sweep-{optimizer}-{rate:g}", size.flags, sample),
+            *({"optimizer": optimizer}, shown.rates(optimizer, rate)),
+            steps=size.sweep_steps,
+        )
+        for optimizer, rates in size.rates.items()
+        for rate in rates
+    }
+    found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
+    for (optimizer, rate), job in jobs.items():
+        bits = found[job.name].bits[-1] if job.name in found else None
+        shown.sweep.append({"case": NAMES[optimizer], "rate": rate, "bits": bits})
+    for optimizer in size.rates:
+        tried = {
+            rate: found[job.name].bits[-1]
+            for (one, rate), job in jobs.items()
+            if one == optimizer and job.name in found
+        }
+        if tried:
+            shown.best[optimizer] = min(tried, key=tried.__getitem__)
+
+
+def killed_and_resumed(shown: Shown) -> None:
+    """Muon, seed 0: killed after half of its steps, and resumed from its newest checkpoint."""
+    job = shown.run("muon", 0, **{"save-every": max(1, shown.size.steps // 6)})
+    process = start(job)
+    events = job.folder / "events.jsonl"
+    half = shown.size.steps // 2 + 3  # steps beyond a checkpoint
+    try:
+        while process.poll() is None and shown.left > 0 and _last_step(events) < half:
+            time.sleep(0.2)
+        pid = json.loads((job.folder / ".lock").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        process.wait(30)
+    finally:
+        stop(process)
+    resumed = Job(name=job.name, words=["--resume"], folder=job.folder)
+    curve = train(resumed, until=shown.until)
+    assert curve is not None
+    shown.curves["muon", 0] = curve
+    shown.lines["killed and resumed"] = same_losses(read_events(events))
+
+
+def _last_step(events: Path) -> int:
+    steps = (
+        [event["step"] for event in read_events(events) if event["kind"] == "step"]
+        if (events.is_file())
+        else []
+    )
+    return max(steps, default=0)
+
+
+def same_losses(events: Sequence[dict[str, Any]]) -> str:
+    """Whether the steps that were done before the kill and again after it have the same losses."""
+    begins = [at for at, event in enumerate(events) if event["kind"] == "resume"]
+    step = events[begins[0]]["step"]
+    losses: list[dict[int, float]] = [
+        {event["step"]: event["loss"] for event in part if event["kind"] == "step"}
+        for part in (events[: begins[0]], events[begins[0] :])
+    ]
+    twice = sorted(set(losses[0]) & set(losses[1]))
+    equal = sum(losses[0][one] == losses[1][one] for one in twice)
+    worst = max((abs(losses[0][one] - losses[1][one]) for one in twice), default=0.0)
+    return (
+        f"SIGKILL after step {max(losses[0])}, resumed after step {step}; {equal} of {len(twice)} "
+        f"steps that were done twice have the same loss to the last bit (largest difference "
+        f"{worst:.1e})"
+    )
+
+
+def alone(shown: Shown) -> None:
+    """AdamW with the GPU to itself, for its time."""
+    curve = train(shown.run("adamw", 0), until=shown.until)
+    if curve is not None:
+        shown.curves["adamw", 0] = curve
+
+
+def documents_apart(shown: Shown) -> None:
+    """The time of a step whose documents do not see each other, beside the joined one."""
+    steps = max(4, shown.size.sweep_steps // 2)
+    apart = train(shown.run("muon", 0, "apart", documents="apart", steps=steps), until=shown.until)
+    joined = shown.curves.get(("muon", 0))
+    assert apart is not None and joined is not None
+    shown.lines["documents apart"] = (
+        f"{1e3 * apart.step:.1f} ms a step, joined {1e3 * joined.step:.1f} ms "
+        f"({apart.step / joined.step:.3f}x)"
+    )
+
+
+def together(shown: Shown) -> None:
+    """Everything whose time does not count, on one GPU at the same time; then what Muon wrote."""
+    size = shown.size
+    jobs: dict[Any, Job] = {}
+    for seed in range(1, shown.seeds):
+        for optimizer in NAMES:
+            jobs[optimizer, seed] = shown.run(optimizer, seed)
+    steps = max(4, size.steps // 3)
+    jobs["experts"] = shown.job(size.experts, "experts", size.experts_flags, steps=steps)
+    for seed in range(shown.seeds if size.fp8 else 0):
+        for optimizer in NAMES:
+            name = f"fp8-{optimizer}-{seed}"
+            run = shown.run(optimizer, seed, name, precision=str(size.fp8))
+            jobs["fp8", optimizer, seed] = run
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(hand_over, shown)
+        found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
+        for key, job in jobs.items():
+            if job.name not in found:
+                continue
+            if key == "experts":
+                shown.experts = found[job.name]
+            elif key[0] == "fp8":
+                shown.fp8[key[1:]] = found[job.name]
+            else:
+                shown.curves[key] = found[job.name]
+        writing.result()
+
+
+def hand_over(shown: Shown) -> None:
+    """Export the run, load it in transformers, and let both write."""
+    run, hub = shown.runs / "muon-0", shown.scratch / "hub"
+    subprocess.run([*CLI, "export", str(run), str(hub)], check=True, timeout=max(1, shown.left))
+    checked = subprocess.run(
+        [sys.executable, "-m", "benchmarks.shown_run", "--check", str(hub)],
+        capture_output=True, text=True, timeout=max(1, shown.left),
+    )  # fmt: skip
+    shown.lines["in transformers"] = checked.stdout.strip() or checked.stderr.strip()[-400:]
+    for prompt in PROMPTS:
+        words = ["generate", str(hub), "--prompt", prompt, "--tokens", "160"]
+        made = subprocess.run(
+            [*CLI, *words], capture_output=True, text=True, timeout=max(1, shown.left)
+        )
+        shown.said[prompt] = made.stdout or made.stderr[-400:]
+
+
+def check(hub: Path) -> str:
+    """The logits of an exported folder in transformers and in shardwise, on text of this file."""
+    import torch
+    import transformers
+
+    from shardwise.train.codecs import encode_text, saved_codec
+    from shardwise.train.weights import open_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32)
+    ours, _ = open_model(hub)
+    codec = saved_codec(hub)
+    assert codec is not None
+    text = Path(__file__).read_text()[:3000]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hub)
+    tokens = encode_text(codec, text)
+    assert tokenizer(text)["input_ids"] == tokens, "another tokenizer"
+    batch = torch.tensor([tokens[: ours.config.context]], device=device)
+    with torch.no_grad():
+        expected = ours.to(device).eval()(batch)
+        logits = theirs.to(device).eval()(batch).logits
+        worst = float((logits - expected).abs().max())
+        prompt = batch[:, :8]
+        made = theirs.generate(prompt, max_new_tokens=24, do_sample=False)
+    same = int((logits.argmax(-1) == expected.argmax(-1)).sum())
+    return (
+        f"{type(theirs).__name__} of transformers {transformers.__version__}, fp32, "
+        f"{batch.shape[1]} tokens: largest difference of logits {worst:.1e} (logits up to "
+        f"{float(expected.abs().max()):.1f}), the same likeliest token at {same} of "
+        f"{batch.shape[1]} places, the same {len(tokens)} tokens of its tokenizer; goes on with "
+        f"{tokenizer.decode(made[0, 8:])!r}"
+    )
+
+
+# ----------------------------------------------------------------------------------- results
+
+RUNS = {
+    "case": ("run", "s"),
+    "rate": ("learning rate", ".3g"),
+    "seeds": ("seeds", "d"),
+    "bits": ("held-out bits/byte", ".4f"),
+    "spread": ("+-", ".4f"),
+    "tokens": ("M tokens", ".2f"),
+    "seconds": ("training s", ".1f"),
+    "speed": ("tokens/s", ",.0f"),
+    "there": ("s to AdamW's end", ".1f"),
+}
+CURVE = {
+    "case": ("run", "s"),
+    "tokens": ("tokens", ",.0f"),
+    "seconds": ("seconds", ".2f"),
+    "bits": ("bits/byte", ".4f"),
+    "low": ("lowest", ".4f"),
+    "high": ("highest", ".4f"),
+}
+
+
+def means(shown: Shown) -> dict[str, Curve]:
+    """The mean of the seeds by optimizer, with the seconds of the run that had the GPU alone."""
+    found = {}
+    for optimizer, name in NAMES.items():
+        runs = [curve for (one, _), curve in sorted(shown.curves.items()) if one == optimizer]
+        timed = shown.curves.get((optimizer, 0))
+        if timed is not None:
+            mean = mean_of(name, runs)
+            seconds = timed.until(mean.tokens[-1]).seconds
+            found[name] = Curve(**{**vars(mean), "seconds": seconds, "step": timed.step})
+    return found
+
+
+def tables(shown: Shown) -> list[report.Table]:
+    from benchmarks.muon_vs_adamw import reached
+
+    found = means(shown)
+    goal = found["AdamW"].bits[-1] if "AdamW" in found else 0.0
+    rows: list[report.Row] = []
+    for optimizer, name in NAMES.items():
+        if name not in found:
+            continue
+        curve = found[name]
+        count = sum(one == optimizer for one, _ in shown.curves)
+        spread = (curve.high[-1] - curve.low[-1]) / 2 if count > 1 else None
+        row = {"case": name, "rate": shown.best[optimizer], "seeds": count, "spread": spread}
+        rows.append(row | _ends(curve) | {"there": reached(curve, goal)})
+    if shown.experts is not None:
+        case = f"{shown.size.experts}, Muon"
+        row = {"case": case, "rate": 0.02, "seeds": 1, **_ends(shown.experts)}
+        rows.append(row | {"seconds": None, "speed": None})
+    bigram = next((f"{curve.bigram:.3f}" for curve in found.values()), "unknown")
+    text = shown.text
+    note = (
+        f"{shown.size.recipe}, the same tokens for all. Text of this machine: "
+        f"{text.get('documents', 0):,} documents,\n{text.get('bytes', 0) / 1e6:,.0f} MB; bigram "
+        f"model of it: {bigram} bits/byte. Seconds are those of training steps of the run\nthat "
+        f"had "
+        f"the GPU to itself (seed 0); +-: half of what lies between the seeds' ends.\n\n"
+        + "\n".join(f"- {name}: {line}" for name, line in shown.lines.items())
+    )
+    made = [report.Table(title="The shown run", note=note, columns=RUNS, rows=rows)]
+    if shown.sweep:
+        columns = {key: RUNS[key] for key in ("case", "rate", "bits")}
+        note = f"{shown.size.sweep_steps} steps each, on a sample of the text; the best go on."
+        made.append(report.Table(title="Rates", note=note, columns=columns, rows=shown.sweep))
+    points = [_point(curve, at) for curve in found.values() for at in range(len(curve.bits))]
+    if shown.experts is not None:
+        points += [_point(shown.experts, at) for at in range(len(shown.experts.bits))]
+    if points:
+        made.append(report.Table(title="Curves", note="", columns=CURVE, rows=points))
+    return made
+
+
+def _ends(curve: Curve) -> report.Row:
+    ends: report.Row = {"bits": curve.bits[-1], "tokens": curve.tokens[-1] / 1e6}
+    speed = curve.tokens[-1] / curve.seconds[-1] if curve.seconds[-1] else None
+    return ends | {"seconds": curve.seconds[-1], "speed": speed}
+
+
+def _point(curve: Curve, at: int) -> report.Row:
+    low, high = (edge[at] if edge else None for edge in (curve.low, curve.high))
+    row: report.Row = {"case": curve.name, "tokens": curve.tokens[at], "bits": curve.bits[at]}
+    return row | {"seconds": curve.seconds[at], "low": low, "high": high}
+
+
+def fp8_tables(shown: Shown) -> list[report.Table]:
+    """The pairs of bf16 and fp8, as `shardwise bench fp8-learns` shows them."""
+    made = []
+    for optimizer in NAMES:
+        runs: dict[str, dict[int, fp8_learns.Run]] = {fp8_learns.BASE: {}, str(shown.size.fp8): {}}
+        for seed in range(shown.seeds):
+            both = (shown.curves.get((optimizer, seed)), shown.fp8.get((optimizer, seed)))
+            if both[0] is None or both[1] is None:
+                continue
+            names = (f"{optimizer}-{seed}", f"fp8-{optimizer}-{seed}")
+            folders = [shown.runs / name for name in names]
+            pair = fp8_learns.paired(
+                dict(zip(runs, both, strict=True)),  # type: ignore[arg-type]
+                dict(zip(runs, folders, strict=True)),
+            )
+            for precision, run in pair.items():
+                runs[precision][seed] = run
+        if runs[fp8_learns.BASE]:
+            flags = {**shown.size.flags, **shown.rates(optimizer), "optimizer": optimizer}
+            line = shlex.join(["shardwise", "train", shown.size.recipe, *words_of(flags)])
+            made.append(fp8_learns.table(runs, optimizer, line))
+    return made
+
+
+def write(shown: Shown) -> None:
+    """Everything that is known by now."""
+    name = f"shown-run-{shown.size.recipe}"
+    shown.results.mkdir(parents=True, exist_ok=True)
+    report.write(
+        tables(shown), {**shown.facts, "text": json.dumps(shown.text)}, name, shown.results
+    )
+    if made := fp8_tables(shown):
+        report.write(made, shown.facts, f"fp8-learns-{shown.size.recipe}", shown.results)
+    texts = [f"--- {prompt!r}\n{text}" for prompt, text in shown.said.items()]
+    if texts:
+        (shown.results / f"{name}.txt").write_text("\n\n".join(texts) + "\n")
+    with tarfile.open(shown.results / f"{name}-events.tar.gz", "w:gz") as archive:
+        for path in sorted(shown.runs.glob("*/events.jsonl")):
+            archive.add(path, f"{path.parent.name}.jsonl")
+        for path in sorted(shown.runs.glob("*.log")):
+            archive.add(path, path.name)
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="shardwise bench shown-run", description=__doc__)
+    add = parser.add_argument
+    add("--smoke", action="store_true", help="a dry run of every stage, tiny, on any machine")
+    add("--seconds", type=float, default=540.0, help="the whole of it ends by then")
+    add("--seeds", type=int, default=2)
+    add("--steps", type=int, help="of each run; default: 300")
+    add("--scratch", type=Path, default=Path("/tmp/shown-run"), help="for text and runs")
+    add("--results", type=Path, default=report.RESULTS)
+    add("--check", type=Path, help="compare an exported folder in transformers, and leave")
+    options = parser.parse_args(arguments)
+    if options.check is not None:
+        print(check(options.check))
+        return
+    until = time.monotonic() + options.seconds - 10
+    size = SMOKE if options.smoke else FULL
+    if options.steps:
+        size = Size(**{**vars(size), "steps": options.steps})
+    facts = report.circumstances(arguments)
+    facts["command"] = "shardwise bench shown-run " + shlex.join(arguments)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.scratch / "inductor"))
+    shown = Shown(
+        size=size,
+        scratch=options.scratch,
+        results=options.results,
+        seeds=options.seeds,
+        until=until,
+        facts=facts,
+        best={"muon": 0.02, "adamw": size.rates["adamw"][1]},
+    )
+    with ThreadPoolExecutor(3) as pool:
+        warming = pool.submit(warm, shown, experts=False)
+        pool.submit(warm, shown, experts=True)
+        with shown.stage("text", 20):
+            read_text(shown)
+        rest = pool.submit(all_tokens, shown)
+        with shown.stage("warm", 0):
+            warming.result()
+        with shown.stage("rates", 60):
+            find_rates(shown)
+        with shown.stage("tokens", 0):
+            rest.result()
+    for name, needed, work in STAGES:
+        with shown.stage(name, needed):
+            work(shown)
+    print((options.results / f"shown-run-{size.recipe}.md").read_text())
+
+
+STAGES: tuple[tuple[str, float, Callable[[Shown], None]], ...] = (
+    ("muon", 60, killed_and_resumed),
+    ("adamw", 40, alone),
+    ("apart", 40, documents_apart),
+    ("together", 40, together),
+)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
