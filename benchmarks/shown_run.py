@@ -140,7 +140,10 @@ class Shown:
             traceback.print_exc()
             self.lines[name] = f"{type(error).__name__}: {error}"
         self.text[f"{name} s"] = round(time.monotonic() - began, 1)
-        write(self)
+        try:
+            write(self)
+        except Exception:  # the events are there all the same
+            traceback.print_exc()
 
     # ------------------------------------------------------------------------------ jobs
 
@@ -502,6 +505,11 @@ def write(shown: Shown) -> None:
     """Everything that is known by now."""
     name = f"shown-run-{shown.size.recipe}"
     shown.results.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(shown.results / f"{name}-events.tar.gz", "w:gz") as archive:
+        for path in sorted(shown.runs.glob("*/events.jsonl")):
+            archive.add(path, f"{path.parent.name}.jsonl")
+        for path in sorted(shown.runs.glob("*.log")):
+            archive.add(path, path.name)
     report.write(
         tables(shown), {**shown.facts, "text": json.dumps(shown.text)}, name, shown.results
     )
@@ -510,11 +518,6 @@ def write(shown: Shown) -> None:
     texts = [f"--- {prompt!r}\n{text}" for prompt, text in shown.said.items()]
     if texts:
         (shown.results / f"{name}.txt").write_text("\n\n".join(texts) + "\n")
-    with tarfile.open(shown.results / f"{name}-events.tar.gz", "w:gz") as archive:
-        for path in sorted(shown.runs.glob("*/events.jsonl")):
-            archive.add(path, f"{path.parent.name}.jsonl")
-        for path in sorted(shown.runs.glob("*.log")):
-            archive.add(path, path.name)
 
 
 def main(arguments: Sequence[str]) -> None:
