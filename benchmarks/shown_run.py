@@ -255,7 +255,8 @@ def killed_and_resumed(shown: Shown) -> None:
         process.wait(30)
     finally:
         stop(process)
-    resumed = Job(name=job.name, words=["--resume"], folder=job.folder)
+    ranks = {name: value for name, value in shown.size.flags.items() if name == "nproc"}
+    resumed = Job(name=job.name, words=["--resume", *words_of(ranks)], folder=job.folder)
     curve = train(resumed, until=shown.until)
     assert curve is not None
     shown.curves["muon", 0] = curve
