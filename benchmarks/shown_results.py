@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from benchmarks import fp8_learns, report
-from benchmarks.muon_vs_adamw import reached
+from benchmarks.muon_vs_adamw import picture, reached
 from benchmarks.runs import Curve, mean_of
+from shardwise.report.svg import BLUE, ORANGE, Canvas
 
 if TYPE_CHECKING:
     from benchmarks.shown_run import Shown
@@ -134,6 +135,14 @@ def fp8_tables(shown: Shown) -> list[report.Table]:
     return made
 
 
+def drawing(shown: Shown, found: Mapping[str, Curve]) -> Canvas:
+    """Bits per byte by tokens and by seconds; a band from the lowest to the highest seed."""
+    ends = ", ".join(f"{name} {curve.bits[-1]:.3f}" for name, curve in found.items())
+    about = f"held-out bits per byte, mean of {shown.seeds} seeds, one GPU: {ends}"
+    colours = {ORANGE: found["AdamW"], BLUE: found["Muon"]}
+    return picture(f"{shown.size.recipe} on the text of its machine", about, colours)
+
+
 def write(shown: Shown) -> None:
     """Everything that is known by now."""
     name = f"shown-run-{shown.size.recipe}"
@@ -146,6 +155,8 @@ def write(shown: Shown) -> None:
     report.write(
         tables(shown), {**shown.facts, "text": json.dumps(shown.text)}, name, shown.results
     )
+    if len(found := means(shown)) == len(NAMES):
+        (shown.results / f"{name}.svg").write_text(drawing(shown, found).render())
     if made := fp8_tables(shown):
         report.write(made, shown.facts, f"fp8-learns-{shown.size.recipe}", shown.results)
     texts = [f"--- {prompt!r}\n{text}" for prompt, text in shown.said.items()]
