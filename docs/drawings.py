@@ -254,9 +254,13 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
 }
 
 
-def muon_adamw(dark: bool) -> str:
-    """The picture that ``shardwise bench muon-vs-adamw`` wrote, in one theme."""
-    text = (RESULTS / "muon-vs-adamw-default.svg").read_text()
+# Pictures that a benchmark drew, by their names here.
+BENCHED = {"muon-adamw": "muon-vs-adamw-default"}
+
+
+def benched(name: str, dark: bool) -> str:
+    """The picture that a benchmark wrote beside its results, in one theme."""
+    text = (RESULTS / f"{name}.svg").read_text()
     before, _, rest = text.partition("@media(prefers-color-scheme:dark){")
     night, _, after = rest.partition("}</style>")
     return f"{before}{night if dark else ''}</style>{after}"
@@ -269,7 +273,7 @@ def draw(names: Sequence[str] = tuple(DRAWINGS)) -> dict[str, str]:
     for dark, theme in ((False, "light"), (True, "dark")):
         for name, canvas in canvases.items():
             found[f"{name}-{theme}.svg"] = canvas.render(dark=dark) + "\n"
-        found[f"muon-adamw-{theme}.svg"] = muon_adamw(dark)
+        found |= {f"{name}-{theme}.svg": benched(file, dark) for name, file in BENCHED.items()}
     return found
 
 
