@@ -9,6 +9,7 @@ their script, so that each shuts an interpreter down:
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -93,6 +94,7 @@ def main() -> None:
     """Every case in turn, and a line for each."""
     import torch._dynamo  # noqa: F401  (every optimizer does)
 
+    gc.freeze()  # a collection at the end of a rank would touch, and thereby copy, all of it
     for number, (wrapped, end) in enumerate(CASES):
         folder = Path(sys.argv[1], str(number))
         folder.mkdir()
