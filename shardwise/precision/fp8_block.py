@@ -193,7 +193,7 @@ def scaled_by_blocks(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """[tokens, k] times the transpose of [n, k], whose scales are [n / 128, k / 128]."""
-    left, right = (each.view(torch.float8_e4m3fn) for each in (left, right))
+    left, right = left.view(torch.float8_e4m3fn), right.view(torch.float8_e4m3fn)
     count = right_scales.shape[1]
     if not count % 4:
         scales = right_scales.t()
