@@ -165,11 +165,13 @@ class ShardedTensor(DTensor):
     def grad(self) -> Any:
         """The reduced gradient. Microbatches that wait to be reduced are not in it; setting it, to
         None too, drops them."""
-        return GRAD.__get__(self)
+        with torch._C.DisableTorchFunctionSubclass():  # an attribute: no operation is to be seen
+            return GRAD.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self, value)
+        with torch._C.DisableTorchFunctionSubclass():
+            GRAD.__set__(self, value)
         if self.version is not None and isinstance(self, torch.nn.Parameter):
             self.version.waiting.discard(self.cut.index)
 

@@ -46,18 +46,20 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     passed: list[Any] = []
     kinds: list[Any] = []
     for value in args:
-        if isinstance(value, Tensor):
-            address = value.data_ptr()
-            passed.append(address)
-            kinds.append((value.dtype, address % ALIGNMENT == 0))
-            continue
-        passed.append(value)
-        if isinstance(value, TensorDescriptor):
-            kinds.append((value.base.dtype, *value.block_shape))
-        elif type(value) is int:
-            kinds.append((value == 1, value % ALIGNMENT == 0, value.bit_length() >> 5))
+        kind = type(value)
+        if kind is int:
+            kinds += value == 1, value % ALIGNMENT == 0, value.bit_length() >> 5
+        elif kind is float:
+            kinds.append(float)
+        elif isinstance(value, Tensor):
+            kinds.append(value.dtype)
+            value = value.data_ptr()
+            kinds.append(value % ALIGNMENT == 0)
+        elif kind is TensorDescriptor:
+            kinds += (value.base.dtype, *value.block_shape)
         else:
-            kinds.append(float if type(value) is float else (type(value), value))
+            kinds += kind, value
+        passed.append(value)
     return passed, kinds
 
 

@@ -35,6 +35,7 @@ from shardwise.precision.fp8 import (
     Rounding,
     decode_reference,
     encode_reference,
+    right_side,
     uses_kernels,
 )
 from shardwise.precision.fp8_tensor import Reads
@@ -50,14 +51,19 @@ def padded(tokens: int) -> int:
 def empty(x: Tensor, rows: bool, turned: int) -> Quantised:
     """Memory for the planes of x [tokens, features] that are wanted; the others have no element."""
     tokens, features = padded(x.shape[0]), x.shape[1]
-    shapes = [(tokens, features), (features // WIDE, tokens)] if rows else [(0, 0)] * 2
+    strips, bands = features // WIDE, tokens // WIDE
+    codes = scales = others = other_scales = (0, 0)
+    if rows:
+        codes, scales = (tokens, features), (strips, tokens)
     if turned:
-        scales = (tokens // WIDE, features), (features // WIDE, tokens // WIDE)
-        shapes += [(features, tokens), scales[turned == WIDE]]
-    else:
-        shapes += [(0, 0)] * 2
-    kinds = (torch.uint8, torch.float32) * 2
-    return tuple(x.new_empty(s, dtype=d) for s, d in zip(shapes, kinds, strict=True))  # type: ignore[return-value]
+        others = (features, tokens)
+        other_scales = (strips, bands) if turned == WIDE else (bands, features)
+    return (
+        x.new_empty(codes, dtype=torch.uint8),
+        x.new_empty(scales, dtype=torch.float32),
+        x.new_empty(others, dtype=torch.uint8),
+        x.new_empty(other_scales, dtype=torch.float32),
+    )
 
 
 class Tally:
@@ -166,12 +172,12 @@ def multiply(
     if codes.is_meta:
         return codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
     if scaled_problem(codes.device) is None:
-        right = plane.codes, plane.scales
-        if phase == "backward":
-            from shardwise.kernels import fp8_block
+        if phase == "forward":
+            return scaled_by_blocks(codes, scales, *plane.right, dtype)
+        from shardwise.kernels import fp8_block
 
-            right = fp8_block.turn(*right)
-        return scaled_by_blocks(codes, scales, *right, dtype)
+        turned = fp8_block.turn(plane.codes, plane.scales)
+        return scaled_by_blocks(codes, scales, *right_side(*turned), dtype)
     left = _decoded(codes, scales)
     weight = decode_reference(plane.codes, plane.scales, plane.block, torch.float32)
     return (left @ (weight.t() if phase == "forward" else weight)).to(dtype)
@@ -184,7 +190,7 @@ def weight_gradient(
     if grad.is_meta or not grad.shape[1]:
         return grad.new_zeros(len(grad), len(x), dtype=dtype)
     if scaled_problem(grad.device) is None:
-        return scaled_by_blocks(grad, grad_scales, x, x_scales, dtype)
+        return scaled_by_blocks(grad, grad_scales, *right_side(x, x_scales), dtype)
     right = decode_reference(x, x_scales, SQUARE_128, torch.float32)
     return (_decoded(grad, grad_scales) @ right.t()).to(dtype)
 
@@ -192,19 +198,17 @@ def weight_gradient(
 def scaled_by_blocks(
     left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[tokens, k] times the transpose of [n, k], whose scales are [n / 128, k / 128]."""
-    left, right = (each.view(torch.float8_e4m3fn) for each in (left, right))
-    count = right_scales.shape[1]
+    """[tokens, k] times [k, n] of :func:`right_side`."""
+    left, count = left.view(torch.float8_e4m3fn), len(right_scales)
     if not count % 4:
-        scales = right_scales.t()
         return torch._scaled_mm(
-            left, right.t(), scale_a=left_scales.t(), scale_b=scales, out_dtype=dtype
+            left, right, scale_a=left_scales.t(), scale_b=right_scales, out_dtype=dtype
         )
     # cuBLAS reads rows of scales at multiples of 16 bytes.
-    scales = F.pad(right_scales, (0, -count % 4)).t()
+    scales = F.pad(right_scales.t(), (0, -count % 4)).t()
     one, many = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128  # type: ignore[attr-defined]
     return F.scaled_mm(  # type: ignore[attr-defined, no-any-return]
-        left, right.t(), left_scales.t(), one, scales, many, output_dtype=dtype
+        left, right, left_scales.t(), one, scales, many, output_dtype=dtype
     )
 
 

@@ -204,15 +204,15 @@ def linear_backward(
     codes, scales, turned, turned_scales = fp8_block.quantise(
         grad, wants_x, 0 if x is None else 1, rounding
     )
-    of_x, of_weight = grad.new_empty(0), grad.new_empty(0)
     if wants_x:
         plane = weight.plane("backward")
-        of_x = fp8_block.multiply(codes, scales, plane, "backward", grad.dtype)[: grad.shape[0]]
-    if x is not None:
-        assert x_scales is not None
-        of_weight = fp8_block.weight_gradient(
-            turned, turned_scales, x, x_scales, dtype or grad.dtype
-        )
+        of_x = fp8_block.multiply(codes, scales, plane, "backward", grad.dtype)[: len(grad)]
+    else:
+        of_x = grad.new_empty(0)
+    if x is None:
+        return of_x, grad.new_empty(0)
+    assert x_scales is not None
+    of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or grad.dtype)
     return of_x, of_weight
 
 

@@ -13,6 +13,7 @@ traces the same functions with operators that find the planes by the leaf (fp8_o
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -161,9 +162,7 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             return _traced(func, args, kwargs)
-        # A graph's operator, which finds the planes; or a compiler asks what the parameter is.
-        plain = getattr(func, "namespace", "") == "shardwise" or torch.compiler.is_compiling()
-        if plain or _reads_no_values(func):
+        if _plain(func) or torch.compiler.is_compiling():  # or a compiler asks what this is
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is F.linear:
@@ -303,6 +302,9 @@ def _reads_no_values(func: Callable[..., Any]) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
     return name in ("__set__", "__delete__") or name in _FACTS
+
+
+_plain = functools.lru_cache(maxsize=1024)(_reads_no_values)  # asked for each operator of a graph
 
 
 def _decoded(value: Any) -> Any:
