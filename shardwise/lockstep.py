@@ -37,6 +37,7 @@ STEP = "step"  # of an optimizer: no collective, but ranks must do it alike too
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
 _PRIME = 1_000_003
+_FORGOTTEN = "something longer ago than is remembered"
 # Seconds that a wait takes before its reason is looked for.
 patience = 5.0
 
@@ -267,30 +268,25 @@ def _look(wait: _Wait) -> None:
         if peer != journal.rank and store.check([key]):
             theirs = json.loads(store.get(key))
             if not (_has(mine, theirs["waits"]) or _has(theirs, mine["waits"])):
-                wait.proof = _explain(journal.rank, mine, peer, theirs)
+                pairs = sorted([(journal.rank, mine["waits"]), (peer, theirs["waits"])])
+                found = [f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs]
+                wait.proof = _out_of_step(" and ".join(found))
                 return
 
 
 def _has(record: dict[str, Any], wanted: Sequence[Any]) -> bool:
     """Whether the owner of a record has issued the collective that another waits for."""
     operation, number, purpose = wanted
-    count, recent = record["issued"].get(operation, [0, []])
-    if number > count:
-        return False
-    position = len(recent) - 1 - (count - number)
-    return position < 0 or bool(recent[position] == purpose)
-
-
-def _explain(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str:
-    pairs = sorted([(rank, mine["waits"]), (peer, theirs["waits"])])
-    waits = " and ".join(f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs)
-    return _out_of_step(waits)
+    return _purpose(record, operation, number) in (purpose, _FORGOTTEN)
 
 
 def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
+    """The purpose of a collective in a record."""
     count, recent = record["issued"].get(operation, [0, []])
     position = len(recent) - 1 - (count - number)
-    return str(recent[position]) if 0 <= position < len(recent) else "nothing"
+    if number > count:
+        return "nothing"
+    return str(recent[position]) if position >= 0 else _FORGOTTEN
 
 
 def _out_of_step(where: str) -> str:
