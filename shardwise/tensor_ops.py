@@ -31,13 +31,15 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.agreement import differ
 from shardwise.cut import Cut
-from shardwise.tensor_views import VIEWS, spans, viewed
 from shardwise.tensor_whole import (
+    VIEWS,
     gathered,
     into_plain,
     norms,
     on_the_whole,
     recorded_with_plain,
+    spans,
+    viewed,
     whole,
     whole_value,
 )

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.report.comparison import comparison_parts
-from shardwise.report.loss_curve import loss_canvas
 from shardwise.report.memory_bars import memory_bars_canvas
 from shardwise.report.page import SCRIPT, STYLE
 from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
-from shardwise.report.series import Event, number, series
+from shardwise.report.series import Event, loss_canvas, number, series
 from shardwise.report.sizes import count_text, size_text
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
