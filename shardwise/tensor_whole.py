@@ -159,17 +159,16 @@ def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
 
-def norms(
-    locals_: Sequence[Tensor],
-    cuts: Sequence[Cut | None],
-    order: float,
-    dtype: torch.dtype | None,
-) -> list[Tensor]:
+def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each whole tensor; tensors without a cut are whole already.
 
     One collective per sharded axis serves the whole list. Meshes come in order of first appearance,
     which is the same on every rank.
     """
+    order = float(order)
+    cuts: list[Cut | None] = [getattr(one, "cut", None) for one in tensors]
+    pairs = zip(tensors, cuts, strict=True)
+    locals_ = [one if cut is None else one._local_tensor for one, cut in pairs]
     result: list[Any] = [None] * len(locals_)
     alone: list[int] = []
     meshes: dict[Any, list[int]] = {}
