@@ -30,11 +30,10 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise import streams
-from shardwise.axis import Axis as Axis
-from shardwise.axis import GroupLike
-from shardwise.axis import as_axis as as_axis
+from shardwise.lockstep import Axis as Axis
 from shardwise.lockstep import Call as Call
-from shardwise.lockstep import Ticket, recorded, uncounted
+from shardwise.lockstep import GroupLike, Ticket, recorded, uncounted
+from shardwise.lockstep import as_axis as as_axis
 from shardwise.lockstep import record as record
 from shardwise.memory import counted
 from shardwise.pending import Flight

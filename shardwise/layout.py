@@ -197,20 +197,33 @@ class Layout:
         return tuple(_boxes(self.items[index].shape, lo, hi))
 
     def picture(self, width: int = 72) -> str:
-        """One strip per shard, to scale, for humans: names, rows, and dots where padding lies."""
-        strips = [["."] * width + ["|"] for _ in range(self.num_shards)]
-        for index, item in enumerate(self.items):
-            row = prod(item.shape[1:])
-            for shard in self.holders(index):
-                lo, hi = self.piece(index, shard)
-                unit, word = (1, "elements") if lo % row or hi % row else (row, "rows")
-                span = "" if hi - lo == item.numel else f" {word} {lo // unit}-{hi // unit - 1}"
-                base = self.starts[index] - shard * self.shard_size
-                left = (base + lo) * width // self.shard_size
-                cells = (base + hi) * width // self.shard_size - left
-                strips[shard][left : left + cells] = f"| {item.name}{span}"[:cells].ljust(cells)
+        """One strip per shard."""
         digits = len(str(self.num_shards - 1))
-        return "\n".join(f"shard {r:>{digits}} {''.join(s)}" for r, s in enumerate(strips))
+        shards = range(self.num_shards)
+        return "\n".join(f"shard {shard:>{digits}} {self.strip(shard, width)}" for shard in shards)
+
+    def strip(self, shard: int, width: int) -> str:
+        """One shard to scale, for humans: names, rows, and dots where padding lies."""
+        cells = ["."] * width + ["|"]
+        for index, item in enumerate(self.items):
+            if shard not in self.holders(index):
+                continue
+            lo, hi = self.piece(index, shard)
+            base = self.starts[index] - shard * self.shard_size
+            left = (base + lo) * width // self.shard_size
+            length = (base + hi) * width // self.shard_size - left
+            words = f"| {item.name}{rows_text(item.shape, lo, hi)}"
+            cells[left : left + length] = words[:length].ljust(length)
+        return "".join(cells)
+
+
+def rows_text(shape: Shape, lo: int, hi: int) -> str:
+    """Which rows (or elements) of a parameter [lo, hi) are; nothing where it is all of it."""
+    if hi - lo == prod(shape):
+        return ""
+    row = prod(shape[1:])
+    unit, word = (1, "elements") if lo % row or hi % row else (row, "rows")
+    return f" {word} {lo // unit}-{hi // unit - 1}"
 
 
 class _Window(Layout):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the ranks of a group issue the same collectives, and what to say where they do not.
+"""One mesh axis as a rank sees it; whether its ranks issue the same collectives, and what to say
+where they do not.
 
     rank 0   all_gather 'blocks.1'  waits ...  --\
     rank 1   all_gather 'blocks.2'  waits ...  --->  both publish what they issued and wait for,
@@ -23,20 +24,23 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 STEP = "step"  # of an optimizer: no collective, but ranks must do it alike too
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
 _PRIME = 1_000_003
+_FORGOTTEN = "something longer ago than is remembered"
 # Seconds that a wait takes before its reason is looked for.
 patience = 5.0
 
@@ -267,30 +271,25 @@ def _look(wait: _Wait) -> None:
         if peer != journal.rank and store.check([key]):
             theirs = json.loads(store.get(key))
             if not (_has(mine, theirs["waits"]) or _has(theirs, mine["waits"])):
-                wait.proof = _explain(journal.rank, mine, peer, theirs)
+                pairs = sorted([(journal.rank, mine["waits"]), (peer, theirs["waits"])])
+                found = [f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs]
+                wait.proof = _out_of_step(" and ".join(found))
                 return
 
 
 def _has(record: dict[str, Any], wanted: Sequence[Any]) -> bool:
     """Whether the owner of a record has issued the collective that another waits for."""
     operation, number, purpose = wanted
-    count, recent = record["issued"].get(operation, [0, []])
-    if number > count:
-        return False
-    position = len(recent) - 1 - (count - number)
-    return position < 0 or bool(recent[position] == purpose)
-
-
-def _explain(rank: int, mine: dict[str, Any], peer: int, theirs: dict[str, Any]) -> str:
-    pairs = sorted([(rank, mine["waits"]), (peer, theirs["waits"])])
-    waits = " and ".join(f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs)
-    return _out_of_step(waits)
+    return _purpose(record, operation, number) in (purpose, _FORGOTTEN)
 
 
 def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
+    """The purpose of a collective in a record."""
     count, recent = record["issued"].get(operation, [0, []])
     position = len(recent) - 1 - (count - number)
-    return str(recent[position]) if 0 <= position < len(recent) else "nothing"
+    if number > count:
+        return "nothing"
+    return str(recent[position]) if position >= 0 else _FORGOTTEN
 
 
 def _out_of_step(where: str) -> str:
@@ -310,3 +309,64 @@ def _stepped_apart(*ranks: tuple[int, str]) -> str:
         f"norm that is all-reduced), and drop gradients on every rank or on none. The weights of "
         f"the ranks no longer belong together: load a checkpoint"
     )
+
+
+@dataclass(eq=False)
+class Axis:
+    """One mesh axis as a rank sees it: its group, and where this rank stands in it."""
+
+    name: str
+    group: Any  # a ProcessGroup; None: nobody is behind this axis, see :meth:`pretended`
+    size: int
+    rank: int
+    backends: dict[str, str]  # by device type
+    peers: tuple[int, ...]  # global ranks, by rank on the axis
+    journal: Journal = field(repr=False)
+
+    @classmethod
+    def pretended(cls, name: str, size: int, rank: int, backend: str) -> Axis:
+        """An axis for a plan: tensors on the meta device are sent as ``backend`` would send them,
+        counted, and go nowhere."""
+        journal = Journal(None, rank, size)
+        return cls(name, None, size, rank, {"meta": backend}, tuple(range(size)), journal)
+
+    @property
+    def pretends(self) -> bool:
+        """Whether one process poses as a rank of many: in a plan, or on torch's fake backend."""
+        return "meta" in self.backends or "fake" in self.backends.values()
+
+    def backend_for(self, tensor: Tensor) -> str | None:
+        return self.backends.get(tensor.device.type)
+
+
+GroupLike: TypeAlias = "Axis | dist.ProcessGroup"
+_AXES: WeakKeyDictionary[Any, dict[str, Axis]] = WeakKeyDictionary()
+
+
+def as_axis(group: GroupLike, name: str | None = None) -> Axis:
+    """The Axis of a process group. One group may be an axis of several meshes, under several names;
+    its messages are counted together all the same."""
+    if isinstance(group, Axis):
+        return group
+    known = _AXES.setdefault(group, {})
+    first = next(iter(known.values()), None)
+    if name is None:
+        name = first.name if first is not None else "group"
+    if name not in known:
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        known[name] = Axis(
+            name=name,
+            group=group,
+            size=size,
+            rank=rank,
+            backends=_backends(group),
+            peers=tuple(dist.get_process_group_ranks(group)),
+            journal=first.journal if first is not None else Journal(group, rank, size),
+        )
+    return known[name]
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """``{"cpu": "gloo", "cuda": "nccl"}`` and the like."""
+    pairs = dist.get_backend_config(group).split(",")
+    return dict(pair.split(":", 1) for pair in pairs)  # type: ignore[misc]

@@ -31,13 +31,15 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.agreement import differ
 from shardwise.cut import Cut
-from shardwise.tensor_views import VIEWS, spans, viewed
 from shardwise.tensor_whole import (
+    VIEWS,
     gathered,
     into_plain,
     norms,
     on_the_whole,
     recorded_with_plain,
+    spans,
+    viewed,
     whole,
     whole_value,
 )
@@ -399,19 +401,11 @@ class Operations:
         if given is None:
             return self._gather(func, args, kwargs)
         order = given.get("ord", given.get("p"))
-        return self._norms([given["self"]], 2 if order is None else order, given.get("dtype"))[0]
+        return norms([given["self"]], 2 if order is None else order, given.get("dtype"))[0]
 
     def _foreach_norm(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         given = _arguments(func, args, kwargs)
-        return self._norms(given["self"], given.get("ord", 2), given.get("dtype"))
-
-    def _norms(
-        self, tensors: Sequence[Any], order: float, dtype: torch.dtype | None
-    ) -> list[Tensor]:
-        kind = self.kind
-        locals_ = [one._local_tensor if type(one) is kind else one for one in tensors]
-        cuts = [one.cut if type(one) is kind else None for one in tensors]
-        return norms(locals_, cuts, float(order), dtype)
+        return norms(given["self"], given.get("ord", 2), given.get("dtype"))
 
     def _value(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = self._whole(func, args, kwargs)

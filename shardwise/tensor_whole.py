@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole values made from pieces: what an operation gives that cannot be computed on a piece.
+"""Operations on a ShardedTensor: views of its memory, and whole values made from pieces.
+
+    p.view(-1), p[2:5], ...        keep elements in their order. A piece is a run of elements, so
+                                   such a view has one too, on some ranks an empty one
 
     p.sum(), p.norm()              one value of all pieces, on every rank
 
@@ -20,9 +23,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -155,17 +159,16 @@ def _is_view(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 
 
-def norms(
-    locals_: Sequence[Tensor],
-    cuts: Sequence[Cut | None],
-    order: float,
-    dtype: torch.dtype | None,
-) -> list[Tensor]:
+def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each whole tensor; tensors without a cut are whole already.
 
     One collective per sharded axis serves the whole list. Meshes come in order of first appearance,
     which is the same on every rank.
     """
+    order = float(order)
+    cuts: list[Cut | None] = [getattr(one, "cut", None) for one in tensors]
+    pairs = zip(tensors, cuts, strict=True)
+    locals_ = [one if cut is None else one._local_tensor for one, cut in pairs]
     result: list[Any] = [None] * len(locals_)
     alone: list[int] = []
     meshes: dict[Any, list[int]] = {}
@@ -249,3 +252,74 @@ def _extreme(local: Tensor, op: str, wide: torch.dtype) -> Tensor:
     else:
         neutral = torch.iinfo(wide).min if op == "max" else torch.iinfo(wide).max
     return torch.full((), neutral, dtype=wide, device=local.device)
+
+
+Span = tuple[int, tuple[int, ...]]  # the first element, and the shape
+
+
+def spans(name: str, shape: Sequence[int], given: dict[str, Any]) -> list[Span] | None:
+    """The runs of elements that a view operation gives; None where it gives no run."""
+    if not shape or given.get("step", 1) != 1:
+        return None
+    if name in _SHAPES:
+        changed = _SHAPES[name](list(shape), given)
+        return None if changed is None else [(0, tuple(changed))]
+    if given.get("dim", 0) % len(shape):
+        return None
+    rows, row = shape[0], prod(shape[1:])
+    if name == "select":
+        return [(given["index"] % rows * row, tuple(shape[1:]))]
+    if name == "unbind":
+        return [(first * row, tuple(shape[1:])) for first in range(rows)]
+    if name == "slice":
+        start, end, _ = slice(given.get("start"), given.get("end")).indices(rows)
+        ranges = [(start, max(start, end))]
+    elif name == "split":
+        size = given["split_size"]
+        ranges = [(first, min(first + size, rows)) for first in range(0, rows, size)]
+    else:
+        ends = [sum(given["split_sizes"][: n + 1]) for n in range(len(given["split_sizes"]))]
+        ranges = list(zip([0, *ends], ends, strict=False))
+    if any(first == last for first, last in ranges):
+        return None  # a tensor without elements has no layout
+    return [(first * row, (last - first, *shape[1:])) for first, last in ranges]
+
+
+def _squeezed(shape: list[int], given: dict[str, Any]) -> list[int] | None:
+    dims = given.get("dim", range(len(shape)))
+    dims = [dims] if isinstance(dims, int) else dims
+    gone = {dim % len(shape) for dim in dims}
+    return [size for dim, size in enumerate(shape) if size != 1 or dim not in gone]
+
+
+def _unsqueezed(shape: list[int], given: dict[str, Any]) -> list[int]:
+    where = given["dim"] % (len(shape) + 1)
+    return [*shape[:where], 1, *shape[where:]]
+
+
+def _viewed(shape: list[int], given: dict[str, Any]) -> list[int] | None:
+    size = given.get("size", given.get("shape"))
+    if not isinstance(size, (list, tuple)):
+        return None  # another dtype
+    known = prod(one for one in size if one != -1)
+    return [prod(shape) // known if one == -1 else one for one in size]
+
+
+_SHAPES: dict[str, Callable[[list[int], dict[str, Any]], list[int] | None]] = {
+    "view": _viewed,
+    "_unsafe_view": _viewed,
+    "reshape": _viewed,
+    "unsqueeze": _unsqueezed,
+    "squeeze": _squeezed,
+}
+VIEWS = {*_SHAPES, "select", "slice", "split", "split_with_sizes", "unbind"}
+
+
+def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
+    """The local piece of a view, and its cut."""
+    first, shape = span
+    part = cut.viewed(first, shape)
+    (lo, hi), begin = part.piece, cut.piece[0] - first
+    if lo == hi:
+        return local.new_empty(part.local_shape), part
+    return local.reshape(-1)[lo - begin : hi - begin].view(part.local_shape), part

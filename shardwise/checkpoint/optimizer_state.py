@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError, shown
-from shardwise.checkpoint.experts import Stack
+from shardwise.checkpoint.pieces import Stack
 from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.state import State, state_key, tensor_problems
 from shardwise.checkpoint.torch_files import Entry

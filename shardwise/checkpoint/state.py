@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
-from shardwise.checkpoint.experts import Stack, stacks_of
+from shardwise.checkpoint.pieces import Stack, stacks_of
 from shardwise.checkpoint.values import dtype_name, encode
 from shardwise.shard.module import units_of
 from shardwise.shard.state_dict import clean

@@ -8,7 +8,7 @@
 With experts spread over an axis ``ep``, a rank holds num_experts / ep experts and computes them for
 the tokens of every rank. The gradients of its experts are then sums over all ranks' tokens, while
 the gradients of replicated parameters are means: reduce experts over the ranks that hold the same
-experts, and divide by the number of *all* ranks that have tokens (``gradient_divisor``), once.
+experts, and divide by the number of *all* ranks that have tokens, once.
 """
 
 from __future__ import annotations
@@ -133,10 +133,6 @@ class MixtureOfExperts(nn.Module):
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients that no exchange has overlapped with."""
         self.experts.backward_dw()
-
-    def gradient_divisor(self, data_ranks: int) -> float:
-        """The divisor of expert gradients, after the sum over ranks with the same experts."""
-        return float(data_ranks)
 
 
 def _check_axis(what: str, axis: Any) -> None:

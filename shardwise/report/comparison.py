@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs side by side: their losses on the same axes, how they ended, what differs."""
+"""The figures of a run, and several runs side by side: their losses on the same axes, how they
+ended, what differs."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from shardwise.report.sizes import count_text, size_text, tick_text
 from shardwise.report.svg import PALETTE, Canvas
 
 HEIGHT = 430
+Find = Callable[[Sequence[Event]], float | None]
 
 
 def comparison_parts(
@@ -32,7 +34,8 @@ def comparison_parts(
     lines = [(name, _losses(events, evaluated)) for name, events in runs.items()]
     about = f"{'held out' if evaluated else 'of training'}, by tokens"
     pictures = [canvas for log in (False, True) if (canvas := _losses_canvas(lines, about, log))]
-    return pictures, _ends(runs), _differences(runs)
+    ends = _rows([figures_of(events) for events in runs.values()])
+    return pictures, ends, _differences(runs)
 
 
 def _losses(events: Sequence[Event], evaluated: bool) -> list[Point]:
@@ -87,45 +90,52 @@ def _losses_canvas(lines: Sequence[Line], about: str, log: bool) -> Canvas | Non
     return canvas
 
 
-def _ends(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
-    def last(kind: str, field: str) -> Callable[[Sequence[Event]], float | None]:
-        def find(events: Sequence[Event]) -> float | None:
-            found = events_of(events, kind)
-            return number(found[-1].get(field)) if found else None
+def _last(kind: str, field: str) -> Find:
+    def find(events: Sequence[Event]) -> float | None:
+        found = events_of(events, kind)
+        return number(found[-1].get(field)) if found else None
 
-        return find
+    return find
 
-    def most(field: str, share: float) -> Callable[[Sequence[Event]], float | None]:
-        def find(events: Sequence[Event]) -> float | None:
-            values = [
-                v for e in events_of(events, "step") if (v := number(e.get(field))) is not None
-            ]
-            return sorted(values)[int(share * (len(values) - 1))] if values else None
 
-        return find
+def _ranked(field: str, share: float) -> Find:
+    """The value that so large a share of steps does not exceed: 0.5 is the median."""
 
-    wanted: dict[str, tuple[Callable[[Sequence[Event]], float | None], Callable[[float], str]]] = {
-        "held-out bits per byte": (last("eval", "bits_per_byte"), lambda v: f"{v:.3f}"),
-        "loss of the last step": (last("step", "loss"), lambda v: f"{v:.3f}"),
-        "steps": (last("step", "step"), lambda v: f"{v:,.0f}"),
-        "tokens": (last("step", "tokens"), count_text),
-        "tokens per second, median": (most("tokens_per_second", 0.5), count_text),
-        "highest gradient norm": (most("grad_norm", 1.0), lambda v: f"{v:.3g}"),
-        "memory of a rank, most": (most("memory", 1.0), size_text),
-    }
-    rows = {}
-    for words, (find, text) in wanted.items():
-        values = [find(events) for events in runs.values()]
-        if any(value is not None for value in values):
-            rows[words] = ["" if value is None else text(value) for value in values]
-    return rows
+    def find(events: Sequence[Event]) -> float | None:
+        values = [v for e in events_of(events, "step") if (v := number(e.get(field))) is not None]
+        return sorted(values)[int(share * (len(values) - 1))] if values else None
+
+    return find
+
+
+FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
+    "held-out bits per byte": (_last("eval", "bits_per_byte"), lambda v: f"{v:.3f}"),
+    "bits per byte, last step": (_last("step", "bits_per_byte"), lambda v: f"{v:.3f}"),
+    "loss of the last step": (_last("step", "loss"), lambda v: f"{v:.3f}"),
+    "steps": (_last("step", "step"), lambda v: f"{v:,.0f}"),
+    "tokens": (_last("step", "tokens"), count_text),
+    "tokens per second, median": (_ranked("tokens_per_second", 0.5), count_text),
+    "MFU, median": (_ranked("mfu", 0.5), lambda v: f"{100 * v:.1f} %"),
+    "highest gradient norm": (_ranked("grad_norm", 1.0), lambda v: f"{v:.3g}"),
+    "memory of a rank, most": (_ranked("memory", 1.0), size_text),
+}
+
+
+def figures_of(events: Sequence[Event]) -> dict[str, str]:
+    """The few numbers that people ask for first, those that a run has."""
+    found = ((words, find(events), text) for words, (find, text) in FIGURES.items())
+    return {words: text(value) for words, value, text in found if value is not None}
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """A row for each name that any column has."""
+    names = dict.fromkeys(name for one in columns for name in one)
+    return {name: [one.get(name, "") for one in columns] for name in names}
 
 
 def _differences(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
     """The fields of the configurations that are not the same in all runs."""
-    flat = [_flat(_started(events)) for events in runs.values()]
-    names = list(dict.fromkeys(name for one in flat for name in one))
-    rows = {name: [one.get(name, "") for one in flat] for name in names}
+    rows = _rows([_flat(_started(events)) for events in runs.values()])
     return {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
 
 

@@ -20,13 +20,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.comparison import comparison_parts
-from shardwise.report.loss_curve import loss_canvas
+from shardwise.report.comparison import comparison_parts, figures_of
 from shardwise.report.memory_bars import memory_bars_canvas
 from shardwise.report.page import SCRIPT, STYLE
 from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
-from shardwise.report.series import Event, number, series
-from shardwise.report.sizes import count_text, size_text
+from shardwise.report.series import Event, loss_canvas, number, series
+from shardwise.report.sizes import size_text
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
@@ -269,33 +268,11 @@ def _page(name: str, parts: Iterable[str]) -> str:
 
 
 def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
-    """The few numbers that people ask for first."""
-    steps = [event for event in events if event.get("kind") == "step"]
-    last = steps[-1] if steps else {}
-    held_out = _last(events, "eval") or {}
-    found: list[tuple[str, str]] = []
-
-    def show(words: str, value: float | None, text: str) -> None:
-        if value is not None:
-            found.append((text, words))
-
-    value = number(held_out.get("bits_per_byte"))
-    show("bits per byte, held out", value, f"{value or 0:.3f}")
-    value = number(last.get("bits_per_byte"))
-    show("bits per byte, last step", value, f"{value or 0:.3f}")
-    value = number(last.get("step"))
-    show("steps", value, f"{value or 0:,.0f}")
-    value = number(last.get("tokens"))
-    show("tokens", value, count_text(value or 0))
-    speeds = sorted(s for e in steps if (s := number(e.get("tokens_per_second"))) is not None)
-    show("tokens per second, median", _median(speeds), count_text(_median(speeds) or 0))
-    mfu = sorted(s for e in steps if (s := number(e.get("mfu"))) is not None)
-    show("MFU, median", _median(mfu), f"{100 * (_median(mfu) or 0):.1f} %")
-    memory = max((m for e in steps if (m := number(e.get("memory"))) is not None), default=None)
-    show("memory of a rank, most", memory, size_text(memory or 0))
-    value = number(profile.get("exposed"))
-    show("communication exposed", value, f"{100 * (value or 0):.1f} %")
-    cells = (f"<div><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in found)
+    found = figures_of(events)
+    exposed = number(profile.get("exposed"))
+    if exposed is not None:
+        found["communication exposed"] = f"{100 * exposed:.1f} %"
+    cells = (f"<div><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in found.items())
     return f'<div class="figures">{"".join(cells)}</div>' if found else ""
 
 
@@ -375,10 +352,6 @@ def _dig(value: Any, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return values[len(values) // 2] if values else None
 
 
 def _write(path: Path, text: str) -> Path:

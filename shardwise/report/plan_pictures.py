@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardwise.layout import rows_text
 from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
 from shardwise.report.planned import Figures
-from shardwise.report.shard_map import rows_text
 from shardwise.report.sizes import count_text, size_text, tick_text
 from shardwise.report.svg import (
     GREEN,

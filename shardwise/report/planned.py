@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy
 import torch
 
 from shardwise.comm import Call
@@ -72,11 +73,7 @@ class Mesh:
         return replace(self, sizes=(*self.sizes[:-1], self.sizes[-1] // ep))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        found = []
-        for size in reversed(self.sizes):
-            rank, position = divmod(rank, size)
-            found.append(position)
-        return tuple(reversed(found))
+        return tuple(map(int, numpy.unravel_index(rank, self.sizes)))
 
     def shard(self, placements: Sequence[Placement], rank: int) -> int:
         """The one shard that a rank holds."""

@@ -12,10 +12,8 @@ different shares.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from shardwise.layout import Layout
 from shardwise.report.planned import Figures, PlannedUnit
 
 MAX_ROWS = 8
@@ -102,30 +100,6 @@ def map_text(plan: Figures, width: int = 72) -> str:
                 if shard != before + 1:
                     lines.append(f"{'...':>{margin}}")
                 before = shard
-                lines.append(f"{label:>{margin}} {strip(layout, shard, width)}")
+                lines.append(f"{label:>{margin}} {layout.strip(shard, width)}")
             lines.append("")
     return "\n".join(lines).rstrip()
-
-
-def strip(layout: Layout, shard: int, width: int) -> str:
-    """One shard to scale: names, rows, and dots where padding lies."""
-    cells = ["."] * width + ["|"]
-    for index, item in enumerate(layout.items):
-        if shard not in layout.holders(index):
-            continue
-        low, high = layout.piece(index, shard)
-        base = layout.starts[index] - shard * layout.shard_size
-        left = (base + low) * width // layout.shard_size
-        length = (base + high) * width // layout.shard_size - left
-        words = f"| {item.name}{rows_text(item.shape, low, high)}"
-        cells[left : left + length] = words[:length].ljust(length)
-    return "".join(cells)
-
-
-def rows_text(shape: tuple[int, ...], low: int, high: int) -> str:
-    """Which rows (or elements) of a parameter [low, high) are; nothing where it is all of it."""
-    if high - low == math.prod(shape):
-        return ""
-    row = math.prod(shape[1:])
-    unit, word = (1, "elements") if low % row or high % row else (row, "rows")
-    return f" {word} {low // unit}-{high // unit - 1}"

@@ -33,9 +33,8 @@ from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, Placements, steps
-from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad
+from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.shares import reduce_shares
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import UNREDUCED
 

@@ -5,11 +5,17 @@ Like the main weight, fp32 and this rank's shard; ``.grad`` of each parameter at
 
 A gradient that the user dropped (``zero_grad``) and still holds, or shows to numpy, keeps its
 values as in plain torch: the memory is left to the holder, and the next gradients get another.
+
+Replicas may divide the gradients between themselves: ``reduce_shares`` brings some spans to all of
+them, others to one.
+
+    parts of one size     one reduce-scatter: what a rank receives does not grow with the replicas
+    parts of any sizes    one all-to-all of exact sizes, summed by the receiver
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from operator import is_
 from sys import getrefcount
@@ -18,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import comm
 from shardwise.buffer import Buffer
-from shardwise.division import Division, Shares, replica_shares
-from shardwise.memory import CACHING
+from shardwise.division import Division, Shares, Span, replica_shares
+from shardwise.memory import CACHING, counted
 from shardwise.shard.whole_parameter import Whole
 from shardwise.tensor import GRAD, ShardedTensor
 
@@ -167,3 +174,42 @@ class MainGrad:
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
         return hooked
+
+
+def reduce_shares(
+    flat: Tensor, shares: Shares, link: comm.Axis, divisor: float | None
+) -> Iterator[comm.Pending]:
+    """Reduce in place: the shared spans to every rank, the divided ones to one rank each. The
+    memory of those that go elsewhere is undefined afterwards."""
+    if shares.shared:
+        packed = _pack(flat, shares.shared)
+        yield comm.all_reduce(packed, link, divisor=divisor)
+        _unpack(flat, shares.shared, packed)
+    if not shares.divided:
+        return
+    if shares.even:
+        length = shares.sizes[0]
+        packed = _pack(flat, shares.divided, link.size * length)
+        mine = packed.view(link.size, length)[link.rank]
+        yield comm.reduce_scatter(mine, packed, link, divisor=divisor)
+    else:
+        packed = _pack(flat, shares.divided)
+        mine = counted(packed.new_empty(shares.sizes[link.rank]), "receive")
+        yield comm.reduce_parts(mine, packed, shares.sizes, link, divisor=divisor)
+    _unpack(flat, shares.mine, mine)
+
+
+def _pack(flat: Tensor, spans: Sequence[Span], length: int = 0) -> Tensor:
+    """The spans of a buffer one after another, in memory of their own; zeros up to ``length``."""
+    views = [flat[begin:end] for begin, end in spans]
+    missing = length - sum(map(len, views))
+    if missing > 0:
+        views.append(flat.new_zeros(missing))
+    return counted(torch.cat(views), "receive")
+
+
+def _unpack(flat: Tensor, spans: Sequence[Span], packed: Tensor) -> None:
+    if spans:
+        views = [flat[begin:end] for begin, end in spans]
+        lengths = [len(view) for view in views]
+        torch._foreach_copy_(views, list(packed[: sum(lengths)].split(lengths)))
