@@ -512,4 +512,6 @@ def test_experts_and_fp8_beside_cut_products(rank: int, world_size: int) -> None
             assert says in "".join(told.output)
             stored = {row.name: row for row in sw.precision_report(model).rows}
             assert stored["last.weight"].format and not stored["up.weight"].format
-            assert torch.allclose(loss.float(), plain(rows[data_rank(mesh)]).square().mean(), rtol=0.1)
+            assert torch.allclose(
+                loss.float(), plain(rows[data_rank(mesh)]).square().mean(), rtol=0.1
+            )
