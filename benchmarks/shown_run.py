@@ -356,8 +356,16 @@ def hand_over(shown: Shown) -> None:
         checked = pool.submit(spoken, loads, shown)
         texts = {prompt: pool.submit(spoken, words, shown) for prompt, words in commands.items()}
         for prompt, text in texts.items():
-            shown.said[prompt] = text.result()
-        shown.lines["in transformers"] = checked.result().strip()
+            shown.said[prompt] = _said(text)
+        shown.lines["in transformers"] = _said(checked).strip()
+
+
+def _said(text: Future[str]) -> str:
+    """What was printed, or why nothing was."""
+    try:
+        return text.result()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def check(hub: Path) -> str:
