@@ -32,7 +32,7 @@ SOURCE = re.compile(
 )
 DOCUMENTS = {"man", "doc", "info"}  # folders of compressed texts
 SMALLEST, LARGEST = 256, 1 << 20  # bytes of a file
-SAMPLE = 48 << 20  # bytes of text that pieces are learned from
+SAMPLE = 24 << 20  # bytes of text that pieces are learned from
 PIECE = 256  # files that a worker reads at a time
 Text = tuple[str, bytes, str]  # name, digest of what makes it differ from others, text
 

@@ -18,12 +18,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from benchmarks.runs import CLI, Curve, Job, run_jobs, start, stop, train
 from benchmarks.shown_results import NAMES, Flags, words_of, write
 from shardwise.report.html import read_events
 
-PROMPTS = ("def main(", "import torch", "/* ", "The ")
+PROMPTS = ("def main(", "import torch", "The ")
+PARTS = ("rates", "apart", "experts", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Size:
     sweep_steps: int
     rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
     lr: float  # of Muon's other parameters
-    fp8: str | None  # the format
+    fp8: str  # the format
     most: int  # bytes of text
     sample: int
     roots: tuple[str, ...] | None = None
@@ -109,6 +111,7 @@ class Shown:
     scratch: Path
     results: Path
     seeds: int
+    parts: Sequence[str]  # of PARTS
     until: float
     facts: dict[str, str]
     text: dict[str, Any] = field(default_factory=dict)
@@ -119,6 +122,7 @@ class Shown:
     experts: Curve | None = None
     lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
     said: dict[str, str] = field(default_factory=dict)  # texts that were written
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the result files
 
     @property
     def left(self) -> float:
@@ -139,7 +143,8 @@ class Shown:
             self.lines[name] = f"{type(error).__name__}: {error}"
         self.text[f"{name} s"] = round(time.monotonic() - began, 1)
         try:
-            write(self)
+            with self.lock:
+                write(self)
         except Exception:  # the events are there all the same
             traceback.print_exc()
 
@@ -183,7 +188,7 @@ def warm(shown: Shown, *, experts: bool) -> None:
     size = shown.size
     noise: Flags = {"data": f"random:{size.tokenizer.partition(':')[2]}", "save-every": 1000}
     wanted: dict[str, Flags] = {"muon": {}, "adamw": {"optimizer": "adamw"}}
-    if size.fp8:
+    if "fp8" in shown.parts:
         wanted["fp8"] = {"precision": size.fp8}
     jobs = [
         shown.job(size.recipe, f"warm-{name}", size.flags, noise, more, steps=2)
@@ -196,11 +201,19 @@ def warm(shown: Shown, *, experts: bool) -> None:
 
 def read_text(shown: Shown) -> None:
     size, folder = shown.size, shown.scratch / "text"
-    found = machine_text.gather(
-        folder, roots=size.roots, most=size.most, sample=size.sample, workers=os.cpu_count()
-    )
-    shown.text |= asdict(found)
+    words = [str(folder), "--most", str(size.most / 2**20), "--sample", str(size.sample / 2**20)]
+    words += ["--roots", *size.roots] if size.roots else []
+    found = spoken([sys.executable, "-m", "benchmarks.machine_text", *words], shown)
+    shown.text |= json.loads(found.splitlines()[-1])
     machine_text.data([str(folder / "sample.jsonl")], folder / "sample", size.tokenizer)
+
+
+def spoken(command: Sequence[str], shown: Shown) -> str:
+    """What a command prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=max(1, shown.left))
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command[1:])}: {done.stderr[-800:]}")
+    return done.stdout
 
 
 def all_tokens(shown: Shown) -> None:
@@ -244,9 +257,9 @@ def killed_and_resumed(shown: Shown) -> None:
     try:
         while process.poll() is None and shown.left > 0 and _last_step(events) < half:
             time.sleep(0.2)
-        pid = json.loads((job.folder / ".lock").read_text())["pid"]
-        os.kill(pid, signal.SIGKILL)
-        process.wait(30)
+        if process.poll() is None:
+            os.kill(json.loads((job.folder / ".lock").read_text())["pid"], signal.SIGKILL)
+            process.wait(30)
     finally:
         stop(process)
     ranks = {name: value for name, value in shown.size.flags.items() if name == "nproc"}
@@ -257,13 +270,13 @@ def killed_and_resumed(shown: Shown) -> None:
     shown.lines["killed and resumed"] = same_losses(read_events(events))
 
 
-def _last_step(events: Path) -> int:
-    steps = (
-        [event["step"] for event in read_events(events) if event["kind"] == "step"]
-        if (events.is_file())
-        else []
-    )
-    return max(steps, default=0)
+def _last_step(events: Path, *, resumed: bool = False) -> int:
+    """The last step of a run; with ``resumed``, of its part after a resume; 0 before the first."""
+    found = read_events(events) if events.is_file() else []
+    begins = [at for at, event in enumerate(found) if event["kind"] == "resume"]
+    if resumed:
+        found = found[begins[-1] :] if begins else []
+    return max((event["step"] for event in found if event["kind"] == "step"), default=0)
 
 
 def same_losses(events: Sequence[dict[str, Any]]) -> str:
@@ -304,49 +317,55 @@ def documents_apart(shown: Shown) -> None:
 
 
 def together(shown: Shown) -> None:
-    """Everything whose time does not count, on one GPU at the same time; then what Muon wrote."""
+    """Everything whose time does not count, on one GPU at the same time."""
     size = shown.size
     jobs: dict[Any, Job] = {}
     for seed in range(1, shown.seeds):
         for optimizer in NAMES:
             jobs[optimizer, seed] = shown.run(optimizer, seed)
-    steps = max(4, size.steps // 3)
-    jobs["experts"] = shown.job(size.experts, "experts", size.experts_flags, steps=steps)
-    for seed in range(shown.seeds if size.fp8 else 0):
+    if "experts" in shown.parts:
+        steps = max(4, size.steps // 3)
+        jobs["experts"] = shown.job(size.experts, "experts", size.experts_flags, steps=steps)
+    for seed in range(shown.seeds if "fp8" in shown.parts else 0):
         for optimizer in NAMES:
             name = f"fp8-{optimizer}-{seed}"
-            run = shown.run(optimizer, seed, name, precision=str(size.fp8))
-            jobs["fp8", optimizer, seed] = run
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(hand_over, shown)
-        found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
-        for key, job in jobs.items():
-            if job.name not in found:
-                continue
-            if key == "experts":
-                shown.experts = found[job.name]
-            elif key[0] == "fp8":
-                shown.fp8[key[1:]] = found[job.name]
-            else:
-                shown.curves[key] = found[job.name]
-        writing.result()
+            jobs["fp8", optimizer, seed] = shown.run(optimizer, seed, name, precision=size.fp8)
+    if not jobs:
+        return
+    found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
+    for key, job in jobs.items():
+        if job.name not in found:
+            continue
+        if key == "experts":
+            shown.experts = found[job.name]
+        elif key[0] == "fp8":
+            shown.fp8[key[1:]] = found[job.name]
+        else:
+            shown.curves[key] = found[job.name]
 
 
 def hand_over(shown: Shown) -> None:
-    """Export the run, load it in transformers, and let both write."""
-    run, hub = shown.runs / "muon-0", shown.scratch / "hub"
-    subprocess.run([*CLI, "export", str(run), str(hub)], check=True, timeout=max(1, shown.left))
-    checked = subprocess.run(
-        [sys.executable, "-m", "benchmarks.shown_run", "--check", str(hub)],
-        capture_output=True, text=True, timeout=max(1, shown.left),
-    )  # fmt: skip
-    shown.lines["in transformers"] = checked.stdout.strip() or checked.stderr.strip()[-400:]
-    for prompt in PROMPTS:
-        words = ["generate", str(hub), "--prompt", prompt, "--tokens", "160"]
-        made = subprocess.run(
-            [*CLI, *words], capture_output=True, text=True, timeout=max(1, shown.left)
-        )
-        shown.said[prompt] = made.stdout or made.stderr[-400:]
+    """Export the run, load it in transformers, and let it write."""
+    hub = str(shown.scratch / "hub")
+    spoken([*CLI, "export", str(shown.runs / "muon-0"), hub], shown)
+    commands = {
+        prompt: [*CLI, "generate", hub, "--prompt", prompt, "--tokens", "160"] for prompt in PROMPTS
+    }
+    loads = [sys.executable, "-m", "benchmarks.shown_run", "--check", hub]
+    with ThreadPoolExecutor(1 + len(commands)) as pool:
+        checked = pool.submit(spoken, loads, shown)
+        texts = {prompt: pool.submit(spoken, words, shown) for prompt, words in commands.items()}
+        for prompt, text in texts.items():
+            shown.said[prompt] = _said(text)
+        shown.lines["in transformers"] = _said(checked).strip()
+
+
+def _said(text: Future[str]) -> str:
+    """What was printed, or why nothing was."""
+    try:
+        return text.result()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def check(hub: Path) -> str:
@@ -389,6 +408,8 @@ def main(arguments: Sequence[str]) -> None:
     add("--smoke", action="store_true", help="a dry run of every stage, tiny, on any machine")
     add("--seconds", type=float, default=540.0, help="the whole of it ends by then")
     add("--seeds", type=int, default=2)
+    add("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="beside the two runs")
+    add("--text", type=float, default=4096, help="MiB of text at the most")
     add("--steps", type=int, help="of each run; default: 300")
     add("--scratch", type=Path, default=Path("/tmp/shown-run"), help="for text and runs")
     add("--results", type=Path, default=report.RESULTS)
@@ -399,8 +420,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     until = time.monotonic() + options.seconds - 10
     size = SMOKE if options.smoke else FULL
-    if options.steps:
-        size = Size(**{**vars(size), "steps": options.steps})
+    most = min(size.most, int(options.text * 2**20))
+    size = Size(**{**vars(size), "steps": options.steps or size.steps, "most": most})
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench shown-run " + shlex.join(arguments)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.scratch / "inductor"))
@@ -409,34 +430,51 @@ def main(arguments: Sequence[str]) -> None:
         scratch=options.scratch,
         results=options.results,
         seeds=options.seeds,
+        parts=options.parts,
         until=until,
         facts=facts,
         best={"muon": 0.02, "adamw": size.rates["adamw"][1]},
     )
-    with ThreadPoolExecutor(3) as pool:
-        warming = pool.submit(warm, shown, experts=False)
-        pool.submit(warm, shown, experts=True)
-        with shown.stage("text", 20):
-            read_text(shown)
-        rest = pool.submit(all_tokens, shown)
-        with shown.stage("warm", 0):
-            warming.result()
-        with shown.stage("rates", 60):
-            find_rates(shown)
-        with shown.stage("tokens", 0):
-            rest.result()
-    for name, needed, work in STAGES:
-        with shown.stage(name, needed):
-            work(shown)
+    run_all(shown)
     print((options.results / f"shown-run-{size.recipe}.md").read_text())
 
 
-STAGES: tuple[tuple[str, float, Callable[[Shown], None]], ...] = (
-    ("muon", 60, killed_and_resumed),
-    ("adamw", 40, alone),
-    ("apart", 40, documents_apart),
-    ("together", 40, together),
-)
+def run_all(shown: Shown) -> None:
+    """All stages. A run that needs the GPU for itself starts, which takes as long as some steps,
+    while the one before it is about to end."""
+
+    def staged(name: str, needed: float, work: Callable[[Shown], None]) -> None:
+        with shown.stage(name, needed):
+            work(shown)
+
+    def wait(future: Future[None], ready: Callable[[], bool]) -> None:
+        while not future.done() and not ready():
+            time.sleep(0.3)
+
+    events = {one: shown.runs / f"{one}-0" / "events.jsonl" for one in NAMES}
+    with ThreadPoolExecutor(8) as pool:
+        warming = pool.submit(warm, shown, experts=False)
+        if "experts" in shown.parts:
+            pool.submit(warm, shown, experts=True)
+        staged("text", 20, read_text)
+        rest = pool.submit(staged, "tokens", 0, all_tokens)
+        with shown.stage("warm", 0):
+            warming.result()
+        if "rates" in shown.parts:
+            staged("rates", 60, find_rates)
+        rest.result()
+        muon = pool.submit(staged, "muon", 40, killed_and_resumed)
+        wait(muon, lambda: _last_step(events["muon"], resumed=True) > 0)
+        adamw = pool.submit(staged, "adamw", 25, alone)
+        muon.result()
+        if "apart" in shown.parts:
+            adamw.result()
+            staged("apart", 40, documents_apart)
+        wait(adamw, lambda: _last_step(events["adamw"]) > 0.4 * shown.size.steps)
+        others = pool.submit(staged, "together", 25, together)
+        adamw.result()
+        staged("hand over", 20, hand_over)
+        others.result()
 
 
 if __name__ == "__main__":
