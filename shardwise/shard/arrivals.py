@@ -54,12 +54,12 @@ class Arrivals:
     def listen(self, told: ref[Unit]) -> None:
         """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
         follows ``requires_grad_``."""
-        self._follow()
+        self.follow()
         for key in self._trainable - self._listeners.keys():
             hook = partial(_tell, told, key)
             self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Note which parameters are trained now, without a loop where nothing has changed."""
         with torch._C.DisableTorchFunctionSubclass():  # half the time
             flags = list(map(_REQUIRES_GRAD, self._leaves.values()))
@@ -72,7 +72,7 @@ class Arrivals:
     def expect(self, comes: Callable[[Tensor], bool] | None) -> None:
         """A backward begins; ``comes``: which gradients to wait for, of trainable parameters. None:
         all of them."""
-        self._follow()
+        self.follow()
         if comes is None:
             self.missing = set(self._trainable)
         else:

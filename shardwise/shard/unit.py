@@ -303,14 +303,14 @@ class Unit(Wrapped):
                     self.progress = Progress.GATHERED
 
     def _foresight(self) -> Callable[[Tensor], bool] | None:
-        """Which gradients to wait for. Where that cannot be told, all (None); the end of backward
-        knows which have not come."""
+        """Which gradients to wait for. Where all will come, or that cannot be told: all (None); the
+        end of backward knows which have not come."""
         if self.runtime.for_inputs:
             return will_come
-        known = self.unused != "error" and (
-            all(map(will_come, self.arrivals.leaves())) or not recomputes_inside(self)
-        )
-        return will_come if known else None
+        self.arrivals.follow()
+        if self.unused == "error" or all(map(will_come, self.arrivals.leaves())):
+            return None
+        return None if recomputes_inside(self) else will_come
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
