@@ -280,7 +280,7 @@ def encode(
     if problems:
         raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
-    if x.numel() == 0:
+    if x.numel() == 0 or x.is_meta:  # plans: torch would spend milliseconds on shapes
         return planes
     if uses_kernels(x.device) and ROW_128 not in blocks:
         from shardwise.kernels import fp8_block, mxfp8
@@ -319,7 +319,7 @@ def decode(
         )
     if not out.dtype.is_floating_point or out.dtype.itemsize < 2:
         raise FP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
-    if out.numel() == 0:
+    if out.numel() == 0 or out.is_meta:
         return out
     by_kernel = SCALES[plane.block] is torch.uint8 and out.dtype in (torch.bfloat16, torch.float32)
     if by_kernel and uses_kernels(out.device):
