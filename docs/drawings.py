@@ -255,7 +255,7 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
 
 
 # Pictures that a benchmark drew, by their names here.
-BENCHED = {"muon-adamw": "muon-vs-adamw-default"}
+BENCHED = {"muon-adamw": "muon-vs-adamw-default", "optimizers": "optimizers-default"}
 
 
 def benched(name: str, dark: bool) -> str:

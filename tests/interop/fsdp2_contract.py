@@ -23,8 +23,8 @@ TORCH_FAILS: dict[str, str] = {}  # a part of the error that torch raises
 
 def case(name: str, *, torch_fails: str | None = None, ranks: int = 2) -> Callable[[Case], Case]:
     def add(function: Case) -> Case:
-        # Run as a command, the file of the cases is read twice: as the command, and by ranks' name.
-        assert name not in CASES or CASES[name].__module__ == "__main__", name
+        # As a command, the file of the cases is read twice: as the command, and under its name.
+        assert CASES.get(name, function).__qualname__ == function.__qualname__, name
         CASES[name], RANKS[name] = function, ranks
         if torch_fails is not None:
             TORCH_FAILS[name] = torch_fails
