@@ -7,6 +7,7 @@ ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardwise.agreement import UNSUPPORTED
 from shardwise.layout import Grain
 from shardwise.mesh import Ranks
 from shardwise.moe.grouped_linear import GroupedLinear
+from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.precision.fp8_products import native_problem
@@ -30,6 +32,8 @@ from shardwise.shard.module import unit_of
 from shardwise.shard.wrapping import Found
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import tile_problem
+
+logger = logging.getLogger(__name__)
 
 
 def check_types(
@@ -308,6 +312,15 @@ def placement_problems(
             problems.append(
                 f"shard_placement_fn wants {wanted!r} for '{f.name}' of shape "
                 f"{list(f.parameter.shape)}, which has no such dimension"
+            )
+        elif dim not in (None, 0, -ndim):
+            warn_once(
+                logger,
+                "shard_placement_fn has no effect (%r for '%s'): flat buffers are cut along rows "
+                "and need no dimension that divides evenly",
+                wanted,
+                f.name,
+                about="shard_placement_fn",
             )
     return problems
 
