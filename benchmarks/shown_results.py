@@ -80,9 +80,9 @@ def tables(shown: Shown) -> list[report.Table]:
     note = (
         f"{shown.size.recipe}, the same tokens for all. Text of this machine: "
         f"{text.get('documents', 0):,} documents,\n{text.get('bytes', 0) / 1e6:,.0f} MB; bigram "
-        f"model of it: {bigram} bits/byte. Seconds are those of training steps of the run\nthat "
-        f"had "
-        f"the GPU to itself (seed 0); +-: half of what lies between the seeds' ends.\n\n"
+        f"model of it: {bigram} bits/byte. Seconds are those of training steps of\nseed "
+        f"0, which has the GPU to itself but for the start of the next run; +-: half of what lies "
+        f"between the\nends of the seeds.\n\n"
         + "\n".join(f"- {name}: {line}" for name, line in shown.lines.items())
     )
     made = [report.Table(title="The shown run", note=note, columns=RUNS, rows=rows)]
@@ -138,7 +138,9 @@ def fp8_tables(shown: Shown) -> list[report.Table]:
 def drawing(shown: Shown, found: Mapping[str, Curve]) -> Canvas:
     """Bits per byte by tokens and by seconds; a band from the lowest to the highest seed."""
     ends = ", ".join(f"{name} {curve.bits[-1]:.3f}" for name, curve in found.items())
-    about = f"held-out bits per byte, mean of {shown.seeds} seeds, one GPU: {ends}"
+    seeds = f"mean of {shown.seeds} seeds" if shown.seeds > 1 else "one seed"
+    tuned = "best of several rates" if shown.sweep else "rates not tuned"
+    about = f"held-out bits per byte, {seeds}, {tuned}, one GPU: {ends}"
     colours = {ORANGE: found["AdamW"], BLUE: found["Muon"]}
     return picture(f"{shown.size.recipe} on the text of its machine", about, colours)
 

@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,7 @@ class Shown:
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    @contextmanager
-    def stage(self, name: str, needed: float) -> Any:
+    def stage(self, name: str, needed: float, work: Callable[[], object]) -> None:
         """A part that may fail without the others; left out where less than ``needed`` seconds are
         there. What is known is written after it."""
         began = time.monotonic()
@@ -137,7 +135,7 @@ class Shown:
         try:
             if self.left < needed:
                 raise TimeoutError(f"left out: {self.left:.0f} s were left, {needed:.0f} needed")
-            yield
+            work()
         except Exception as error:  # whatever it is, the other stages go on
             traceback.print_exc()
             self.lines[name] = f"{type(error).__name__}: {error}"
@@ -444,8 +442,7 @@ def run_all(shown: Shown) -> None:
     while the one before it is about to end."""
 
     def staged(name: str, needed: float, work: Callable[[Shown], None]) -> None:
-        with shown.stage(name, needed):
-            work(shown)
+        shown.stage(name, needed, lambda: work(shown))
 
     def wait(future: Future[None], ready: Callable[[], bool]) -> None:
         while not future.done() and not ready():
@@ -458,8 +455,7 @@ def run_all(shown: Shown) -> None:
             pool.submit(warm, shown, experts=True)
         staged("text", 20, read_text)
         rest = pool.submit(staged, "tokens", 0, all_tokens)
-        with shown.stage("warm", 0):
-            warming.result()
+        shown.stage("warm", 0, warming.result)
         if "rates" in shown.parts:
             staged("rates", 60, find_rates)
         rest.result()

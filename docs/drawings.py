@@ -255,7 +255,11 @@ DRAWINGS: dict[str, Callable[[], Canvas]] = {
 
 
 # Pictures that a benchmark drew, by their names here.
-BENCHED = {"muon-adamw": "muon-vs-adamw-default", "optimizers": "optimizers-default"}
+BENCHED = {
+    "muon-adamw": "muon-vs-adamw-default",
+    "optimizers": "optimizers-default",
+    "shown-run": "shown-run-gpt_124m",
+}
 
 
 def benched(name: str, dark: bool) -> str:

@@ -132,7 +132,8 @@ def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | Non
                 f"nobody knows which of them ends a document: name it with --tokenizer"
             )
         return None
-    # FlexAttention, which GPUs need for this, has not been compared on a card yet: by name only.
+    # FlexAttention, which GPUs need for this, is right on a card (tests.device_train), but what it
+    # costs a step has not been measured (bench shown-run --parts apart): by name only.
     apart = config.documents == "apart" or world.device.type == "cpu"
     return corpus.codec.end if apart else None
 

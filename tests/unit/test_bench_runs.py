@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fp8_learns import paired, table
 from benchmarks.machine_text import gather
 from benchmarks.runs import curve_of, mean_of
-from benchmarks.shown_run import same_losses
+from benchmarks.shown_run import SMOKE, Shown, same_losses
 
 
 def event(kind: str, step: int = 0, **values: Any) -> dict[str, Any]:
@@ -83,3 +84,22 @@ def test_a_machine_text_holds_each_text_once(tmp_path: Path) -> None:
     assert len(names) == found.documents == 2 and found.bytes > 2 * len(text)
     assert {Path(name).name for name in names} in ({"a.py", "f.1.gz"}, {"b.h", "f.1.gz"})
     assert gather(out, roots=[str(tmp_path)], most=1, workers=1).documents == 1
+
+
+def test_a_stage_without_time_or_with_an_error_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    shown = Shown(
+        size=SMOKE,
+        scratch=tmp_path,
+        results=tmp_path / "out",
+        seeds=1,
+        parts=(),
+        until=time.monotonic() + 5,
+        facts={"command": "none"},
+    )
+    done: list[str] = []
+    shown.stage("late", 60, lambda: done.append("late"))
+    shown.stage("wrong", 0, lambda: 1 / 0)
+    shown.stage("right", 0, lambda: done.append("right"))
+    assert done == ["right"]
+    text = (tmp_path / "out" / "shown-run-smoke.md").read_text()
+    assert "late: TimeoutError: left out" in text and "wrong: ZeroDivisionError" in text
