@@ -9,6 +9,7 @@ their script, so that each shuts an interpreter down:
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -25,6 +26,7 @@ from torch import nn
 import shardwise as sw
 
 pytestmark = pytest.mark.timeout(600)
+at_exit: list[Path] = []  # the file in which a rank says how it ended
 SECONDS = 25.0  # from the last line of a script to the end of its process
 CASES = [
     *((wrapped, "ends") for wrapped in ("data_parallel", "zero1", "zero1 mxfp8")),
@@ -57,7 +59,17 @@ def train(rank: int, wrapped: str, end: str) -> None:
         globals()["kept"] = model  # as a script holds its model: to the very end
 
 
+def tell() -> None:
+    """Say, at the very end of a rank, whether messages are still under way."""
+    found = [
+        one for one in sys.modules["shardwise.pending"]._under_way if getattr(one, "_works", ())
+    ]
+    if at_exit:
+        at_exit[0].write_text("under way" if found else "landed")
+
+
 def run_rank(rank: int, folder: Path, wrapped: str, end: str) -> None:
+    at_exit.append(folder / f"exit-{rank}")
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     train(rank, wrapped, end)
@@ -94,6 +106,7 @@ def main() -> None:
     """Every case in turn, and a line for each."""
     import torch._dynamo  # noqa: F401  (every optimizer does)
 
+    atexit.register(tell)  # before the library's own, so that it runs after that
     gc.freeze()  # a collection at the end of a rank would touch, and thereby copy, all of it
     for number, (wrapped, end) in enumerate(CASES):
         folder = Path(sys.argv[1], str(number))
@@ -105,7 +118,9 @@ def main() -> None:
                 run_rank(rank, folder, wrapped, end)
                 return  # to the end of the script
             ranks[rank] = process
-        sys.stdout.write(f"{wrapped} {end}: {watch(ranks, folder)}\n")
+        ended = watch(ranks, folder)
+        told = {file.read_text() for file in folder.glob("exit-*")}
+        sys.stdout.write(f"{wrapped} {end}: {ended}, messages {' and '.join(sorted(told))}\n")
         sys.stdout.flush()  # before the next fork
 
 
@@ -130,9 +145,8 @@ def test_a_script_that_ends_with_gathers_under_way_exits(
 ) -> None:
     # The one that stays alone cannot step, and says so.
     first, second = {"raises": (1, 1), "stays alone": (1, 0)}.get(end, (0, 0))
-    assert outcomes[f"{wrapped} {end}"] == f"exit {first}, exit {second}", outcomes["errors"][
-        -3000:
-    ]
+    wanted = f"exit {first}, exit {second}, messages landed"
+    assert outcomes[f"{wrapped} {end}"] == wanted, outcomes["errors"][-3000:]
 
 
 if __name__ == "__main__":
