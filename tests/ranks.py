@@ -392,6 +392,21 @@ def _share_gloo_thread() -> None:
     gloo.__init__ = shared
 
 
+@contextlib.contextmanager
+def _put_back() -> Iterator[None]:
+    """Put back what a call replaced in the modules of the package: the next test has these ranks
+    too."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("shardwise")]
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name, value in names.items():
+                if callable(value) and getattr(module, name, None) is not value:
+                    setattr(module, name, value)
+
+
 def _collect_garbage() -> None:
     """Collect, then let later collections skip what is left: torch's own half million objects,
     and modules that tests import one after the other."""
@@ -407,7 +422,8 @@ def _run(message: bytes, rank: int, world_size: int) -> object:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     notices._told.clear()
-    return _as_plain_values(fn(rank, world_size, *args))
+    with _put_back():
+        return _as_plain_values(fn(rank, world_size, *args))
 
 
 def _answer(pipe: connection.Connection, work: Callable[[], object]) -> None:

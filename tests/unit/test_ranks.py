@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.optim import muon_step
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
 from tests.train_runs import default_signals
@@ -281,3 +282,14 @@ def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
         assert found is not None, said
         assert ("KeyboardInterrupt" in said) == (ending == "SIGINT"), said
         assert_gone(int(found[1]))
+
+
+def replace_one(rank: int, world_size: int) -> bool:
+    found = muon_step.evenly_is_cheaper
+    muon_step.evenly_is_cheaper = lambda plan: True
+    return found.__name__ == "evenly_is_cheaper"
+
+
+def test_what_a_call_replaced_is_put_back() -> None:
+    """Ranks serve one test after the other."""
+    assert [run_ranks(replace_one, 2) for _ in range(2)] == [[True, True]] * 2
