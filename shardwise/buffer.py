@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,25 @@ from shardwise.mesh import Ranks
 from shardwise.placements import PARTIAL, SHARD, Placement, as_placement, steps
 from shardwise.tensor import Cut, ShardedTensor, Version
 from shardwise.tile import Tile
+
+
+class Gathered:
+    """Memory of whole weights, and the version of main that they were made from."""
+
+    def __init__(self, memory: Block) -> None:
+        self.memory = memory
+        self.filled: Any = None  # main.state then; None: never, or released since
+
+
+class Part(Gathered):
+    """1/k of a copy, of which only the k ranks of an axis will gather the rest again."""
+
+    def __init__(self, whole: Gathered, axis: comm.Axis) -> None:
+        flat = whole.memory.tensor
+        length = flat.numel() // axis.size
+        super().__init__(Block(length, flat.dtype, flat.device, "compute", lane="gather"))
+        self.whole, self.axis = whole, axis
+        self.here = slice(axis.rank * length, (axis.rank + 1) * length)
 
 
 class GatherPlan:

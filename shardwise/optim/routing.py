@@ -315,8 +315,7 @@ def _places(model: nn.Module) -> list[tuple[str, nn.Parameter, list[nn.Module]]]
     """(first name, parameter, the modules that hold it) in registration order, tied ones once."""
     found: dict[int, tuple[str, nn.Parameter, list[nn.Module]]] = {}
     for unit in filter(None, (getattr(one, "_shardwise_unit", None) for one in model.modules())):
-        if unit.shows_at_rest:
-            unit.hide()  # else it shows whole weights since a forward, which nobody trains
+        unit.hide_at_rest()  # nobody trains whole weights
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:

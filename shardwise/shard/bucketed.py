@@ -88,9 +88,9 @@ class BucketedUnit(Unit):
         while self._next < len(self.groups):
             self._reduce_next()
 
-    def rest(self) -> None:
-        super().rest()
+    def rest(self) -> RuntimeError | None:
         self._next = 0
+        return super().rest()
 
 
 def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None:

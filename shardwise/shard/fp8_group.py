@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.buffer import Buffer
+from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, weakly
 from shardwise.memory import Block as Memory
@@ -57,7 +57,7 @@ from shardwise.shard.formats import (
     sends_codes,
 )
 from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
-from shardwise.shard.group import Gathered, Group
+from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.whole_parameter import WholeParameter
 

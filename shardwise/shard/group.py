@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.buffer import Buffer, GatherPlan
+from shardwise.buffer import Buffer, Gathered, GatherPlan, Part
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
@@ -44,25 +44,6 @@ from shardwise.shard.whole_parameter import (
 from shardwise.tile import Tile
 
 
-class Gathered:
-    """Memory of whole weights, and the version of main that they were made from."""
-
-    def __init__(self, memory: Block) -> None:
-        self.memory = memory
-        self.filled: Any = None  # main.state then; None: never, or released since
-
-
-class Part(Gathered):
-    """1/k of a copy, of which only the k ranks of an axis will gather the rest again."""
-
-    def __init__(self, whole: Gathered, axis: comm.Axis) -> None:
-        flat = whole.memory.tensor
-        length = flat.numel() // axis.size
-        super().__init__(Block(length, flat.dtype, flat.device, "compute", lane="gather"))
-        self.whole, self.axis = whole, axis
-        self.here = slice(axis.rank * length, (axis.rank + 1) * length)
-
-
 class Group:
     """One flat buffer of parameters: gathered, released and reduced together."""
 
@@ -73,6 +54,10 @@ class Group:
     format: Format | None = None  # of the whole weights: in a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
     movable = False  # whether copies may move: autograd saves views of whole weights in a dtype
+    # What the whole parameters show while their memory lives, and after its release: whoever still
+    # holds one reads NaN, and torch refuses a write, where there would be a segmentation fault.
+    _views: Sequence[Tensor] = ()
+    _gone: Sequence[Tensor] = ()
     scratch: str | None = None  # what ``whole`` counts as where it is no more than that
     # Whether backward will run forward once more; ranks that backward takes past it know it too.
     reads_again = False
@@ -223,8 +208,12 @@ class Group:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
     def show_whole(self) -> None:
-        for index, parameter in enumerate(self.unsharded):
-            parameter.show(self.whole.view(index).detach())
+        self._views = [self.whole.view(index).detach() for index in range(len(self.unsharded))]
+        nothing = self.whole.flat.new_zeros(())
+        nothing = nothing.fill_(torch.nan) if nothing.is_floating_point() else nothing
+        self._gone = [nothing.expand(view.shape) for view in self._views]
+        for parameter, view in zip(self.unsharded, self._views, strict=True):
+            parameter.show(view)
 
     def adopt(self) -> None:
         """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
@@ -337,6 +326,8 @@ class Group:
             self._arrive()
             for copy in missing:
                 copy.memory.acquire(runtime.source if self.movable else CACHING)
+            for parameter, view in zip(self.unsharded, self._views, strict=False):
+                parameter.show(view)
             rest = missing
             if part is not None and part.filled != state:
                 part.memory.release(runtime.source)
@@ -416,6 +407,8 @@ class Group:
             for copy in self.copies:
                 copy.memory.release(runtime.source if self.movable else CACHING)
                 copy.filled = None
+        for parameter, gone in zip(self.unsharded, self._gone, strict=False):
+            parameter.show_gone(gone)
 
     def keep_part(self, runtime: Runtime, axis: comm.Axis) -> None:
         """Keep 1/k of the weights that backward reads beyond a release, so that only k ranks gather
@@ -454,8 +447,10 @@ class Group:
             written = [one for one in self.unsharded if one.was_written()]
             memory = storage_of(self.whole.flat) if self.aliased else None
             lost = [one.name_here for one in written if storage_of(one.memory) != memory]
-            if lost:
+            if lost and any(memory.live for memory in self.blocks):
                 self.show_whole()  # somebody may have moved them elsewhere
+                for copy in self.copies:
+                    copy.filled = None  # the next use gathers main's values again
         return lost
 
     def follow_trainability(self, *, freezing: bool = False) -> None:

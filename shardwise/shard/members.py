@@ -248,6 +248,12 @@ def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
         waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
 
 
+def refuse(error: Exception | None) -> None:
+    """Raise the error, where there is one."""
+    if error is not None:
+        raise error
+
+
 def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
     names = [

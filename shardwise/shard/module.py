@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
 
 from shardwise.moe.delayed import DelayedGradients
+from shardwise.shard.members import refuse
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
 
@@ -98,10 +99,7 @@ class ShardedModule(FSDPModule):
 
     def reshard(self) -> None:
         """Release them again."""
-        lost = self._shardwise_unit.weights.lost_writes()
-        self._shardwise_unit.rest()
-        if lost is not None:
-            raise lost
+        refuse(self._shardwise_unit.rest())
 
     def reset_iter_state(self) -> None:
         """Drop an iteration that raised in forward or backward, gradients included."""
@@ -126,8 +124,8 @@ class ShardedModule(FSDPModule):
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         """``.to()``, ``.half()``, ``to_empty()``: the new values move into new flat buffers."""
         units = list(units_of(self))  # type: ignore[arg-type]
-        for unit in units:
-            unit.rest()
+        for error in [unit.rest() for unit in units]:
+            refuse(error)
         # Past FSDPModule, whose own version knows torch's buffers only.
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:

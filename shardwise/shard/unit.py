@@ -62,6 +62,7 @@ from shardwise.shard.call import (
     will_come,
 )
 from shardwise.shard.members import (
+    refuse,
     refuse_create_graph,
     refuse_transforms,
     refuse_written,
@@ -204,7 +205,7 @@ class Unit(Wrapped):
         """Forget calls that an exception ended. ``entering``: one more has begun just now."""
         if self.calls.drop_dead(entering):
             self.calls.forget({self.runtime.forward})
-            self._rest()
+            self._rest()  # writes to the whole weights are dropped with what failed
 
     def tidy(self) -> None:
         """Prepare for a forward: follow ``requires_grad_``, give back gradients that were
@@ -212,11 +213,7 @@ class Unit(Wrapped):
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)
-        if self.shows_at_rest:
-            lost = self.weights.lost_writes()
-            self.hide()
-            if lost is not None:
-                raise lost
+        self.hide_at_rest()
         self.arrivals.refuse_delayed(self.name)
         for group in self.groups:
             group.follow_trainability()
@@ -262,8 +259,7 @@ class Unit(Wrapped):
             elif not kept or not any(group.comes_and_goes for group in self.groups):
                 self.hide()  # after an evaluation people write to parameters and build optimizers
         self.phase = Phase.RESTING
-        if lost is not None:
-            raise lost
+        refuse(lost)
 
     def end_forward(self) -> None:
         """The root's forward is over: a list of modules of which only some ran goes to rest too,
@@ -283,6 +279,8 @@ class Unit(Wrapped):
 
     def _enter_backward(self) -> None:
         self.refuse_changes()
+        if self.shows_at_rest:  # since its forward
+            refuse(self.weights.lost_writes())
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
@@ -334,7 +332,7 @@ class Unit(Wrapped):
         if self.unused != "zeros" or self.progress is Progress.DONE or not self.expects_backward:
             return
         if ended and self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
-            self._rest()
+            refuse(self._rest())
         if self.phase is not Phase.RESTING:
             return
         leaves = self.arrivals.leaves()
@@ -344,7 +342,7 @@ class Unit(Wrapped):
                 self.weights.gather(self.runtime, "backward")
             self._prefetch_backward()
             if not comes and self.release_after_backward:  # else ranks that entered it hold it too
-                self.weights.release(self.runtime)
+                refuse(self.put_away())
         self.progress = Progress.PASSED
         if leaves and not comes:
             self.calls.forget(self.runtime.walked)
@@ -364,9 +362,7 @@ class Unit(Wrapped):
 
     def _complete(self) -> None:
         """Release the weights first, then reduce: the two never need memory at the same time."""
-        self.hide()
-        if self.release_after_backward:
-            self.weights.release(self.runtime)
+        lost = self.put_away(release=self.release_after_backward)
         # torch's checkpoint stops a recomputation once it has all: that forward never ends.
         self.calls.stop()
         self.phase = Phase.RESTING
@@ -375,6 +371,7 @@ class Unit(Wrapped):
         if self.arrivals.trainable and not self.runtime.for_inputs:
             self.runtime.order.ready(self)
         self.runtime.finish_late()
+        refuse(lost)
 
     @property
     def holds_turn(self) -> bool:
@@ -388,13 +385,12 @@ class Unit(Wrapped):
     def end_backward(self) -> None:
         """Backward is over: complete what waited for nothing any more."""
         if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
-            self.rest()
+            refuse(self.rest())
         if self.phase is not Phase.BACKWARD:
             return
         self.calls.stop()
         if self.waits_for_delayed:  # it reduces then; the weights are not needed for that
-            self.hide()
-            self.weights.release(self.runtime)
+            refuse(self.put_away())
             return
         self.arrivals.delayed.clear()
         self._complete()
@@ -452,6 +448,12 @@ class Unit(Wrapped):
                 group.take_trainability()
         self.weights.hide(force)
 
+    def hide_at_rest(self) -> None:
+        """Hide whole weights that stayed after a forward or an ``unshard()``. Raises for writes to
+        them, which are lost."""
+        if self.shows_at_rest:
+            refuse(self.put_away(release=False))
+
     def release_unused(self, graph_kept: bool) -> None:
         """Release, after backward, weights that were prefetched and not used."""
         if self.unused == "zeros" or not graph_kept:  # else another backward may come to the rest
@@ -460,13 +462,14 @@ class Unit(Wrapped):
         for group in self.groups:
             group.gradients.came = []
         if self.phase is Phase.RESTING and self.release_after_backward:
-            self.hide()
-            self.weights.release(self.runtime)
+            refuse(self.put_away())
 
-    def rest(self) -> None:
-        """Go to rest, whatever happened before (``reshard``, ``reset_iter_state``)."""
-        self._rest()
+    def rest(self) -> RuntimeError | None:
+        """Go to rest, whatever happened before (``reshard``, ``reset_iter_state``). Returns the
+        error for writes that are lost with the whole weights."""
+        lost = self._rest()
         self.calls.awaited.clear()
+        return lost
 
     def reset(self) -> None:
         """Go to rest and drop all gradients."""
@@ -475,11 +478,20 @@ class Unit(Wrapped):
         for group in self.groups:
             group.gradients.discard()
 
-    def _rest(self) -> None:
-        self.hide()
+    def _rest(self) -> RuntimeError | None:
         if self._runtime is not None:
             self.weights.wait(self._runtime)  # messages under way cannot be called back
-            self.weights.release(self._runtime)
+        lost = self.put_away(release=self._runtime is not None)
         self.phase = Phase.RESTING
         self.calls.stop()
         self.arrivals.forget()
+        return lost
+
+    def put_away(self, *, release: bool = True) -> RuntimeError | None:
+        """Hide the whole weights and give their memory back. Returns the error for writes that are
+        lost with them."""
+        lost = self.weights.lost_writes()
+        self.hide()
+        if release:
+            self.weights.release(self.runtime)
+        return lost

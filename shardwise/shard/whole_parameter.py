@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _DATA: Any = torch.Tensor.data
 LOST = (
-    "weights are made from the main weights by every gather, so what forward writes to them is "
-    "lost. Write to the parameter outside of forward, under torch.no_grad(): the next forward "
-    "sees it"
+    "gathered weights are copies that every gather makes from the main weights, so a write to them "
+    "(inside forward, between a forward and its backward, after unshard()) is lost. Write to the "
+    "parameter before forward or after backward, under torch.no_grad(); reshard() ends an unshard()"
 )
 
 
@@ -60,6 +60,10 @@ class Whole(Tensor):
         """Make this parameter a view of gathered memory. Its version counter stays its own, so a
         gather is no in-place change to autograd."""
         _DATA.__set__(self, memory)
+
+    def show_gone(self, nothing: Tensor) -> None:
+        """Make this parameter a view of ``nothing``, until the memory is gathered again."""
+        self.show(nothing)
 
     @property
     def memory(self) -> Tensor:
@@ -175,6 +179,9 @@ class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
             _DATA.__set__(self, fresh)
             self._spec = fresh._spec
         self._local_tensor = memory.data  # a version counter of its own too: a graph may save it
+
+    def show_gone(self, nothing: Tensor) -> None:
+        self._local_tensor = nothing
 
     @property
     def memory(self) -> Tensor:

@@ -309,6 +309,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Show the sharded parameters to the state dict, even while whole weights are gathered."""
     unit = unit_of(module)
     if unit is not None:
+        unit.hide_at_rest()
         unit.hide()
 
 
@@ -324,7 +325,7 @@ def _before_load(
 ) -> None:
     unit = unit_of(module)
     if unit is not None:
-        unit.hide()
+        unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
     _refuse_codes(module, state_dict, prefix)
 

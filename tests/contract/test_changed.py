@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -314,6 +315,87 @@ def test_weights_written_between_forward_and_backward_are_named(strategy: str, h
 
 def test_weights_that_stay_after_forward_are_watched_too() -> None:
     run_ranks(written, 2, "zero3", "sgd", {"reshard_after_forward": False})
+
+
+WHOLE_WRITES: dict[str, Callable[[Any], object]] = {
+    "in_place": lambda weight: weight.mul_(2),
+    "data": lambda weight: weight.data.mul_(2),
+    "slice": lambda weight: weight[0].zero_(),
+}
+# What may come after such a write and would lose it.
+AFTERWARDS: dict[str, Callable[[Any, Tensor], object]] = {
+    "backward": lambda net, loss: loss.backward(),
+    "reshard": lambda net, loss: net.reshard(),
+    "forward": lambda net, loss: net(words(0)),
+    "state_dict": lambda net, loss: net.state_dict(),
+    "full_state_dict": lambda net, loss: sw.full_state_dict(net),
+    "move": lambda net, loss: net.to(torch.float64),
+    "optimizer": lambda net, loss: sw.optimizer(
+        net, matrix=sw.muon(lr=0.1), elementwise=sw.adamw(lr=0.1)
+    ),
+}
+
+
+class Bag(Net):
+    """A head whose weight backward does not read: torch cannot notice that it was written."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](self.embedding(words).detach())).detach() @ (
+            self.head.weight.T
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how", "afterwards"),
+    [("zero3", "in_place", afterwards) for afterwards in AFTERWARDS]
+    + [("zero3", how, "backward") for how in ("data", "slice")]
+    + [(strategy, "in_place", "backward") for strategy in ("hsdp", "hfsdp")],
+)
+def test_writes_to_weights_that_stay_gathered_are_named(
+    strategy: str, how: str, afterwards: str
+) -> None:
+    run_ranks(write_to_whole, ranks_for(strategy), strategy, how, afterwards)
+
+
+def write_to_whole(rank: int, world_size: int, strategy: str, how: str, afterwards: str) -> None:
+    """The root's weights stay whole after its forward; what is written to them then is lost."""
+    net, plain = pair(Bag)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    loss = net(words(rank)).sum()
+    assert not isinstance(net.head.weight, sw.ShardedTensor), "whole"
+    with torch.no_grad():
+        WHOLE_WRITES[how](net.head.weight)
+    text = raised(partial(AFTERWARDS[afterwards], net, loss), RuntimeError)
+    assert "'head.weight'" in text and "is lost" in text, text
+    if afterwards != "forward":  # which goes on with main's values at once
+        net.reset_iter_state()
+    del loss
+    assert_parameters_equal(net, plain)
+    check_backward(net, plain, word_loss, rank, world_size, 1)  # with main's values
+    assert_at_rest(net, before)
+
+
+@on_ranks(2)
+def test_whole_parameters_that_are_held_too_long_show_that_they_are_gone(
+    rank: int, world_size: int
+) -> None:
+    """Their memory is given back: a read is no segmentation fault, and a write does not pass."""
+    net = wrap(Net(), world_size)
+    for step in range(2):
+        loss = word_loss(net, rank, step)
+        held = [net.embedding.weight, net.head.weight]
+        before = [weight.clone() for weight in held]
+        assert not any(weight.isnan().any() for weight in held)
+        loss.backward()
+        assert all(weight.isnan().all() for weight in held), "the memory is gone"
+        assert "single memory" in raised(lambda: held[0].detach().mul_(2), RuntimeError)
+        net.unshard()
+        assert all(map(torch.equal, held, before)), "and comes back with the next gather"
+        net.reshard()
+    held[0].detach().zero_()  # torch lets this pass; the next look at the weights does not
+    assert "'embedding.weight'" in raised(net.reshard, RuntimeError)
+    word_loss(net, rank).backward()
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero3"])
