@@ -416,6 +416,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.check is not None:
         print(check(options.check))
         return
+    if options.scratch.is_dir() and any(options.scratch.iterdir()):
+        raise SystemExit(f"error: {options.scratch} is not empty: remove it, or name a --scratch")
     until = time.monotonic() + options.seconds - 10
     size = SMOKE if options.smoke else FULL
     most = min(size.most, int(options.text * 2**20))
