@@ -3,9 +3,11 @@
 
 ::
 
-    forward     quantise(x), x · Wqᵀ, x · Wkᵀ, x · Wvᵀ   -->  quantise(x) · [Wq Wk Wv]ᵀ    one operator
+    forward     quantise(x), x · Wqᵀ, x · Wkᵀ, x · Wvᵀ   -->  quantise(x) · [Wq Wk Wv]ᵀ
     backward    dq · Wq + dk · Wk + dv · Wv              -->  [dq dk dv] · [Wq Wk Wv]
                 dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
+
+Each line is one operator.
 
 That is fewer and larger products, and less work for the host, which may need more time for a step
 than the device. It is done for weights whose codes lie one after another in the gathered memory;
@@ -16,7 +18,6 @@ their ``place`` says so when a graph is made, and operators ask again when it ru
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
 def _add(graph: Graph, target: Any, *args: Any) -> Node:
     """A new node, which knows its shapes."""
     node = graph.call_function(target, args)
-    known = torch.fx.map_arg(args, lambda each: each.meta["val"])
+    known = torch.fx.node.map_arg(args, lambda each: each.meta["val"])
     node.meta["val"] = target(*known)
     return node
 
@@ -123,9 +124,7 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
             graph, ops.fp8_linears.default, x, [node.args[2] for node in ordered],
             [len(run) for run in runs], turned, rounding, dtype,
         )  # fmt: skip
-        results = [
-            _add(graph, operator.getitem, joined, index) for index in range(2 + len(runs))
-        ]
+        results = [_add(graph, operator.getitem, joined, index) for index in range(2 + len(runs))]
         for run, result in zip(runs, results[2:], strict=True):
             low = 0
             for node in run:
@@ -155,9 +154,9 @@ def _sums_of_gradients(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
             terms[node] = terms.pop(source)  # type: ignore[arg-type]
         elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
             left, right = node.args
-            if left in terms and right in terms and left is not right:
-                if len(left.users) == len(right.users) == 1:  # type: ignore[union-attr]
-                    terms[node] = terms.pop(left) + terms.pop(right)  # type: ignore[arg-type]
+            both = left in terms and right in terms and left is not right
+            if both and len(left.users) == len(right.users) == 1:  # type: ignore[union-attr]
+                terms[node] = terms.pop(left) + terms.pop(right)  # type: ignore[arg-type]
     return {node: found for node, found in terms.items() if len(found) > 1}
 
 
@@ -171,9 +170,7 @@ def _join_gradients(graph: Graph, total: Node, terms: list[Node]) -> bool:
     with graph.inserting_before(total):
         grads = _add(graph, aten.cat.default, [node.args[0] for node in run], 1)
         parameters = [parameter for node in run for parameter in node.args[1]]
-        joined = _add(
-            graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:]
-        )
+        joined = _add(graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:])
         of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
         of_x = _add(graph, aten.view.default, of_x, list(total.meta["val"].shape))
         low = 0
