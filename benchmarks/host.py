@@ -3,7 +3,8 @@
 
 For bf16 and for fp8, a process each: milliseconds in which the host issues each phase to an idle
 device, with kernels launched as they are and as Triton launches them; what one call of each part
-takes; and a profile of each phase. Backward is profiled in the thread of its caller.
+takes; and a profile of each phase. Backward is profiled in the thread of its caller. Arguments:
+precisions other than these two.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ def parts(device: torch.device) -> None:
 def main(arguments: list[str]) -> None:
     gpu = torch.cuda.is_available()
     options = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=not gpu)
-    for systems in (("bf16", "adamw"), ("fp8_block", "adamw")):
-        chosen = Options(**{**vars(options), "systems": systems})
+    for precision in arguments or ("bf16", "fp8_block"):
+        chosen = Options(**{**vars(options), "systems": (precision, "adamw")})
         in_processes(worker, 1, "nccl" if gpu else "gloo", chosen)
 
 

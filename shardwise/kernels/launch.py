@@ -3,7 +3,7 @@
 
 ``kernel[grid](...)`` of Triton binds the arguments, describes each to find the compiled form, and
 reads its settings from the environment: several times what the launch itself takes the host. Here
-that is done once for arguments of one kind, and ``compiled[grid](...)`` launches from then on.
+that is done once for arguments of one kind, and the compiled form launches from then on.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -18,7 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 ALIGNMENT = 16  # what Triton compiles for: addresses and integers that are multiples of it
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# How to launch, what comes before the arguments, and the constants, which come after them.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
 _boxes: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
@@ -29,15 +30,22 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
         kernel[grid](*args, **constants)
         return
     passed, kinds = _described(args)
-    key = (id(kernel), torch.cuda.current_device(), *kinds, *constants.values())
+    device = torch.cuda.current_device()
+    key = (id(kernel), device, *kinds, *constants.values())
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)
         rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = compiled, rest
+        # As ``compiled[grid](...)`` does, but for the hooks of Triton's own profiler.
+        _compiled[key] = (
+            compiled.run,
+            (compiled.function, compiled.packed_metadata, None, None, None),
+            rest,
+        )
     else:
-        compiled, rest = found
-        compiled[(*grid, 1, 1)[:3]](*passed, *rest)
+        launch, fixed, rest = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launch(*(*grid, 1, 1)[:3], stream, *fixed, *passed, *rest)
 
 
 def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -48,7 +56,8 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     for value in args:
         kind = type(value)
         if kind is int:
-            kinds += value == 1, value % ALIGNMENT == 0, value.bit_length() >> 5
+            sort = (value == 1) + 2 * (value % ALIGNMENT == 0) + 4 * (value.bit_length() >> 5)
+            kinds.append(sort)
         elif kind is float:
             kinds.append(float)
         elif isinstance(value, Tensor):

@@ -16,6 +16,7 @@ whole matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,13 +95,16 @@ def fp8_linear(
     problems += _parameter_problems(parameter, weight)
     if problems:
         raise FP8Error("; ".join(problems))
-    return _Linear.apply(x, parameter, bias, recipe, weight, matmul or Emulated())  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, parameter, bias, recipe, weight, matmul or Emulated(), "")  # type: ignore[no-any-return, no-untyped-call]
 
 
-def traced_linear(x: Tensor, parameter: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """The same for torch.compile, which sees no planes: ``parameter`` names the weight."""
+def traced_linear(
+    x: Tensor, parameter: Tensor, bias: Tensor | None, recipe: Recipe, place: str
+) -> Tensor:
+    """The same for torch.compile, which sees no planes: ``parameter`` names the weight, and
+    ``place`` says where its codes lie."""
     x, bias = _autocast(x), None if bias is None else _autocast(bias)
-    return _Linear.apply(x, parameter, bias, recipe, None, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, parameter, bias, recipe, None, None, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _autocast(value: Tensor) -> Tensor:
@@ -130,9 +134,11 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         weight: FP8Tensor | None,
         matmul: Matmul | None,
+        place: str,
     ) -> Tensor:
         # Planes are not saved as tensors: they may be released and gathered again before backward.
         ctx.weight, ctx.matmul, ctx.recipe, ctx.x_shape = weight, matmul, recipe, x.shape
+        ctx.place = place
         ctx.weight_dtype = None if parameter is None else parameter.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         tokens, learns = x.shape[:-1].numel(), ctx.needs_input_grad[1]
@@ -140,7 +146,7 @@ class _Linear(torch.autograd.Function):
         if recipe.activations is None:
             ctx.save_for_backward(named, x if learns else None, None)
             flat = x.reshape(-1, x.shape[-1])
-            y = _product(flat, None, named, weight, matmul, bias, "forward", x.dtype)
+            y = _product(flat, None, named, weight, matmul, bias, "forward", x.dtype, place)
         else:
             by_codes = learns and recipe.weight_gradient == "fp8"
             # A compiler sees by itself that layers quantise the same x.
@@ -150,7 +156,7 @@ class _Linear(torch.autograd.Function):
             )
             kept = (turned, turned_scales) if by_codes else (x if learns else None, None)
             ctx.save_for_backward(named, *kept)
-            y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype)
+            y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype, place)
             y = y[:tokens] if bias is None else y[:tokens] + bias
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -167,11 +173,15 @@ class _Linear(torch.autograd.Function):
             kept_codes = (kept, kept_scales) if by_codes else (None, None)
             options = (*kept_codes, wants_x, recipe.activations, ctx.weight_dtype)
             if weight is None:
-                of_x, of_weight = ops.fp8_linear_backward.default(grad, named, *options)
+                of_x, of_weight = ops.fp8_linear_backward.default(
+                    grad, [named], *options, ctx.place
+                )
             else:
-                of_x, of_weight = linear_backward(grad, weight, *options)
+                of_x, of_weight = linear_backward(grad, [weight], *options)
         elif wants_x:
-            of_x = _product(grad, None, named, weight, ctx.matmul, None, "backward", grad.dtype)
+            of_x = _product(
+                grad, None, named, weight, ctx.matmul, None, "backward", grad.dtype, ctx.place
+            )
         if wants_bias:
             of_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if wants_weight and not by_codes:
@@ -181,7 +191,7 @@ class _Linear(torch.autograd.Function):
             of_x.view(ctx.x_shape) if wants_x and of_x is not None else None,
             of_weight if wants_weight else None,
             of_bias,
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
@@ -192,7 +202,7 @@ def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> 
 
 def linear_backward(
     grad: Tensor,  # [tokens, rows]
-    weight: FP8Tensor,  # [rows, columns]
+    weights: Sequence[FP8Tensor],  # [rows, columns], one below another
     x: Tensor | None,  # [columns, tokens]: turned codes; None: the weight's gradient is not wanted
     x_scales: Tensor | None,
     wants_x: bool,
@@ -205,8 +215,8 @@ def linear_backward(
         grad, wants_x, 0 if x is None else 1, rounding
     )
     if wants_x:
-        plane = weight.plane("backward")
-        of_x = fp8_block.multiply(codes, scales, plane, "backward", grad.dtype)[: len(grad)]
+        of_x = products(codes, scales, weights, "backward", grad.dtype)
+        of_x = of_x if len(of_x) == len(grad) else of_x[: len(grad)]
     else:
         of_x = grad.new_empty(0)
     if x is None:
@@ -225,9 +235,10 @@ def _product(
     bias: Tensor | None,
     phase: Reads,
     dtype: torch.dtype,
+    place: str,
 ) -> Tensor:
     if weight is None:
-        return ops.fp8_product.default(x, scales, named, bias, phase, dtype)  # type: ignore[no-any-return]
+        return ops.fp8_product.default(x, scales, named, bias, phase, dtype, place)  # type: ignore[no-any-return]
     return product(x, scales, weight, matmul, bias, phase, dtype)
 
 
@@ -246,6 +257,32 @@ def product(
         return fp8_block.multiply(x, scales, plane, phase, dtype)
     matmul = matmul or Emulated()
     return matmul.forward(x, plane, bias) if phase == "forward" else matmul.backward(x, plane)
+
+
+def products(
+    codes: Tensor,
+    scales: Tensor,
+    weights: Sequence[FP8Tensor],  # one below another
+    phase: Reads,
+    dtype: torch.dtype,
+) -> Tensor:
+    """x · Wᵀ or dy · W of codes, where W is one weight or several that share x."""
+    first, *others = weights
+    plane = first.joined(others, phase) if others else first.plane(phase)
+    if plane is not None:
+        return fp8_block.multiply(codes, scales, plane, phase, dtype)
+    planes = [weight.plane(phase) for weight in weights]
+    if phase == "forward":
+        parts = [fp8_block.multiply(codes, scales, plane, phase, dtype) for plane in planes]
+        return torch.cat(parts, 1)
+    sizes = [len(plane.codes) for plane in planes]
+    split = zip(
+        codes.split(sizes, 1), scales.split([size // WIDE for size in sizes]), planes, strict=True
+    )
+    return sum(  # type: ignore[return-value]
+        fp8_block.multiply(part.contiguous(), theirs, plane, phase, dtype)
+        for part, theirs, plane in split
+    )
 
 
 def weight_gradient(

@@ -8,8 +8,9 @@ graph serves all blocks of a model that are alike.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import FP8Error, Plane
-from shardwise.precision.fp8_functions import linear_backward, product
+from shardwise.precision.fp8_functions import linear_backward, product, products
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Reads
 
@@ -44,7 +45,9 @@ def name(parameter: Tensor, weight: Named) -> None:
 
 
 def weight_of(parameter: Tensor) -> Any:
-    found = _weights.get(int(parameter.untyped_storage()._cdata))
+    found = getattr(parameter, "quantised", None)  # a parameter itself, which most graphs bring
+    if found is None:
+        found = _weights.get(int(parameter.untyped_storage()._cdata))
     if found is None:
         raise FP8Error(
             f"a compiled graph was run with a parameter of shape {tuple(parameter.shape)} that no "
@@ -89,13 +92,14 @@ def _fake_product(
     bias: Tensor | None,
     phase: str,
     dtype: torch.dtype,
+    place: str,
 ) -> Tensor:
     return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
 
 
 @_operator(
     "fp8_product(Tensor x, Tensor? scales, Tensor parameter, Tensor? bias, str phase,"
-    " ScalarType dtype) -> Tensor",
+    " ScalarType dtype, str place) -> Tensor",
     _fake_product,
 )
 def _product(
@@ -105,43 +109,84 @@ def _product(
     bias: Tensor | None,
     phase: str,
     dtype: torch.dtype,
+    place: str,
 ) -> Tensor:
     weight = weight_of(parameter)
     matmul = weight.matmul if scales is None else None
     return product(x, scales, weight, matmul, bias, phase, dtype)  # type: ignore[arg-type]
 
 
+def _fake_linears(
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    turned: int,
+    rounding: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    codes, _, *others = fp8_block.empty(x, True, turned)
+    rows = iter([parameter.shape[0] for parameter in parameters])
+    widths = [sum(itertools.islice(rows, count)) for count in counts]
+    return [*others, *(x.new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
+
+
+@_operator(
+    "fp8_linears(Tensor x, Tensor[] parameters, int[] counts, int turned, str rounding,"
+    " ScalarType dtype) -> Tensor[]",
+    _fake_linears,
+)
+def _linears(
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    turned: int,
+    rounding: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """x turned, its scales, and the products by weights that lie one after another, ``counts`` of
+    them each; see fp8_graphs.py."""
+    codes, scales, *results = fp8_block.quantise(x, True, turned, rounding)  # type: ignore[arg-type]
+    low = 0
+    for count in counts:
+        weights = [weight_of(parameter) for parameter in parameters[low : low + count]]
+        results.append(products(codes, scales, weights, "forward", dtype))
+        low += count
+    return results
+
+
 def _fake_linear_backward(
     grad: Tensor,
-    parameter: Tensor,
+    parameters: Sequence[Tensor],
     x: Tensor | None,
     x_scales: Tensor | None,
     wants_x: bool,
     rounding: str,
     dtype: torch.dtype | None,
+    place: str,
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = parameter.shape
+    columns = parameters[0].shape[1]
     of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
-    shape = (0,) if x is None else (rows, columns)
+    shape = (0,) if x is None else (grad.shape[1], columns)
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
 @_operator(
-    "fp8_linear_backward(Tensor grad, Tensor parameter, Tensor? x, Tensor? x_scales, bool wants_x,"
-    " str rounding, ScalarType? dtype) -> (Tensor, Tensor)",
+    "fp8_linear_backward(Tensor grad, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
+    " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
     _fake_linear_backward,
 )
 def _linear_backward(
     grad: Tensor,
-    parameter: Tensor,
+    parameters: Sequence[Tensor],
     x: Tensor | None,
     x_scales: Tensor | None,
     wants_x: bool,
     rounding: str,
     dtype: torch.dtype | None,
+    place: str,
 ) -> tuple[Tensor, Tensor]:
-    weight = weight_of(parameter)
-    return linear_backward(grad, weight, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
+    weights = [weight_of(parameter) for parameter in parameters]
+    return linear_backward(grad, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
 
 
 def _fake_decode(parameter: Tensor) -> Tensor:

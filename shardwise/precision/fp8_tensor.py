@@ -136,6 +136,11 @@ class FP8Tensor:
             )
         return self.planes[block]
 
+    def joined(self, others: Sequence[FP8Tensor], phase: Reads) -> Plane | None:
+        """One plane of this matrix and ``others`` below it; None where their memory does not lie
+        so."""
+        return None
+
     # ------------------------------------------------------------------ values
 
     def dequantise(

@@ -304,12 +304,21 @@ _CALLS = (nn.Module._call_impl.__code__,)
 def will_come(leaf: Tensor) -> bool:
     """Whether the backward that runs now computes the gradient of a parameter, or has it computed
     later."""
+    return all_will_come((leaf,))
+
+
+def all_will_come(leaves: Iterable[Tensor]) -> bool:
+    """The same of several parameters; modes are entered once for all of them."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        return all(map(_will_come, leaves))
+
+
+def _will_come(leaf: Tensor) -> bool:
     if getattr(leaf, "delayed", False):
         return True
     if not leaf.requires_grad:  # frozen since forward
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    node = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
     except RuntimeError:  # torch.autograd.grad, for this very parameter
@@ -331,7 +340,7 @@ def refuse_chosen(units: Sequence[Any]) -> None:
     at_rest = [unit for unit in units if not unit.shows_at_rest and unit.arrivals.trainable]
     if (
         at_rest
-        and all(will_come(leaf) for unit in whole for leaf in unit.arrivals.leaves())
+        and all(all_will_come(unit.arrivals.leaves()) for unit in whole)
         and not any(will_come(leaf) for unit in at_rest for leaf in unit.arrivals.leaves())
         # A gate is behind this node: without chosen inputs this backward would reach all leaves.
         and any(isinstance(getattr(node, "call", None), Call) for node in _behind())

@@ -35,6 +35,7 @@ from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, weakly
 from shardwise.memory import Block as Memory
+from shardwise.precision import fp8_graphs
 from shardwise.precision.fp8 import (
     SCALES,
     SQUARE_128,
@@ -74,7 +75,7 @@ class GroupPlane(Gathered):
         self.memory.moved = weakly(self._drop_views)
         self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
         self.part_filled: Any = None  # main.state when they did
-        self.views: list[Plane] | None = None
+        self.views: dict[tuple[int, int], Plane] = {}  # by the first weight and the last
         self._tiles: Any = None  # of the weights that this rank encodes, as a kernel asks
 
     def view(self, index: int, low: int, high: int) -> Plane:
@@ -136,16 +137,19 @@ class GroupPlane(Gathered):
                 mine.copy_(there)
         self.part_filled = state
 
-    def whole(self, index: int) -> Plane:
-        """The plane of one whole weight."""
-        if self.views is None:
-            items = enumerate(self.layout.items)
-            self.views = [self.view(position, 0, item.numel) for position, item in items]
-        return self.views[index]
+    def whole(self, first: int, last: int) -> Plane:
+        """The plane of one whole weight, or of all from the first to the last, which follow one
+        another."""
+        found = self.views.get((first, last))
+        if found is None:
+            starts = self.layout.starts
+            size = starts[last] + self.layout.items[last].numel - starts[first]
+            found = self.views[first, last] = self.view(first, 0, size)
+        return found
 
     def _drop_views(self) -> None:
         """Make the views again at their next use: the memory has moved."""
-        self.views = None
+        self.views.clear()
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
@@ -181,10 +185,11 @@ class FP8Group(Group):
         if self.direct and self.compute is not None:
             self._outer = len(self.main.gather_steps(self.compute))
             self.compute = None
-        layout, parts = plane_layout(self.layout, self.direct), self.layout.num_shards
-        device = self._whole_device
+        self.plane_layout = plane_layout(self.layout, self.direct)
+        parts, device = self.layout.num_shards, self._whole_device
         self.planes = {
-            block: GroupPlane(block, layout, parts, device) for block in FORMATS[self.format]
+            block: GroupPlane(block, self.plane_layout, parts, device)
+            for block in FORMATS[self.format]
         }
         self.copies = [*self.planes.values()]
         if self._outer:
@@ -196,7 +201,13 @@ class FP8Group(Group):
     def _whole_parameter(self, index: int, requires_grad: bool) -> WholeParameter:
         weight = FP8Weight(weakref.ref(self), index)
         recipe = self.precision.recipe if "backward" in READS[self.format] else None
-        return FP8Parameter.of(weight, requires_grad, recipe, self.device)
+        if recipe is not None and recipe.activations is not None:
+            fp8_graphs.install()
+        parameter = FP8Parameter.of(weight, requires_grad, recipe, self.device)
+        layout = self.plane_layout
+        size = layout.items[index].numel
+        parameter.place = f"{layout.numel} {layout.starts[index]} {size}"
+        return parameter
 
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see
@@ -258,8 +269,16 @@ class FP8Group(Group):
         encode_planes(planes, self.whole, self.rounding)
         self.whole.block.release(runtime.source)
 
-    def plane(self, index: int, phase: Reads) -> Plane:
-        """The plane of one weight that ``phase`` reads.
+    def follows(self, index: int, next_index: int) -> bool:
+        """Whether the codes of one weight end where those of the next begin, as rows of one
+        matrix."""
+        layout = self.plane_layout
+        one, other = layout.items[index], layout.items[next_index]
+        ends = layout.starts[index] + one.numel
+        return ends == layout.starts[next_index] and one.shape[1:] == other.shape[1:]
+
+    def plane(self, index: int, phase: Reads, last: int | None = None) -> Plane:
+        """The plane of one weight that ``phase`` reads, or of all weights up to ``last``.
 
         A plane that is read in backward without a hook that gathered it (a recomputation by a
         reentrant checkpoint inside a unit, for one) is gathered here: on every rank, or on none.
@@ -282,7 +301,7 @@ class FP8Group(Group):
             self.gather(runtime, phase=phase)
         if self.pending and self._runtime is not None:
             self.wait(self._runtime)
-        return plane.whole(index)
+        return plane.whole(index, index if last is None else last)
 
     def _not_gathered(self, index: int, plane: GroupPlane) -> str:
         name, here = self.items[index].name, [NAMES[block] for block in self.gathered(index)]
@@ -301,7 +320,7 @@ class FP8Group(Group):
     def gathered(self, index: int) -> dict[Block, Plane]:
         """The planes of one weight that are gathered now."""
         return {
-            block: plane.whole(index)
+            block: plane.whole(index, index)
             for block, plane in self.planes.items()
             if plane.memory.live and plane.filled is not None
         }

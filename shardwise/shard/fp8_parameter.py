@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +87,16 @@ class FP8Weight(FP8Tensor):
     def plane(self, phase: Reads) -> Plane:
         return self.group.plane(self._index, phase)
 
+    def joined(self, others: Sequence[FP8Tensor], phase: Reads) -> Plane | None:
+        group, last = self.group, self._index
+        for other in others:
+            if not isinstance(other, FP8Weight) or other.group is not group:
+                return None
+            if not group.follows(last, other._index):
+                return None
+            last = other._index
+        return group.plane(self._index, phase, last)
+
     def dequantise(
         self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
@@ -144,6 +154,9 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
 
     quantised: FP8Weight
     recipe: Recipe | None = DECODED  # None: rows to look up, no matrix to multiply by
+    # The buffer's size, where in it the codes lie, and their number; a string, because
+    # torch.compile takes numbers for variables.
+    place = "0 0 0"
 
     @staticmethod
     def of(
@@ -215,7 +228,7 @@ def _traced(func: Any, args: Any, kwargs: Any) -> Any:
 def _traced_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, FP8Parameter) or weight.recipe is None:
         return F.linear(_decoded(input), _decoded(weight), _decoded(bias))
-    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe)
+    return traced_linear(_decoded(input), weight, _decoded(bias), weight.recipe, weight.place)
 
 
 def _embedding(

@@ -216,8 +216,11 @@ class Gradients:
         views = self._views_of(target)
         into, values = [], []
         self.came = [True] * len(self.unsharded)
-        for index, parameter in enumerate(self.unsharded):
-            grad, parameter.grad = parameter.grad, None
+        with torch._C.DisableTorchFunctionSubclass():  # a question for each attribute otherwise
+            grads = [parameter.grad for parameter in self.unsharded]
+            for parameter in self.unsharded:
+                parameter.grad = None
+        for index, (parameter, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
             if parameter._added:
                 parameter._added = False
             elif grad is not None:

@@ -56,11 +56,16 @@ ARGUMENTS: list[tuple[Any, ...]] = [
 class Compiled:
     """Stands for Triton's compiled kernel."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.calls.append((grid, *args))
+    def run(self, *args: Any) -> None:
+        """The order of arguments that ``CompiledKernel.__getitem__`` of Triton uses."""
+        grid, (stream, *fixed), rest = args[:3], args[3:9], args[9:]
+        assert (stream, *fixed) == (77, "function", "metadata", None, None, None)
+        self.calls.append((grid, *rest))
 
 
 @pytest.fixture
@@ -74,6 +79,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
     monkeypatch.setattr(type(_kernel), "__getitem__", ordinary)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     return found
 
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that read the same x, as one product in graphs of torch.compile.
+
+::
+
+    forward     quantise(x), x · Wqᵀ, x · Wkᵀ, x · Wvᵀ   -->  quantise(x) · [Wq Wk Wv]ᵀ
+    backward    dq · Wq + dk · Wk + dv · Wv              -->  [dq dk dv] · [Wq Wk Wv]
+                dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
+
+Each line is one operator.
+
+That is fewer and larger products, and less work for the host, which may need more time for a step
+than the device. It is done for weights whose codes lie one after another in the gathered memory;
+their ``place`` says so when a graph is made, and operators ask again when it runs.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+aten, ops = torch.ops.aten, torch.ops.shardwise
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def install() -> None:
+    """Let inductor join layers, after what others have asked it to do there."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    before: Any = config.post_grad_custom_pre_pass
+
+    class Join(CustomGraphPass):
+        joins_fp8 = True
+
+        def __call__(self, graph: Graph) -> None:
+            for one in before if isinstance(before, (list, tuple)) else filter(None, [before]):
+                one(graph)
+            join(graph)
+
+        def uuid(self) -> Any:
+            mine = get_hash_for_files((__file__, str(Path(__file__).with_name("fp8_operators.py"))))
+            if before is None:
+                return mine
+            theirs = before.uuid() if isinstance(before, CustomGraphPass) else None
+            return theirs and (mine, theirs)  # None: nothing is cached, as without this
+
+    if not getattr(before, "joins_fp8", False):
+        config.post_grad_custom_pre_pass = Join()
+
+
+def join(graph: Graph) -> None:
+    """Join layers of ``graph``, of a forward or of a backward."""
+    nodes = list(graph.nodes)
+    changed = False
+    for node in nodes:
+        if node.target is ops.fp8_quantise.default:
+            changed |= _join_products(graph, node)
+    sums = _sums_of_gradients(nodes)
+    for node, terms in sums.items():
+        changed |= _join_gradients(graph, node, terms)
+    if changed:
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(graph)
+        graph.lint()
+
+
+def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
+    """Nodes whose weights lie one after another, by the argument number ``place``."""
+    places = {node: tuple(map(int, str(node.args[place]).split())) for node in nodes}
+    runs: list[list[Node]] = []
+    ends = None
+    for node in sorted(nodes, key=places.__getitem__):
+        buffer, start, size = places[node]
+        if ends != (buffer, start):
+            runs.append([])
+        runs[-1].append(node)
+        ends = buffer, start + size
+    return runs
+
+
+def _add(graph: Graph, target: Any, *args: Any) -> Node:
+    """A new node, which knows its shapes."""
+    node = graph.call_function(target, args)
+    known = torch.fx.node.map_arg(args, lambda each: each.meta["val"])
+    node.meta["val"] = target(*known)
+    return node
+
+
+def _parts(node: Node) -> dict[int, Node]:
+    """The nodes that take one result each of a node of several."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def _replace(graph: Graph, old: Node, new: Node) -> None:
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _join_products(graph: Graph, quantise: Node) -> bool:
+    """One operator for a tensor that is quantised and all its products."""
+    x, rows, turned, rounding = quantise.args
+    parts = _parts(quantise)
+    products = list(parts[0].users) if 0 in parts else []
+    alike = {(node.target, *node.args[:2], *node.args[3:6]) for node in products}
+    if not rows or len(alike) != 1 or 1 not in parts or set(parts[1].users) != set(products):
+        return False
+    target, codes, scales, bias, phase, dtype = alike.pop()
+    if target is not ops.fp8_product.default or (codes, scales, bias, phase) != (
+        parts[0], parts[1], None, "forward",
+    ):  # fmt: skip
+        return False
+    runs = _runs(products, 6)
+    ordered = [node for run in runs for node in run]
+    with graph.inserting_before(quantise):
+        joined = _add(
+            graph, ops.fp8_linears.default, x, [node.args[2] for node in ordered],
+            [len(run) for run in runs], turned, rounding, dtype,
+        )  # fmt: skip
+        results = [_add(graph, operator.getitem, joined, index) for index in range(2 + len(runs))]
+        for run, result in zip(runs, results[2:], strict=True):
+            low = 0
+            for node in run:
+                high = low + node.meta["val"].shape[1]
+                whole = len(run) == 1
+                mine = result if whole else _add(graph, aten.slice.Tensor, result, 1, low, high)
+                _replace(graph, node, mine)
+                low = high
+    for index, part in parts.items():
+        if index < 2:
+            graph.erase_node(part)
+        else:
+            _replace(graph, part, results[index - 2])
+    graph.erase_node(quantise)
+    return True
+
+
+def _sums_of_gradients(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Sums of nothing but gradients of one x, each of another layer: (the sum, its terms)."""
+    terms: dict[Node, list[Node]] = {}
+    for node in nodes:
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(source, Node):
+            if source.target is ops.fp8_linear_backward.default and node.args[1] == 0:
+                terms[node] = [source]
+        elif node.target in VIEWS and source in terms and len(source.users) == 1:  # type: ignore[union-attr]
+            terms[node] = terms.pop(source)  # type: ignore[arg-type]
+        elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
+            left, right = node.args
+            both = left in terms and right in terms and left is not right
+            if both and len(left.users) == len(right.users) == 1:  # type: ignore[union-attr]
+                terms[node] = terms.pop(left) + terms.pop(right)  # type: ignore[arg-type]
+    return {node: found for node, found in terms.items() if len(found) > 1}
+
+
+def _join_gradients(graph: Graph, total: Node, terms: list[Node]) -> bool:
+    """One operator for the gradients of layers that read the same x."""
+    alike = {node.args[2:7] for node in terms}
+    runs = _runs(terms, 7)
+    if len(alike) > 1 or len(runs) > 1 or len(terms) != len(set(terms)):
+        return False
+    (run,) = runs
+    with graph.inserting_before(total):
+        grads = _add(graph, aten.cat.default, [node.args[0] for node in run], 1)
+        parameters = [parameter for node in run for parameter in node.args[1]]
+        joined = _add(graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:])
+        of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
+        of_x = _add(graph, aten.view.default, of_x, list(total.meta["val"].shape))
+        low = 0
+        for node in run:
+            high = low + node.args[0].meta["val"].shape[1]
+            part = _parts(node).get(1)
+            if part is not None:
+                mine = _add(graph, aten.slice.Tensor, of_weights, 0, low, high)
+                _replace(graph, part, mine)
+            low = high
+        total.replace_all_uses_with(of_x)
+    _erase_unused(graph, total)
+    return True
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase a node that nobody reads, and what only it read."""
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        pure = source.target in (*VIEWS, aten.add.Tensor, operator.getitem)
+        if not source.users and (pure or source.target is ops.fp8_linear_backward.default):
+            _erase_unused(graph, source)
