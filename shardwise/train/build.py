@@ -93,7 +93,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
         )
     )
     model = build_model(config, world)
-    model.document_end = world.together(lambda: document_end(config, corpus, world))  # type: ignore[assignment]
+    model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
     made = build_optimizer(config, model)
     return Parts(
         config=config,
@@ -121,7 +121,7 @@ def with_vocabulary(config: TrainConfig, size: int) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | None:
+def document_end(config: TrainConfig, corpus: Corpus) -> int | None:
     """The token after which attention begins anew; None where documents see each other."""
     if config.documents == "joined":
         return None
@@ -132,10 +132,7 @@ def document_end(config: TrainConfig, corpus: Corpus, world: World) -> int | Non
                 f"nobody knows which of them ends a document: name it with --tokenizer"
             )
         return None
-    # FlexAttention, which GPUs need for this, is right on a card (tests.device_train), but what it
-    # costs a step has not been measured (bench shown-run --parts apart): by name only.
-    apart = config.documents == "apart" or world.device.type == "cpu"
-    return corpus.codec.end if apart else None
+    return corpus.codec.end
 
 
 def read_corpus(config: TrainConfig, world: World, cache: Any) -> Corpus:

@@ -74,7 +74,7 @@ class TrainConfig:
         held_out: fraction of the data that is evaluated and never trained on.
         documents: whether the documents of one window see each other: ``joined``, or ``apart``,
             where each token that ends a document begins the next; ``auto``: apart where that token
-            is known, on CPU (on GPUs joined).
+            is known.
         steps: optimizer steps of the whole run; a resumed run does the rest of them.
         batch: sequences of one step, over all ranks.
         microbatches: pieces in which a rank computes its share of a batch, one after another;
