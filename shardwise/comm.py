@@ -18,6 +18,7 @@ few bytes (``agree``, ``any_rank``), are not.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -51,6 +52,7 @@ _SECOND_ROUND = 1 << 29  # tags have 29 bits, and gloo takes 31
 # An all-reduce that sends no more than this is one exchange of everything with everybody; above it
 # a reduce-scatter and a gather, whose bytes do not grow with the ranks.
 _ONE_ROUND_BYTES = 1 << 18
+_SMALL_OBJECT = 2048  # bytes of a rank's object that travel in the first exchange of ``agree``
 
 
 # ------------------------------------------------------------------------------ counting
@@ -461,13 +463,27 @@ def _host_group(axis: Axis) -> Any:
 
 
 def agree(values: Any, group: GroupLike) -> list[Any]:
-    """The small Python object of every rank, in rank order: for checks, saves and loads."""
+    """The small Python object of every rank, in rank order: for checks, saves and loads. One
+    all-gather where no object is large; torch's own takes two, for sizes and for objects."""
     axis = as_axis(group)
-    everyone: list[Any] = [None] * axis.size
     if axis.size == 1 or axis.pretends:
         return [values] * axis.size
-    dist.all_gather_object(everyone, values, group=axis.group)
-    return everyone
+    packed = pickle.dumps(values)
+    found = _gather_bytes(len(packed).to_bytes(8, "big") + packed, _SMALL_OBJECT, axis)
+    lengths = [8 + int.from_bytes(start[:8], "big") for start in found]
+    if max(lengths) > _SMALL_OBJECT:
+        more = _gather_bytes(packed[_SMALL_OBJECT - 8 :], max(lengths) - _SMALL_OBJECT, axis)
+        found = [start + rest for start, rest in zip(found, more, strict=True)]
+    return [pickle.loads(each[8:end]) for each, end in zip(found, lengths, strict=True)]
+
+
+def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
+    """The first ``length`` bytes of every rank, filled with zeros where a rank has fewer."""
+    device = "cpu" if "cpu" in axis.backends else next(iter(axis.backends))
+    sent = torch.frombuffer(bytearray(mine[:length].ljust(length, b"\0")), dtype=torch.uint8)
+    parts = torch.empty(axis.size, length, dtype=torch.uint8, device=device)
+    dist.all_gather(list(parts), sent.to(device), group=axis.group)
+    return [bytes(part) for part in parts.cpu().numpy()]
 
 
 def arrived(value: Tensor) -> Tensor:

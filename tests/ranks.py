@@ -392,19 +392,24 @@ def _share_gloo_thread() -> None:
     gloo.__init__ = shared
 
 
+_seen: set[str] = set()  # modules of the package
+_callables: list[tuple[dict[str, Any], str, Any]] = []  # names of a module, name, value
+
+
 @contextlib.contextmanager
 def _put_back() -> Iterator[None]:
     """Put back what a call replaced in the modules of the package: the next test has these ranks
     too."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("shardwise")]
-    before = [(module, dict(vars(module))) for module in modules]
+    for module in [name for name in sys.modules.keys() - _seen if name.startswith("shardwise")]:
+        names = vars(sys.modules[module])
+        _callables.extend((names, name, value) for name, value in names.items() if callable(value))
+    _seen.update(sys.modules)
     try:
         yield
     finally:
-        for module, names in before:
-            for name, value in names.items():
-                if callable(value) and getattr(module, name, None) is not value:
-                    setattr(module, name, value)
+        for names, name, value in _callables:
+            if names.get(name) is not value:
+                names[name] = value
 
 
 def _collect_garbage() -> None:

@@ -32,7 +32,9 @@ from shardwise.cli import main, run
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.report.html import read_events
 from shardwise.tensor import ShardedTensor
+from shardwise.train.build import precision_of
 from shardwise.train.config import TrainConfig
+from shardwise.train.fit import plan_inputs
 from shardwise.train.loop import Trainer
 from shardwise.train.world import World
 from tests.ranks import exit_with_parent, rank_context
@@ -108,10 +110,11 @@ _REAL_PLAN = Trainer._plan
 
 def _plan_once(trainer: Trainer) -> dict[str, Any]:
     """The plan of a run. It takes longer than eight steps, and many runs of a process have the
-    same."""
-    unread = ("data", "steps", "lr", "matrix_lr", "weight_decay", "warmup", "decay")
-    config = {k: v for k, v in vars(trainer.config).items() if k not in unread}
-    key = repr((sorted(config.items()), trainer.world))
+    same: that of one model, over one mesh, with the same options."""
+    config, world = trainer.config, trainer.world
+    _, mesh, options = plan_inputs(config, precision_of(config, world), world)
+    model = (config.model, config.module, config.lora_rank, config.ep)
+    key = repr((model, mesh, config.placements, sorted(options.items())))
     if key not in _PLANS:
         _PLANS[key] = _REAL_PLAN(trainer)
     return _PLANS[key]

@@ -49,21 +49,24 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
     mine = batches(STEPS, 2, data_rank(mesh))
     expected = one_process(optimize, STEPS, 2)
     first = None
-    for stage in range(4) if sequence else (0, 3):
+    # All stages with Muon, which exchanges matrices; the same gradients with the other.
+    every = sequence and optimizer == "muon"
+    for stage in range(4) if every else (0, 3):
         model = sharded(mesh, sw.zero(stage), sequence)
         found = train(model, optimize(model), mine)
         assert_close(found, expected)
         first = first or found
         same_bits(found, first, (optimizer, "fully_shard", stage))
-    for stage in range(3) if sequence else (2,):
+    for stage in range(3) if every else (2,):
         model = bucketed(mesh, sw.zero(stage), sequence)
         found = train(model, optimize(model), mine)
         assert_close(found, expected)
         same_bits(found, first, (optimizer, "data_parallel", stage))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "optimizer"), [((2, 1, 2), "muon"), ((1, 2, 2), "muon"), ((2, 1, 2), "adamw")], ids=str
+)
 @on_ranks(4, timeout=PATIENCE)
 def test_three_axes(
     rank: int, world_size: int, sizes: tuple[int, int, int], optimizer: str

@@ -246,14 +246,13 @@ def test_a_broadcast_brings_the_source_to_everybody(rank: int, world_size: int) 
             assert torch.equal(bits(tensor), values(source, 5, dtype).view(torch.uint8)), dtype
 
 
-def check_agree(rank: int, world_size: int) -> list[object]:
-    return comm.agree([rank, "x" * rank], dp())
-
-
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_agree_lists_the_objects_of_all_ranks_in_order(world_size: int) -> None:
-    expected = [[rank, "x" * rank] for rank in range(world_size)]
-    assert run_ranks(check_agree, world_size) == [expected] * world_size
+@on_ranks()
+def test_agree_lists_the_objects_of_all_ranks_in_order(rank: int, world_size: int) -> None:
+    first = comm._SMALL_OBJECT
+    for size in (0, 1, *range(first - 50, first), first, 3 * first):  # some fit exactly
+        found = comm.agree([rank, "x" * (size * rank)], dp())
+        assert found == [[peer, "x" * (size * peer)] for peer in range(world_size)], size
 
 
 # ------------------------------------------------------------------------------ order and axes
