@@ -99,7 +99,8 @@ class TrainConfig:
             says which and why. ``fp8_block`` multiplies in fp8 too. Main weights are fp32.
         final_bf16: fraction of the steps, at the end, that are computed in bf16 after steps with
             weights in fp8: the run is saved there, and goes on in the other precision.
-        compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs.
+        compile: whether blocks and loss run through ``torch.compile``; ``auto``: on GPUs,
+            without ``tp``.
         seed: seed of the weights, of the order of the samples and of the random generators.
         eval_every: steps between evaluations of the held-out loss; 0: none.
         eval_windows: windows of held-out tokens in one evaluation.
@@ -223,11 +224,6 @@ class TrainConfig:
             problems.append(f"model.recompute={chosen!r} is the GPT's: leave it out with a module")
         if self.module is not None and self.compile == "on":
             problems.append("compile='on' is the GPT's: compile a module in its own function")
-        if self.tp > 1 and self.compile == "on":
-            problems.append(
-                f"compile='on' with tp={self.tp}: torch.compile does not trace the hooks of tensor "
-                f"parallelism; leave compile at 'auto'"
-            )
         if self.lora_rank and (self.tp > 1 or self.precision.startswith("mxfp8")):
             problems.append(f"lora_rank={self.lora_rank}: tp and mxfp8 are for runs that train all")
         return problems or tensor_parallel_problems(self.model, self.tp)
@@ -250,9 +246,9 @@ class TrainConfig:
         return STRATEGIES[self.strategy]
 
     def compiles(self, device: str) -> bool:
-        """Whether the model runs through torch.compile on this type of device. The hooks of tensor
-        parallelism are not traced yet, so ``auto`` leaves such models as they are, and modules of
-        other origin too."""
+        """Whether the model runs through torch.compile on this type of device. ``auto`` leaves
+        modules of other origin as they are, and tensor parallelism, whose compiled blocks ran on
+        CPU ranks only."""
         if self.compile == "auto":
             return device == "cuda" and self.tp == 1 and self.module is None
         return self.compile == "on"

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,8 +208,17 @@ def test_a_plan_of_a_model_whose_cut_is_unknown_is_refused() -> None:
 
 
 def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> int:
-    trainer = make_trainer(rank, world_size, folder, model=MODEL, sample=8, **changes)
-    trainer.run()
+    torch._dynamo.reset()
+    counters.clear()
+    compiles = changes.get("compile") == "on"
+    # Inductor would take a minute.
+    with mock.patch.object(GPT, "compile", partialmethod(GPT.compile, backend="aot_eager")):
+        trainer = make_trainer(rank, world_size, folder, model=MODEL, sample=8, **changes)
+        trainer.run()
+    assert not counters["graph_break"]
+    # One for all blocks in training; in evaluation one more for the first block, whose input is
+    # still on its way.
+    assert counters["stats"]["unique_graphs"] == (3 if compiles else 0)
     return sum(p.to_local().numel() for p in trainer.parts.model.parameters())
 
 
@@ -228,7 +240,7 @@ def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
         "replicas": (4, {"tp": 2, "strategy": "hsdp"}),
         "adamw": (4, {"tp": 2, "strategy": "hfsdp", "optimizer": "adamw"}),
         "adamw alone": (1, {"optimizer": "adamw"}),
-        "only": (2, {"tp": 2, "microbatches": 2}),
+        "only": (2, {"tp": 2, "microbatches": 2, "compile": "on"}),
     }
     sizes = {
         name: run_ranks(train, ranks, str(tmp_path / name), FEW | changes | {"data": data})
