@@ -149,7 +149,7 @@ class Engine:
         """One step from rest; ``forward`` returns what backward starts from."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._settles:
+        if self._settles and self.doing == "at rest":  # no step has been walked
             self._step(forward, count)
         self.ledger.reset_peak()
         if self.follower is not None:

@@ -215,14 +215,12 @@ def plan(
         other_bytes=other_bytes,
     )
     step = _Step(model, root, routes_of(model), grain, label, loss)
-    made = step.plan(options, rank)
+    made = step.plan(options, rank, search=batch is not None and memory is not None)
     if tp > 1:  # how tiles are orthogonalised is the optimizer's choice, and not planned
         made = replace(made, num_parameters=whole, matrices=None)
     if tokens is not None:
         traffic = traffic_of(model, options.mesh, options.precision, tokens, microbatches)
         made = replace(made, traffic=traffic)
-    if batch is not None and options.memory is not None:
-        made = replace(made, largest=_largest(step, made, rank))
     if made.fits is not False:
         return made
     if batch is not None and made.largest == 0:
@@ -256,22 +254,6 @@ def _check_batch(model: nn.Module, batch: tuple[int, int]) -> None:
         )
 
 
-def _largest(step: _Step, made: Plan, rank: int | None) -> int:
-    """The most sequences of a microbatch that fit."""
-    options = made.options
-    assert options.batch is not None and options.memory is not None
-    first, length = options.batch
-    totals = {first: made.total}
-
-    def total(count: int) -> int:
-        if count not in totals:
-            sized = replace(options, batch=(count, length))
-            totals[count] = step.plan(sized, rank).total
-        return totals[count]
-
-    return largest(total, options.memory, first)
-
-
 def _loss_of(batch: tuple[int, int], model: nn.Module) -> Tensor:
     tokens, targets = torch.zeros(2, *batch, dtype=torch.int64)
     return model(tokens, targets)  # type: ignore[no-any-return]
@@ -288,9 +270,10 @@ class _Step:
     label: str
     loss: Callable[[nn.Module], Tensor] | None
 
-    def plan(self, options: Options, rank: int | None) -> Plan:
+    def plan(self, options: Options, rank: int | None, search: bool = False) -> Plan:
+        """``search``: also look for the largest microbatch that fits."""
         with _no_garbage():
-            return self._plan(options, rank)
+            return self._plan(options, rank, search)
 
     def _forward(
         self, engine: Engine, options: Options
@@ -304,7 +287,21 @@ class _Step:
             return nullcontext(sketch(engine, recomputed_modules(self.model)))
         return own_forward(loss, self.model, engine)
 
-    def _plan(self, options: Options, rank: int | None) -> Plan:
+    def _largest(self, engine: Engine, made: Plan) -> int:
+        """The most sequences of a microbatch that fit: the units stay, and walk more steps."""
+        options = made.options
+        assert options.batch is not None and options.memory is not None
+        first, length = options.batch
+
+        def total(count: int) -> int:
+            if count == first:
+                return made.total
+            with self._forward(engine, replace(options, batch=(count, length))) as forward:
+                return replace(made, followed=engine.measure(forward).followed).total
+
+        return largest(total, options.memory, first, made.total - made.activations)
+
+    def _plan(self, options: Options, rank: int | None, search: bool) -> Plan:
         root, ranks = self.root, options.mesh.num_ranks
         layouts = Layouts(options, self.grain, self.routes)
         buffers = {owner: layouts.of(owner) for owner in root.tree()}
@@ -353,6 +350,8 @@ class _Step:
                     and (division := division_of(engine.sharded[id(one.parameter)])) is not None
                 },
             )
+            if search:
+                made = replace(made, largest=self._largest(engine, made))
             engine.close()
         return made
 

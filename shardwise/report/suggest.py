@@ -20,12 +20,13 @@ MAX_RANKS = 1 << 16
 MAX_SEQUENCES = 1 << 20
 
 
-def largest(total: Callable[[int], int], memory: int, first: int) -> int:
+def largest(total: Callable[[int], int], memory: int, first: int, none: int = 0) -> int:
     """The most sequences whose ``total`` bytes fit, from ``first`` on up or down; 0: not even one.
 
     Bytes grow with sequences, at first slower than later. A guess is where a line through the two
     counts that come closest meets the memory; if that does not find the place soon, every other
-    guess is halfway between a count that fits and one that does not.
+    guess is halfway between a count that fits and one that does not. ``none``: at most what no
+    sequences take. The first line begins there, so it is too steep, and its guess is rounded up.
     """
     known = {first: total(first)}
     for attempt in range(2 * MAX_SEQUENCES.bit_length()):
@@ -34,12 +35,13 @@ def largest(total: Callable[[int], int], memory: int, first: int) -> int:
         if high == low + 1 or low >= MAX_SEQUENCES:
             return low
         near, *others = sorted(known, key=lambda count: (abs(known[count] - memory), -count))
-        end = others[0] if others else 0  # no sequences, no bytes
-        rise = (known[near] - known.get(end, 0)) / (near - end)
+        end = others[0] if others else 0
+        rise = (known[near] - known.get(end, none)) / (near - end)
         if high is not None and attempt > 2 and attempt % 2:
             guess = (low + high) // 2
         elif rise > 0:
-            guess = near + math.floor((memory - known[near]) / rise)
+            beyond = (memory - known[near]) / rise
+            guess = near + (math.floor(beyond) if others else math.ceil(beyond))
         else:
             guess = 2 * low if high is None else (low + high) // 2
         guess = min(max(guess, low + 1), 64 * low if high is None else high - 1)
