@@ -8,20 +8,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwise.report.axes import WIDTH, draw_axes, draw_title
-from shardwise.report.series import (
-    Event,
-    Line,
-    Point,
-    draw_line,
-    events_of,
-    labels_beside,
-    number,
-)
-from shardwise.report.sizes import count_text, size_text, tick_text
-from shardwise.report.svg import PALETTE, Canvas
+from shardwise.report.series import Event, events_of, losses_canvas, number
+from shardwise.report.sizes import count_text, size_text
+from shardwise.report.svg import Canvas
 
-HEIGHT = 430
 Find = Callable[[Sequence[Event]], float | None]
 
 
@@ -31,63 +21,10 @@ def comparison_parts(
     """Pictures of the loss, straight and by logarithms; final figures; different settings."""
     # All runs by the same loss: the held-out one where each has a curve of it.
     evaluated = all(len(events_of(events, "eval")) > 1 for events in runs.values())
-    lines = [(name, _losses(events, evaluated)) for name, events in runs.items()]
-    about = f"{'held out' if evaluated else 'of training'}, by tokens"
-    pictures = [canvas for log in (False, True) if (canvas := _losses_canvas(lines, about, log))]
+    both = (losses_canvas(runs, evaluated=evaluated, log=log) for log in (False, True))
+    pictures = [canvas for canvas in both if canvas is not None]
     ends = _rows([figures_of(events) for events in runs.values()])
     return pictures, ends, _differences(runs)
-
-
-def _losses(events: Sequence[Event], evaluated: bool) -> list[Point]:
-    """The loss by tokens: held out, or of training."""
-    steps = events_of(events, "step")
-    tokens = {event["step"]: number(event.get("tokens")) for event in steps}
-    found = []
-    for event in events_of(events, "eval") if evaluated else steps:
-        value, step = number(event.get("bits_per_byte")), number(event.get("step"))
-        value = number(event.get("loss")) if value is None else value
-        at = tokens.get(event["step"])
-        if value is not None and step is not None and at is not None:
-            found.append((at, value, step))
-    return sorted(found)
-
-
-def _losses_canvas(lines: Sequence[Line], about: str, log: bool) -> Canvas | None:
-    shown = [(name, points) for name, points in lines if points][: len(PALETTE)]
-    if not shown:
-        return None
-    xs = [x for _, points in shown for x, _, _ in points if x > 0]
-    ys = [y for _, points in shown for _, y, _ in points]
-    log = log and bool(xs) and min(ys) > 0
-    margin = 0.06 * (max(ys) - min(ys) or 1)
-    straight = (max(0.0, min(ys) - margin), max(ys) + margin)
-    canvas = Canvas(WIDTH, HEIGHT, "Loss of each run")
-    top = draw_title(canvas, "Loss of each run", about)
-    frame = draw_axes(
-        canvas,
-        top=top,
-        height=HEIGHT - top - 56,
-        x_range=(min(xs) if log else 0, max(xs, default=1)),
-        y_range=(min(ys) / 1.02, max(ys) * 1.02) if log else straight,
-        x_label="tokens",
-        y_label="bits per byte, or nats",
-        x_text=lambda value: tick_text(count_text(value)),
-        y_text=lambda value: f"{value:g}",
-        x_log=log,
-        y_log=log,
-        right=200,
-    )
-    labels = []
-    for (name, points), colour in zip(shown, PALETTE, strict=False):
-        draw_line(frame, points, colour)
-        for x, y, step in points[:: max(1, len(points) // 200)]:
-            tip = f"{name}, step {step:,.0f}: {y:.3f}"
-            canvas.circle(frame.x(x), frame.y(y), 3, fill=colour, tip=tip)
-        last = points[-1][1]
-        words = name if len(name) <= 16 else f"{name[:15]}…"
-        labels.append((f"{words} {last:.3f}", frame.y(last), colour, 600))
-    labels_beside(frame, labels)
-    return canvas
 
 
 def _last(kind: str, field: str) -> Find:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from shardwise.report.comparison import comparison_parts, figures_of
 from shardwise.report.memory_bars import memory_bars_canvas
 from shardwise.report.page import SCRIPT, STYLE
-from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
+from shardwise.report.plan_pictures import map_canvas, plan_text_line
 from shardwise.report.series import Event, loss_canvas, number, series
 from shardwise.report.sizes import size_text
 from shardwise.report.step_pictures import lanes_canvas, memory_canvas
@@ -144,8 +144,7 @@ def report_html(
         return part(what, figure)
 
     run = _last(events, "run") or {}
-    plan = _last(events, "plan") or {}
-    planned = plan.get("plan") or {}
+    planned = (_last(events, "plan") or {}).get("plan") or {}
     profile = _last(events, "profile") or {}
     both = [picture("the loss", partial(loss_canvas, log=log), events) for log in (False, True)]
     figures = either(*both)
@@ -158,9 +157,6 @@ def report_html(
         figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
         figures += picture("the shard map", map_canvas, planned["shard_map"])
-    if plan.get("strategies"):
-        chosen = (planned.get("strategy", ""), planned.get("memory"))
-        figures += picture("the strategies", bars_canvas, plan["strategies"], *chosen)
     name = str(run.get("name") or _dig(run, "config", "name") or name)
     about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")

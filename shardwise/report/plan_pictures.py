@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pictures of a plan: where every row lies, and what each strategy costs a rank.
+"""The shard map as a picture: where every row lies.
 
-Both read the plain values of ``Plan.as_dict()``, so a page can be made from an events file alone.
+It is drawn from the plain values of ``Plan.as_dict()``, so a page can be made from an events file
+alone.
 """
 
 from __future__ import annotations
@@ -11,14 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.layout import rows_text
-from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
-from shardwise.report.planned import Figures
-from shardwise.report.sizes import count_text, size_text, tick_text
+from shardwise.report.axes import WIDTH, Key, draw_title, title_height
+from shardwise.report.sizes import count_text, size_text
 from shardwise.report.svg import (
-    GREEN,
-    KIND_COLOURS,
     PALETTE,
-    RED,
     Canvas,
     Scale,
     ink_on,
@@ -31,8 +28,7 @@ MAX_UNITS = 24
 
 def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     """Rows are ranks, across are the bytes of each unit's buffer, coloured by parameter."""
-    # Runs of before experts could be spread have one list of rows, for all units.
-    units = [(unit, unit.get("rows") or shard_map["rows"]) for unit in shard_map["units"]]
+    units = [(unit, unit["rows"]) for unit in shard_map["units"]]
     shown = units[:MAX_UNITS]
     margin = 24 + max(text_width(row["ranks"], 12) for _, rows in units for row in rows)
     heights = [unit_height(rows) for _, rows in shown]
@@ -125,95 +121,6 @@ def _draw_row(
                     pointer_events="none",
                 )
                 break
-
-
-BARS = {
-    "main": "main weights",
-    "compute": "compute weights kept",
-    "grad": "gradients",
-    "optimizer": "optimizer state",
-    "transient": "at the peak beyond that",
-}
-_BAR_COLOURS = KIND_COLOURS | {"transient": RED, "optimizer": GREEN}
-
-
-def bars_of(plan: Figures) -> dict[str, int]:
-    """The memory of one rank as a bar: at rest, with gradients, and what the peak adds."""
-    held = {
-        "main": plan.rest.get("main", 0),
-        "compute": plan.rest.get("compute", 0),
-        "grad": plan.loaded.get("grad", 0),
-        "optimizer": plan.optimizer_bytes,
-    }
-    return held | {"transient": plan.peak_total + plan.optimizer_bytes - sum(held.values())}
-
-
-def bars_canvas(
-    bars: Mapping[str, Mapping[str, int]], chosen: str = "", memory: int | None = None
-) -> Canvas:
-    """Stacked bars, one a strategy; the one in use is marked."""
-    keys = [Key(words, _BAR_COLOURS[kind]) for kind, words in BARS.items()]
-    about = "peak of one step by the plan, activations not counted"
-    height = title_height(about, keys, WIDTH) + 320
-    canvas = Canvas(WIDTH, height, "bytes per rank by strategy")
-    top = draw_title(canvas, "Bytes per rank by strategy", about, keys)
-    highest = max([sum(bar.values()) for bar in bars.values()] + [memory or 0])
-    frame = draw_axes(
-        canvas,
-        top=top + 14,
-        height=height - top - 14 - 44,
-        x_range=(0, 1),
-        y_range=(0, highest * 1.08 or 1),
-        x_label="",
-        y_label="bytes per rank",
-        x_text=lambda value: "",
-        y_text=lambda value: tick_text(size_text(value)),
-        y_base=2,
-    )
-    step = (frame.x.end - frame.x.begin) / len(bars)
-    width = min(84.0, step * 0.62)
-    for position, (name, bar) in enumerate(bars.items()):
-        middle = frame.x.begin + step * (position + 0.5)
-        base = 0
-        for kind, words in BARS.items():
-            nbytes = bar.get(kind, 0)
-            if nbytes:
-                y = frame.y(base + nbytes)
-                canvas.rect(
-                    middle - width / 2,
-                    y,
-                    width,
-                    frame.y(base) - y,
-                    class_="edge",
-                    stroke_width=1,
-                    fill=_BAR_COLOURS[kind],
-                    tip=f"{name}: {words} {size_text(nbytes)}",
-                )
-            base += nbytes
-        weight = 700 if name == chosen else 400
-        canvas.text(
-            middle, frame.y(base) - 6, size_text(base), size=12, anchor="middle", font_weight=weight
-        )
-        label = f"{name} (this run)" if name == chosen else name
-        canvas.text(middle, frame.bottom + 20, label, size=12, anchor="middle", font_weight=weight)
-    if memory:
-        canvas.line(
-            frame.x.begin,
-            frame.y(memory),
-            frame.x.end,
-            frame.y(memory),
-            stroke=RED,
-            stroke_width=1.5,
-            stroke_dasharray="6 4",
-        )
-        canvas.text(
-            frame.x.end,
-            frame.y(memory) - 5,
-            f"a rank has {size_text(memory)}",
-            size=11,
-            anchor="end",
-        )
-    return canvas
 
 
 def plan_text_line(plan: Mapping[str, Any]) -> str:
