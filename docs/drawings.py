@@ -21,9 +21,7 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
-from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, draw_x_axis, title_height
-from shardwise.report.plan_pictures import draw_unit, unit_height
-from shardwise.report.shard_map import shard_map
+from shardwise.report.shard_map import draw_unit, shard_map, unit_height
 from shardwise.report.sizes import size_text, tick_text
 from shardwise.report.step_pictures import lanes_canvas
 from shardwise.report.svg import (
@@ -35,10 +33,16 @@ from shardwise.report.svg import (
     PINK,
     RED,
     SKY,
+    WIDTH,
     YELLOW,
     Canvas,
+    Key,
     Scale,
+    draw_axes,
+    draw_title,
+    draw_x_axis,
     ink_on,
+    title_height,
 )
 from shardwise.report.table import KINDS
 

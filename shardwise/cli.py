@@ -183,8 +183,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.moe import mixtures_of
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
-    from shardwise.report.plan_pictures import map_canvas
-    from shardwise.report.shard_map import shard_map
+    from shardwise.report.shard_map import map_canvas, shard_map
     from shardwise.report.sizes import parse_size
     from shardwise.report.table import plan_text
     from shardwise.train.build import named_precision

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shardwise.report.axes import WIDTH, Frame, draw_axes, draw_title
 from shardwise.report.sizes import count_text, tick_text
 from shardwise.report.svg import (
     BLUE,
@@ -24,7 +23,11 @@ from shardwise.report.svg import (
     PALETTE,
     PINK,
     RED,
+    WIDTH,
     Canvas,
+    Frame,
+    draw_axes,
+    draw_title,
     spread,
     text_width,
 )
@@ -205,7 +208,7 @@ def points_of(
     kind: str = "step",
     tokens: Mapping[Any, float | None] | None = None,
 ) -> list[Point]:
-    """(step, value, step) of every event that has the value; with ``tokens``, by those of a step."""
+    """(step, value, step) of every event that has the value; by ``tokens`` of a step if given."""
     found = []
     for event in events_of(events, kind):
         step, value = number(event.get("step")), number(read(event))

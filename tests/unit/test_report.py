@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from shardwise.report.html import compare_runs, loss_svg, read_events, report_html, write_report
-from shardwise.report.memory_bars import memory_bars_canvas, planned_bar
 from shardwise.report.plan import plan
-from shardwise.report.plan_pictures import map_canvas
 from shardwise.report.series import loss_canvas, series, smoothed, thinned
-from shardwise.report.step_pictures import lanes_canvas, memory_canvas
+from shardwise.report.shard_map import map_canvas
+from shardwise.report.step_pictures import (
+    lanes_canvas,
+    memory_bars_canvas,
+    memory_canvas,
+    planned_bar,
+)
 from shardwise.report.svg import Canvas, Scale, ink_on, spread, text_width, ticks
 from tests.models import Model
 
