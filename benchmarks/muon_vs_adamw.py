@@ -16,9 +16,18 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.runs import Curve, Job, finished, run_jobs
-from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, title_height
 from shardwise.report.sizes import count_text, tick_text
-from shardwise.report.svg import BLUE, GREEN, ORANGE, Canvas
+from shardwise.report.svg import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    WIDTH,
+    Canvas,
+    Key,
+    draw_axes,
+    draw_title,
+    title_height,
+)
 
 PANEL = 300
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +18,10 @@ import torch
 
 import shardwise as sw
 from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
-from shardwise.report.axes import WIDTH, Key, draw_axes, draw_title, draw_x_axis, title_height
-from shardwise.report.compare import plan_event
-from shardwise.report.plan_pictures import bars_canvas, draw_unit, unit_height
-from shardwise.report.shard_map import shard_map
+from shardwise.report.shard_map import draw_unit, shard_map, unit_height
 from shardwise.report.sizes import size_text, tick_text
 from shardwise.report.step_pictures import lanes_canvas
 from shardwise.report.svg import (
@@ -33,11 +31,18 @@ from shardwise.report.svg import (
     KIND_COLOURS,
     ORANGE,
     PINK,
+    RED,
     SKY,
+    WIDTH,
     YELLOW,
     Canvas,
+    Key,
     Scale,
+    draw_axes,
+    draw_title,
+    draw_x_axis,
     ink_on,
+    title_height,
 )
 from shardwise.report.table import KINDS
 
@@ -87,8 +92,78 @@ def two_strategies() -> Canvas:
 def strategies() -> Canvas:
     """Bytes of one rank under each strategy, by the plan."""
     model = model_of(vocab_size=32768, dim=768, num_layers=4, num_heads=12, context=1024)
-    event = plan_event(model, {"dp_outer": 2, "dp": 4}, "hfsdp", optimizer="muon")
-    return bars_canvas(event["strategies"])
+    bars = {}
+    for name, strategy in STRATEGIES.items():
+        mesh = {"dp": 8} if strategy.num_axes == 1 else {"dp_outer": 2, "dp": 4}
+        bars[name] = bars_of(sw.plan(model, mesh, strategy, optimizer="muon"))
+    return bars_canvas(bars)
+
+
+BARS = {
+    "main": "main weights",
+    "compute": "compute weights kept",
+    "grad": "gradients",
+    "optimizer": "optimizer state",
+    "transient": "at the peak beyond that",
+}
+_BAR_COLOURS = KIND_COLOURS | {"transient": RED, "optimizer": GREEN}
+
+
+def bars_of(plan: planning.Plan) -> dict[str, int]:
+    """The memory of one rank as a bar: at rest, with gradients, and what the peak adds."""
+    held = {
+        "main": plan.rest.get("main", 0),
+        "compute": plan.rest.get("compute", 0),
+        "grad": plan.loaded.get("grad", 0),
+        "optimizer": plan.optimizer_bytes,
+    }
+    return held | {"transient": plan.peak_total + plan.optimizer_bytes - sum(held.values())}
+
+
+def bars_canvas(bars: Mapping[str, Mapping[str, int]]) -> Canvas:
+    """Stacked bars, one a strategy."""
+    keys = [Key(words, _BAR_COLOURS[kind]) for kind, words in BARS.items()]
+    about = "peak of one step by the plan, activations not counted"
+    height = title_height(about, keys, WIDTH) + 320
+    canvas = Canvas(WIDTH, height, "bytes per rank by strategy")
+    top = draw_title(canvas, "Bytes per rank by strategy", about, keys)
+    highest = max(sum(bar.values()) for bar in bars.values())
+    frame = draw_axes(
+        canvas,
+        top=top + 14,
+        height=height - top - 14 - 44,
+        x_range=(0, 1),
+        y_range=(0, highest * 1.08),
+        x_label="",
+        y_label="bytes per rank",
+        x_text=lambda value: "",
+        y_text=lambda value: tick_text(size_text(value)),
+        y_base=2,
+    )
+    step = (frame.x.end - frame.x.begin) / len(bars)
+    width = min(84.0, step * 0.62)
+    for position, (name, bar) in enumerate(bars.items()):
+        middle = frame.x.begin + step * (position + 0.5)
+        base = 0
+        for kind, words in BARS.items():
+            nbytes = bar.get(kind, 0)
+            if nbytes:
+                y = frame.y(base + nbytes)
+                canvas.rect(
+                    middle - width / 2,
+                    y,
+                    width,
+                    frame.y(base) - y,
+                    class_="edge",
+                    stroke_width=1,
+                    fill=_BAR_COLOURS[kind],
+                    tip=f"{name}: {words} {size_text(nbytes)}",
+                )
+            base += nbytes
+        style: dict[str, Any] = {"size": 12, "anchor": "middle", "font_weight": 400}
+        canvas.text(middle, frame.y(base) - 6, size_text(base), **style)
+        canvas.text(middle, frame.bottom + 20, name, **style)
+    return canvas
 
 
 def memory() -> Canvas:

@@ -183,10 +183,9 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.moe import mixtures_of
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
-    from shardwise.report.plan_pictures import map_canvas
-    from shardwise.report.shard_map import shard_map
+    from shardwise.report.shard_map import map_canvas, shard_map
     from shardwise.report.sizes import parse_size
-    from shardwise.report.table import plan_text, print_plan
+    from shardwise.report.table import plan_text
     from shardwise.train.build import named_precision
 
     model, config = _model_of(command.model)
@@ -231,8 +230,6 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
     if command.json:
         print(json.dumps(made.as_dict(), indent=1))
-    elif sys.stdout.isatty():
-        print_plan(made)
     else:
         print(plan_text(made, shard_map=True))
     if command.svg is not None:

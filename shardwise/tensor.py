@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.cut import Cut, Rows, Version
+from shardwise.cut import Cut, Version
 from shardwise.tensor_ops import Operations
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
@@ -325,24 +323,3 @@ def _wrap(
 
 
 _operations = Operations(ShardedTensor, _wrap)
-
-
-def _new_dtensor(
-    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
-) -> Any:
-    """A ShardedTensor where ``distribute_tensor`` or ``from_local`` was given our placements, as
-    frameworks give them that load or make something like a parameter. Torch's own DTensor would
-    keep the rows and forget, in its first operation, that they are uneven."""
-    rows = next((one for one in spec.placements if isinstance(one, Rows)), None)
-    if rows is None or cls is not DTensor:
-        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
-    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
-
-
-_torch_new = DTensor.__new__
-DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
-
-# torch.optim and clip_grad_norm_ choose their foreach code by exact type.
-for _types in (_optimizer_foreach_types, _foreach_types):
-    if ShardedTensor not in _types:
-        _types.append(ShardedTensor)  # type: ignore[arg-type]

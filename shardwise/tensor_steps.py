@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of any ``torch.optim.Optimizer`` over parameters at rest, seen through torch's hooks.
+"""All that is changed in torch so that its optimizers and its functions know our parameters.
 
-    before     states that torch loaded get our pieces; other libraries' Muon is refused; gradients
-               are checked, and the step is noted for the ranks to compare; gathers that read end
-    after      the write is counted, so that the next gather refreshes the weights
-    zero_grad  drops microbatches that wait to be reduced, too
+    before a step   states that torch loaded get our pieces; other libraries' Muon is refused;
+                    gradients are checked, and the step is noted for the ranks to compare; gathers
+                    that read the weights end
+    after a step    the write is counted, so that the next gather refreshes the weights
+    zero_grad       drops microbatches that wait to be reduced, too
+    foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
+    DTensor(...)    with our placements is a ShardedTensor
 
-Importing this file is what registers the hooks.
+Importing this file is what changes it. An optimizer that does a part of this itself says so by an
+attribute: ``compares_gradients``, ``marks_writes``.
 """
 
 from __future__ import annotations
@@ -19,12 +23,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
-from shardwise.cut import Cut, Version
+from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import STEP
 from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
@@ -147,7 +154,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(said)
         logger.warning(said)  # gradients may be meant to come in some iterations only
         _fed[optimizer] = True
-    if lacking and not getattr(optimizer, "counts_writes", False):  # sw.optimizer compares these
+    if lacking and not getattr(optimizer, "compares_gradients", False):
         known = zlib.crc32(repr(lacking).encode())
         kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
@@ -160,11 +167,8 @@ _fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Whatever wrote the weights, a kernel that no version counter saw too: count it.
-
-    ``sw.optimizer`` says itself when it is done with a buffer, whose gather may be under way.
-    """
-    if not getattr(optimizer, "counts_writes", False):
+    """Whatever wrote the weights, a kernel that no version counter saw too: count it."""
+    if not getattr(optimizer, "marks_writes", False):
         for version in _versions_of(optimizer):
             version.count += 1
 
@@ -188,3 +192,27 @@ torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
+
+
+# ------------------------------------------------------------------------------ other places
+
+# torch.optim and clip_grad_norm_ choose their foreach code by exact type.
+for _types in (_optimizer_foreach_types, _foreach_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)  # type: ignore[arg-type]
+
+
+def _new_dtensor(
+    cls: Any, local_tensor: Tensor, spec: Any, *args: Any, requires_grad: bool = False
+) -> Any:
+    """A ShardedTensor where ``distribute_tensor`` or ``from_local`` was given our placements, as
+    frameworks give them that load or make something like a parameter. Torch's own DTensor would
+    keep the rows and forget, in its first operation, that they are uneven."""
+    rows = next((one for one in spec.placements if isinstance(one, Rows)), None)
+    if rows is None or cls is not DTensor:
+        return _torch_new(cls, local_tensor, spec, *args, requires_grad=requires_grad)
+    return ShardedTensor(local_tensor, rows.cut, requires_grad=requires_grad)
+
+
+_torch_new = DTensor.__new__
+DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]

@@ -62,7 +62,8 @@ _plain_attributes = torch._C.DisableTorchFunctionSubclass
 class ShardedOptimizer(torch.optim.Optimizer):
     """Parameter groups of two kinds, stepped together; see :func:`shardwise.optimizer`."""
 
-    counts_writes = True  # by ``mark_written``, buffer by buffer, as soon as each is done
+    marks_writes = True  # buffer by buffer, as soon as each is done: its gather may begin then
+    compares_gradients = True  # between ranks, before each step
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``report.html``: a run on one page, from its ``events.jsonl`` alone.
+"""``report.html``: a run on one page, from its ``events.jsonl`` alone; or several runs.
 
     events.jsonl  -->  loss.svg      for a README or a message
                   -->  report.html   everything, self-contained: offline, prints, dark and light
@@ -20,13 +20,18 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.comparison import comparison_parts, figures_of
-from shardwise.report.memory_bars import memory_bars_canvas
 from shardwise.report.page import SCRIPT, STYLE
-from shardwise.report.plan_pictures import bars_canvas, map_canvas, plan_text_line
-from shardwise.report.series import Event, loss_canvas, number, series
-from shardwise.report.sizes import size_text
-from shardwise.report.step_pictures import lanes_canvas, memory_canvas
+from shardwise.report.series import (
+    Event,
+    events_of,
+    loss_canvas,
+    losses_canvas,
+    number,
+    series,
+)
+from shardwise.report.shard_map import map_canvas
+from shardwise.report.sizes import count_text, size_text
+from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
 
@@ -144,8 +149,7 @@ def report_html(
         return part(what, figure)
 
     run = _last(events, "run") or {}
-    plan = _last(events, "plan") or {}
-    planned = plan.get("plan") or {}
+    planned = (_last(events, "plan") or {}).get("plan") or {}
     profile = _last(events, "profile") or {}
     both = [picture("the loss", partial(loss_canvas, log=log), events) for log in (False, True)]
     figures = either(*both)
@@ -158,9 +162,6 @@ def report_html(
         figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
         figures += picture("the shard map", map_canvas, planned["shard_map"])
-    if plan.get("strategies"):
-        chosen = (planned.get("strategy", ""), planned.get("memory"))
-        figures += picture("the strategies", bars_canvas, plan["strategies"], *chosen)
     name = str(run.get("name") or _dig(run, "config", "name") or name)
     about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")
@@ -224,16 +225,22 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
         name = name if name not in runs else str(folder)
         runs[name], found = _read(path)
         notes += [f"{name}: {note}" for note in found]
-    drawn = _part("the comparison", comparison_parts, runs, notes=notes)
-    canvases, rows, differences = drawn or ([], {}, {})
+    # All runs by the same loss: the held-out one where each has a curve of it.
+    evaluated = all(len(events_of(events, "eval")) > 1 for events in runs.values())
+    both = [
+        _part("the losses", partial(losses_canvas, evaluated=evaluated, log=log), runs, notes=notes)
+        for log in (False, True)
+    ]
+    ends = _part("the figures", lambda: _rows(list(map(figures_of, runs.values()))), notes=notes)
+    differences = _part("the differences", _differences, runs, notes=notes)
     about = f"{len(runs)} runs on the same axes"
     parts = [
         f'<header><div><h1>Comparison</h1><p class="about">{about}</p></div>'
         f'<button id="theme" type="button">Dark</button></header>',
-        _grid("Where they ended", list(runs), rows),
-        either(*(framed([canvas]) for canvas in canvases)) if canvases else "",
+        _grid("Where they ended", list(runs), ends or {}),
+        either(*(framed([canvas] if canvas else []) for canvas in both)),
         _part("the charts", lambda: framed(series(runs)), notes=notes) or "",
-        _grid("What differs between them", list(runs), differences),
+        _grid("What differs between them", list(runs), differences or {}),
     ]
     return _write(Path(out), _page("Comparison", [*parts, *(f"<p>{escape(n)}</p>" for n in notes)]))
 
@@ -265,6 +272,16 @@ def _page(name: str, parts: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------------------ parts of the page
+
+
+def plan_text_line(plan: Mapping[str, Any]) -> str:
+    """One sentence about a plan's dictionary."""
+    mesh = " x ".join(f"{name}={size}" for name, size in plan["mesh"].items())
+    spread = f", experts over ep={plan['ep']}" if plan.get("ep", 1) > 1 else ""
+    return (
+        f"{plan['model']}: {count_text(plan['num_parameters'])} parameters, {plan['strategy']} "
+        f"over {mesh}{spread}, {plan['optimizer']}: {size_text(plan['total'])} per rank at the peak"
+    )
 
 
 def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
@@ -360,3 +377,64 @@ def _write(path: Path, text: str) -> Path:
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
     return path
+
+
+# ------------------------------------------------------------------------------ figures of runs
+
+Find = Callable[[Sequence[Event]], float | None]
+
+
+def _final(kind: str, field: str) -> Find:
+    def find(events: Sequence[Event]) -> float | None:
+        found = events_of(events, kind)
+        return number(found[-1].get(field)) if found else None
+
+    return find
+
+
+def _ranked(field: str, share: float) -> Find:
+    """The value that so large a share of steps does not exceed: 0.5 is the median."""
+
+    def find(events: Sequence[Event]) -> float | None:
+        values = [v for e in events_of(events, "step") if (v := number(e.get(field))) is not None]
+        return sorted(values)[int(share * (len(values) - 1))] if values else None
+
+    return find
+
+
+FIGURES: dict[str, tuple[Find, Callable[[float], str]]] = {
+    "held-out bits per byte": (_final("eval", "bits_per_byte"), lambda v: f"{v:.3f}"),
+    "bits per byte, last step": (_final("step", "bits_per_byte"), lambda v: f"{v:.3f}"),
+    "loss of the last step": (_final("step", "loss"), lambda v: f"{v:.3f}"),
+    "steps": (_final("step", "step"), lambda v: f"{v:,.0f}"),
+    "tokens": (_final("step", "tokens"), count_text),
+    "tokens per second, median": (_ranked("tokens_per_second", 0.5), count_text),
+    "MFU, median": (_ranked("mfu", 0.5), lambda v: f"{100 * v:.1f} %"),
+    "highest gradient norm": (_ranked("grad_norm", 1.0), lambda v: f"{v:.3g}"),
+    "memory of a rank, most": (_ranked("memory", 1.0), size_text),
+}
+
+
+def figures_of(events: Sequence[Event]) -> dict[str, str]:
+    """The few numbers that people ask for first, those that a run has."""
+    found = ((words, find(events), text) for words, (find, text) in FIGURES.items())
+    return {words: text(value) for words, value, text in found if value is not None}
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """A row for each name that any column has."""
+    names = dict.fromkeys(name for one in columns for name in one)
+    return {name: [one.get(name, "") for one in columns] for name in names}
+
+
+def _differences(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
+    """The fields of the configurations that are not the same in all runs."""
+    rows = _rows([_settings(events) for events in runs.values()])
+    return {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
+
+
+def _settings(events: Sequence[Event]) -> dict[str, str]:
+    run = _last(events, "run") or {}
+    kept = {"world_size": run.get("world_size"), "versions": run.get("versions")}
+    flat = _flat((run.get("config") or {}) | kept)
+    return {name: one if isinstance(one, str) else json.dumps(one) for name, one in flat}

@@ -31,7 +31,7 @@ from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
 from shardwise.report.activations import Follower
 from shardwise.report.engine import BuiltUnit, Engine, build
-from shardwise.report.forward import own_forward, sketch
+from shardwise.report.forward import own_forward, sketch, traffic_of
 from shardwise.report.orthogonalisation import (
     by_rank,
     heaviest,
@@ -52,7 +52,6 @@ from shardwise.report.planned import (
 from shardwise.report.shard_map import shard_map
 from shardwise.report.suggest import largest, suggest
 from shardwise.report.table import plan_text
-from shardwise.report.traffic import traffic_of
 from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
 from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.checks import grain_problems

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantities over a run: the loss beside what counting and zip would reach; and, one line for each
-run, learning rate, gradient norm, speed, experts.
+"""Quantities over a run, or over several on the same axes: the loss beside what counting and zip
+would reach; learning rate, gradient norm, speed, experts.
 
 A run may have a million steps, a picture has a thousand columns. Steps of one column become a band
 from the lowest to the highest value, with their mean as a line, so that no spike is lost.
@@ -10,19 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shardwise.report.axes import WIDTH, Frame, draw_axes, draw_title
 from shardwise.report.sizes import count_text, tick_text
-from shardwise.report.svg import BLUE, GREEN, GREY, ORANGE, PALETTE, PINK, RED, Canvas, spread
+from shardwise.report.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    PINK,
+    RED,
+    WIDTH,
+    Canvas,
+    Frame,
+    draw_axes,
+    draw_title,
+    spread,
+    text_width,
+)
 
 Event = dict[str, Any]
 Point = tuple[float, float, float]  # (x, y, step)
-Line = tuple[str, list[Point]]
 MAX_POINTS = 1500
 FIRST = 200  # points of a run's begin that are kept, for axes by logarithms
-HEIGHT = 260
+TIPS = 200  # points of a line that say what they are
+LOW, HIGH = 260, 430  # heights of charts
 
 
 def number(value: Any) -> float | None:
@@ -77,102 +92,153 @@ def smoothed(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return sorted(found)
 
 
-def draw_line(frame: Frame, points: Sequence[Point], colour: str, *, mean: bool = True) -> None:
-    """Every column's lowest and highest value, faint, and their mean; or the values alone."""
-    faint: dict[str, Any] = {"stroke_width": 1, "opacity": 0.4} if mean else {"stroke_width": 2.2}
-    shown = [(thinned(points), faint)]
-    if mean:
-        shown.append((smoothed(points), {"stroke_width": 2.2}))
-    for some, style in shown:
-        line = [(frame.x(x), frame.y(y)) for x, y, _ in some]
-        frame.canvas.path(line, stroke=colour, **style)
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a chart. ``mean``: every column's lowest and highest value, faint, and their mean;
+    else the values alone, with a dot at each."""
+
+    name: str
+    points: list[Point]
+    colour: str
+    mean: bool = True
+
+    @property
+    def last(self) -> float:
+        return (smoothed(self.points) if self.mean else self.points)[-1][1]
 
 
-def labels_beside(frame: Frame, labels: Sequence[tuple[str, float, str, int]]) -> None:
-    """(words, height, colour, weight) right of a chart, none upon another."""
-    canvas, edge = frame.canvas, frame.x.end
-    placed = spread([at for _, at, _, _ in labels], 17, frame.top + 4, frame.bottom - 4)
-    for (words, at, colour, weight), place in zip(labels, placed, strict=True):
-        canvas.path([(edge + 2, at), (edge + 10, place), (edge + 14, place)], stroke=colour)
-        canvas.circle(edge + 18, place, 3.5, fill=colour)
-        canvas.text(edge + 26, place + 4, words, size=12, font_weight=weight)
-
-
-def series_canvas(
+def chart(
     title: str,
+    about: str,
     lines: Sequence[Line],
     *,
     y_label: str,
+    x_label: str = "steps",
     text: Callable[[float], str] = lambda value: f"{value:.3g}",
-    log: bool = False,
-    mean: bool = True,
-    marks: Sequence[float] = (),
+    height: float = LOW,
+    x_log: bool = False,
+    y_log: bool = False,
+    levels: Sequence[tuple[str, float, str]] = (),
+    marks: Sequence[tuple[float, str]] = (),
 ) -> Canvas | None:
-    """Lines over steps; ``marks`` are steps that were dropped. None where there is no value."""
-    shown = [(name, points) for name, points in lines if points][: len(PALETTE)]
-    if not shown:
+    """Lines over steps or tokens; None where none has a point. An axis that has no logarithm stays
+    straight.
+
+    Args:
+        levels: (name, value, colour) of dashed lines across.
+        marks: (place, words) of dashed lines upwards.
+    """
+    lines = [line for line in lines if line.points]
+    if not lines:
         return None
-    values = [y for _, points in shown for _, y, _ in points]
-    log = log and min(values) > 0
-    low, high = min(values), max(values)
-    margin = 0.06 * (high - low or abs(high) or 1)
-    y_range = (low / 1.1, high * 1.1) if log else (max(0.0, low - margin), high + margin)
-    canvas = Canvas(WIDTH, HEIGHT, title)
-    names = [name for name, _ in lines if name]
-    hidden = len([1 for _, points in lines if points]) - len(shown)
-    about = "by logarithm; " if log else ""
-    about += "faint: lowest and highest of a column, strong: mean" if mean else "by steps"
-    about += f"; {hidden} more runs are not drawn" if hidden else ""
-    top = draw_title(canvas, title, about)
+    xs = [x for line in lines for x, _, _ in line.points]
+    ys = [y for line in lines for _, y, _ in line.points] + [value for _, value, _ in levels]
+    first = min((x for x in xs if x > 0), default=0.0)
+    x_log, y_log = x_log and first > 0, y_log and min(ys) > 0
+    margin = 0.06 * (max(ys) - min(ys) or abs(max(ys)) or 1)
+    factor = max(1.02, (max(ys) / min(ys)) ** 0.04) if y_log else 0.0
+    straight = (max(0.0, min(ys) - margin), max(ys) + margin)
+    named = [(line.name, line.last, line.colour) for line in lines] + list(levels)
+    words = [f"{_short(name)} {text(value)}".strip() for name, value, _ in named]
+    canvas = Canvas(WIDTH, height, title)
+    top = draw_title(canvas, title.partition(":")[0], about)
     frame = draw_axes(
         canvas,
         top=top,
-        height=HEIGHT - top - 48,
-        x_range=(0, max(x for _, points in shown for x, _, _ in points) or 1),
-        y_range=y_range,
-        x_label="steps",
+        height=height - top - 50,
+        x_range=(first if x_log else 0, max(xs) or 1),
+        y_range=(min(ys) / factor, max(ys) * factor) if y_log else straight,
+        x_label=x_label,
         y_label=y_label,
         x_text=lambda value: tick_text(count_text(value)),
-        y_text=lambda value: tick_text(text(value)),
-        y_log=log,
-        right=178 if names else 100,
+        y_text=lambda value: tick_text(text(value)) if height == LOW else f"{value:g}",
+        x_log=x_log,
+        y_log=y_log,
+        right=40 + max(text_width(one) for one in words),
     )
-    labels = []
-    for (name, points), colour in zip(shown, PALETTE, strict=False):
-        draw_line(frame, points, colour, mean=mean)
-        last = (smoothed(points) if mean else points)[-1][1]
-        words = name if len(name) <= 16 else f"{name[:15]}…"
-        labels.append((f"{words} {text(last)}".strip(), frame.y(last), colour, 400))
-        low_point, high_point = (choose(points, key=lambda p: p[1]) for choose in (min, max))
-        for x, y, step in {low_point, high_point}:
-            tip = f"{name or title}: {text(y)} at step {step:,.0f}"
-            canvas.circle(frame.x(x), frame.y(y), 4, fill=colour, tip=tip)
-    for step in marks:
-        x = frame.x(step)
-        canvas.line(x, frame.top, x, frame.bottom, stroke=RED, stroke_dasharray="2 3")
-    labels_beside(frame, labels)
+    x, y = frame.x, frame.y
+    for _, value, colour in levels:
+        style = {"stroke": colour, "stroke_width": 1.5, "stroke_dasharray": "6 4"}
+        canvas.line(x.begin, y(value), x.end, y(value), **style)
+    for at, said in marks:
+        canvas.line(x(at), frame.top, x(at), frame.bottom, stroke=RED, stroke_dasharray="2 3")
+        canvas.text(x(at) + 4, frame.top + 11, said, size=11, class_="faint")
+    for line in lines:
+        _draw_line(frame, line, title, text)
+    _draw_labels(
+        frame, [(one, y(v), colour) for one, (_, v, colour) in zip(words, named, strict=True)]
+    )
     return canvas
 
 
-def points_of(events: Sequence[Event], read: Callable[[Event], Any]) -> list[Point]:
-    """(step, value, step) of every step that has the value."""
+def _short(name: str) -> str:
+    return name if len(name) <= 16 else f"{name[:15]}…"
+
+
+def _draw_line(frame: Frame, line: Line, title: str, text: Callable[[float], str]) -> None:
+    shown: list[tuple[list[Point], dict[str, Any]]] = [(line.points, {"stroke_width": 2.2})]
+    if line.mean:
+        faint = {"stroke_width": 1, "opacity": 0.4}
+        shown = [(thinned(line.points), faint), (smoothed(line.points), {"stroke_width": 2.2})]
+    for points, style in shown:
+        frame.canvas.path(
+            [(frame.x(a), frame.y(b)) for a, b, _ in points], stroke=line.colour, **style
+        )
+    points = thinned(line.points)
+    ends = {choose(points, key=lambda p: p[1]) for choose in (min, max)}
+    for a, b, step in sorted({*points[:: max(1, len(points) // TIPS)], *ends}):
+        tip = f"step {step:,.0f}: {line.name or title} {text(b)}"
+        size, fill = (5, "transparent") if line.mean else (3.5, line.colour)
+        frame.canvas.circle(frame.x(a), frame.y(b), size, tip=tip, fill=fill)
+
+
+def _draw_labels(frame: Frame, labels: Sequence[tuple[str, float, str]]) -> None:
+    """(words, height, colour) right of a chart, none upon another."""
+    canvas, edge = frame.canvas, frame.x.end
+    placed = spread([at for _, at, _ in labels], 17, frame.top + 4, frame.bottom - 4)
+    for (words, at, colour), place in zip(labels, placed, strict=True):
+        canvas.path([(edge + 2, at), (edge + 10, place), (edge + 14, place)], stroke=colour)
+        canvas.circle(edge + 18, place, 3.5, fill=colour)
+        canvas.text(edge + 26, place + 4, words, size=12)
+
+
+def points_of(
+    events: Sequence[Event],
+    read: Callable[[Event], Any],
+    kind: str = "step",
+    tokens: Mapping[Any, float | None] | None = None,
+) -> list[Point]:
+    """(step, value, step) of every event that has the value; by ``tokens`` of a step if given."""
     found = []
-    for event in events_of(events, "step"):
+    for event in events_of(events, kind):
         step, value = number(event.get("step")), number(read(event))
-        if step is not None and value is not None:
-            found.append((step, value, step))
-    return found
+        at = step if tokens is None else number(event.get("tokens")) or tokens.get(event["step"])
+        if step is not None and value is not None and at is not None:
+            found.append((at, value, step))
+    return sorted(found)
+
+
+def tokens_of(events: Sequence[Event]) -> dict[Any, float | None]:
+    """The tokens that were trained on until the end of each step."""
+    return {event["step"]: number(event.get("tokens")) for event in events_of(events, "step")}
+
+
+def loss_of(event: Event) -> float | None:
+    """Bits per byte where they are known, else nats per token."""
+    bits = number(event.get("bits_per_byte"))
+    return number(event.get("loss")) if bits is None else bits
 
 
 def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
     """The charts of one run, or of several on the same axes."""
     alone = len(runs) == 1
+    hidden = f"; {len(runs) - len(PALETTE)} more runs are not drawn" * (len(runs) > len(PALETTE))
 
-    def each(read: Callable[[Event], Any]) -> list[Line]:
-        return [("" if alone else name, points_of(events, read)) for name, events in runs.items()]
-
-    def field(name: str) -> list[Line]:
-        return each(lambda event: event.get(name))
+    def each(read: Callable[[Event], Any], mean: bool = True) -> list[Line]:
+        return [
+            Line(name=name, points=points_of(events, read), colour=colour, mean=mean)
+            for (name, events), colour in zip(runs.items(), PALETTE, strict=False)
+        ]
 
     def rate(position: int) -> Callable[[Event], Any]:
         def read(event: Event) -> Any:
@@ -181,29 +247,42 @@ def series(runs: Mapping[str, Sequence[Event]]) -> Iterator[Canvas]:
 
         return read
 
-    rates = each(rate(0))
-    if alone and any(points_of(events, rate(1)) for events in runs.values()):
-        rates = [("matrices", rates[0][1]), ("the rest", each(rate(1))[0][1])]
+    rates = each(rate(0), mean=False)
+    if alone and any(line.points for line in each(rate(1))):
+        both = zip(("matrices", "the rest"), (0, 1), PALETTE, strict=False)
+        events = next(iter(runs.values()))
+        rates = [
+            Line(name=name, points=points_of(events, rate(at)), colour=colour, mean=False)
+            for name, at, colour in both
+        ]
     skipped = [
-        step
+        (step, "")
         for events in runs.values()
         for event in events
         if alone and event.get("kind") == "skip" and (step := number(event.get("step"))) is not None
     ]
-    dropped = f"Gradient norm, steps dropped: {len(skipped)}" if skipped else "Gradient norm"
+    dropped = f", steps dropped: {len(skipped)}" if skipped else ""
+    band = f"faint: lowest and highest of a column, strong: mean{hidden}"
+    of = {
+        name: each(lambda event, name=name: event.get(name))  # type: ignore[misc]
+        for name in ("grad_norm", "tokens_per_second", "expert_load_max", "expert_idle_share")
+    }
     for canvas in (
-        series_canvas(dropped, field("grad_norm"), y_label="norm", log=True, marks=skipped),
-        series_canvas("Learning rate", rates, y_label="learning rate", mean=False),
-        series_canvas(
-            "Speed", field("tokens_per_second"), y_label="tokens per second", text=count_text
+        chart(
+            f"Gradient norm{dropped}", f"by logarithm; {band}", of["grad_norm"],
+            y_label="norm", y_log=True, marks=skipped,
         ),
-        series_canvas(
-            "Load of the busiest expert", field("expert_load_max"), y_label="over the even share"
+        chart("Learning rate", f"by steps{hidden}", rates, y_label="learning rate"),
+        chart(
+            "Speed", band, of["tokens_per_second"], y_label="tokens per second", text=count_text
         ),
-        series_canvas(
-            "Experts without work", field("expert_idle_share"), y_label="share of experts"
+        chart(
+            "Load of the busiest expert", band, of["expert_load_max"], y_label="over the even share"
         ),
-    ):
+        chart(
+            "Experts without work", band, of["expert_idle_share"], y_label="share of experts"
+        ),
+    ):  # fmt: skip
         if canvas is not None:
             yield canvas
 
@@ -220,103 +299,79 @@ def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
     """None where no step has a loss yet. ``log``: both axes by their logarithms, which shows the
     end of a long run."""
     steps = events_of(events, "step")
-    evals = events_of(events, "eval")
     in_bits = any(number(event.get("bits_per_byte")) is not None for event in steps)
     field = "bits_per_byte" if in_bits else "loss"
-    by_tokens = all(number(event.get("tokens")) is not None for event in steps)
-    tokens = {event.get("step"): number(event.get("tokens")) for event in steps}
+    tokens = tokens_of(events)
+    by_tokens = None if None in tokens.values() else tokens
 
-    def points(chosen: Sequence[Event]) -> list[Point]:
-        found = []
-        for event in chosen:
-            step, value = number(event.get("step")), number(event.get(field))
-            at = number(event.get("tokens")) or tokens.get(event.get("step"))
-            at = at if by_tokens else step
-            if step is not None and value is not None and at is not None:
-                found.append((at, value, step))
-        return sorted(found)
+    def points(kind: str) -> list[Point]:
+        return points_of(events, lambda event: event.get(field), kind, by_tokens)
 
-    train, held_out = points(steps), points(evals)
+    train, held_out = points("step"), points("eval")
     if not train:
         return None
     corpus = next((e.get("corpus") for e in reversed(events) if e.get("kind") == "run"), None) or {}
-    lines = {
-        name: value
-        for name in REFERENCES
+    levels = [
+        (words, value, colour)
+        for name, (words, colour) in REFERENCES.items()
         if in_bits and (value := number(corpus.get(name))) is not None
-    }
-    values = [y for _, y, _ in train + held_out] + list(lines.values())
-    low, high = min(values), max(values)
-    first = min((x for x, _, _ in train + held_out if x > 0), default=0.0)
-    log = log and low > 0 and first > 0
-    margin = 0.06 * (high - low or 1)
-    y_range = (low / 1.02, high * 1.02) if log else (max(0.0, low - margin), high + margin)
+    ]
     last = held_out[-1] if held_out else train[-1]
     word = "bits per byte" if in_bits else "nats per token"
-    canvas = Canvas(WIDTH, 430, f"loss: {last[1]:.3f} {word}")
     name = corpus.get("name")
     about = f"{'held out' if held_out else 'train'} {last[1]:.3f} {word}"
     about += f" at step {last[2]:,.0f}" + (f", corpus {name}" if name else "")
-    top = draw_title(canvas, "Loss", about)
-    frame = draw_axes(
-        canvas,
-        top=top,
-        height=430 - top - 56,
-        x_range=(first if log else 0, max(x for x, _, _ in train + held_out) or 1),
-        y_range=y_range,
-        x_label="tokens" if by_tokens else "steps",
+    return chart(
+        f"Loss: {last[1]:.3f} {word}",
+        about,
+        [
+            Line(name="train", points=train, colour=BLUE),
+            Line(name="held out", points=held_out, colour=ORANGE, mean=False),
+        ],
         y_label=word,
-        x_text=lambda value: tick_text(count_text(value)),
-        y_text=lambda value: f"{value:g}",
+        x_label="steps" if by_tokens is None else "tokens",
+        text=lambda value: f"{value:.3f}",
+        height=HIGH,
         x_log=log,
         y_log=log,
-        right=178,
+        levels=levels,
+        marks=_resumes(events, by_tokens),
     )
-    x, y = frame.x, frame.y
-    for name, value in lines.items():
-        canvas.line(
-            x.begin,
-            y(value),
-            x.end,
-            y(value),
-            stroke=REFERENCES[name][1],
-            stroke_width=1.5,
-            stroke_dasharray="6 4",
-        )
-    _draw_resumes(canvas, events, steps, by_tokens, frame)
-    thin, smooth = thinned(train), smoothed(train)
-    draw_line(frame, train, BLUE)
-    if held_out:
-        canvas.path([(x(a), y(b)) for a, b, _ in held_out], stroke=ORANGE, stroke_width=2)
-    for a, b, step in thin:
-        tip = f"step {step:,.0f}: train {b:.3f} {word}"
-        canvas.circle(x(a), y(b), 5, tip=tip, fill="transparent")
-    for a, b, step in held_out:
-        tip = f"step {step:,.0f}: held out {b:.3f} {word}"
-        canvas.circle(x(a), y(b), 3.5, tip=tip, fill=ORANGE)
-    labels = [(f"train {smooth[-1][1]:.3f}", y(smooth[-1][1]), BLUE, 600)]
-    if held_out:
-        labels.append((f"held out {held_out[-1][1]:.3f}", y(held_out[-1][1]), ORANGE, 600))
-    for name, value in lines.items():
-        words, colour = REFERENCES[name]
-        labels.append((f"{words} {value:.3f}", y(value), colour, 400))
-    labels_beside(frame, labels)
-    return canvas
 
 
-def _draw_resumes(
-    canvas: Canvas, events: Sequence[Event], steps: Sequence[Event], by_tokens: bool, frame: Any
-) -> None:
+def _resumes(
+    events: Sequence[Event], tokens: Mapping[Any, float | None] | None
+) -> list[tuple[float, str]]:
+    """The places where the run was resumed, and words for each."""
+    found = []
     for event in events:
         step = number(event.get("step")) if event.get("kind") == "resume" else None
         if step is None:
             continue
-        at: float | None = step
-        if by_tokens:
-            before = [e for e in steps if (number(e.get("step")) or 0) <= step]
-            at = number(before[-1].get("tokens")) if before else 0.0
-        if at is None:
-            continue
-        x = frame.x(at)
-        canvas.line(x, frame.top, x, frame.bottom, stroke=RED, stroke_dasharray="2 3")
-        canvas.text(x + 4, frame.top + 11, f"resumed at step {step:,.0f}", size=11, class_="faint")
+        before = [held for at, held in (tokens or {}).items() if (number(at) or 0) <= step]
+        at = step if tokens is None else before[-1] if before else 0.0
+        if at is not None:
+            found.append((at, f"resumed at step {step:,.0f}"))
+    return found
+
+
+def losses_canvas(
+    runs: Mapping[str, Sequence[Event]], *, evaluated: bool, log: bool
+) -> Canvas | None:
+    """The losses of several runs by tokens: held out, or of training."""
+    kind = "eval" if evaluated else "step"
+    lines = [
+        Line(name=name, points=points_of(events, loss_of, kind, tokens_of(events)), colour=colour)
+        for (name, events), colour in zip(runs.items(), PALETTE, strict=False)
+    ]
+    return chart(
+        "Loss of each run",
+        f"{'held out' if evaluated else 'of training'}, by tokens",
+        lines,
+        y_label="bits per byte, or nats",
+        x_label="tokens",
+        text=lambda value: f"{value:.3f}",
+        height=HIGH,
+        x_log=log,
+        y_log=log,
+    )

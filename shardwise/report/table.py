@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan for people: the same sections as plain text and as rich tables."""
+"""A plan for people: plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardwise.report.planned import Figures
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, flops_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 KINDS = {
     "main": "main weights",
@@ -188,38 +184,6 @@ def plan_text(plan: Figures, *, shard_map: bool = False, width: int = 72) -> str
     if shard_map:
         lines += ["", "Shard map (main weights)", map_text(plan, width)]
     return "\n".join(lines)
-
-
-def print_plan(plan: Figures, console: Console | None = None, *, shard_map: bool = True) -> None:
-    """The same with rich: for a terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = console or Console()
-    first, *others = heading(plan)
-    console.print(f"[bold]{escape(first)}[/bold]", highlight=False)
-    for line in others:
-        console.print(f"[dim]{escape(line)}[/dim]", highlight=False)
-    for section in sections(plan):
-        table = Table(title=section.title, title_justify="left", caption=section.note or None)
-        table.caption_justify = "left"
-        for position, header in enumerate(section.headers):
-            table.add_column(header, justify="right" if position else "left", no_wrap=True)
-        for row in section.rows:
-            last = row[0] == "together"
-            table.add_row(*map(escape, row), style="bold" if last else "", end_section=False)
-        console.print(table)
-    told = verdict(plan)
-    if told:
-        style = "green" if plan.fits else "red"
-        console.print(f"[{style}]{escape(told[0])}[/{style}]", highlight=False)
-        for line in told[1:]:
-            console.print(escape(line), highlight=False)
-    if shard_map:
-        console.print("[bold]Shard map (main weights)[/bold]")
-        width = max(24, min(console.width, 120) - 16)
-        console.print(escape(map_text(plan, width)), highlight=False, no_wrap=True, crop=True)
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -29,7 +29,7 @@ from shardwise.checkpoint.attempt import GIVEN_UP
 from shardwise.checkpoint.manifest import versions
 from shardwise.models.gpt import generate
 from shardwise.precision.fp8_block import Tally, tallied
-from shardwise.report.compare import plan_event
+from shardwise.report.plan import plan
 from shardwise.report.trace import record_step
 from shardwise.shard.formats import precision_report
 from shardwise.train.build import (
@@ -135,7 +135,7 @@ class Trainer:
             again = resume is not None or (folder / EVENTS).exists()
             self.events = Events([EventFile(folder / EVENTS), *sinks])
             self.events("run", **self._describe())
-            self.events("plan", **self._plan())
+            self.events("plan", plan=self._plan())
             if self.parts.decision is not None:
                 self.events("note", text=self.parts.decision)
             if again:  # path null: the run before it was never saved
@@ -428,10 +428,10 @@ class Trainer:
         self.events("sample", text=corpus.decode(drawn[0].tolist()))
 
     def _plan(self) -> dict[str, Any]:
-        """The plan of this run and of its alternatives; see ``shardwise plan``."""
+        """The plan of this run; see ``shardwise plan``."""
         config, world = self.config, self.world
         model, mesh, options = plan_inputs(config, precision_of(config, world), world)
-        return plan_event(model, mesh, config.placements, **options)
+        return plan(model, mesh, config.placements, **options).as_dict()
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model = self.config, self.parts.corpus, self.config.model

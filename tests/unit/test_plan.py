@@ -29,7 +29,7 @@ from shardwise.report.plan import Plan, plan
 from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
 from shardwise.report.sizes import count_text, parse_size, size_text
-from shardwise.report.table import plan_text, print_plan
+from shardwise.report.table import plan_text
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.wrapping import wrap_units
 from tests.models import Model
@@ -432,12 +432,6 @@ def test_strips_are_to_scale_and_hold_every_row_once() -> None:
     assert any("embedding.weight rows 0-" in row for row in rows)
     many = map_text(plan(small(), {"dp": 1000}, "zero3"))
     assert many.count("rank") < 40 and "..." in many, "of many ranks a few are shown"
-
-
-def test_rich_prints_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    made = plan(small(), {"dp": 2}, name="odd [bold]name[/bold]", memory=1000)
-    print_plan(made)
-    assert "odd [bold]name[/bold]" in capsys.readouterr().out
 
 
 def test_names_of_strategies_and_sizes() -> None:
