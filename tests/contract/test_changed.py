@@ -389,7 +389,7 @@ def test_whole_parameters_that_are_held_too_long_show_that_they_are_gone(
         assert not any(weight.isnan().any() for weight in held)
         loss.backward()
         assert all(weight.isnan().all() for weight in held), "the memory is gone"
-        assert "single memory" in raised(lambda: held[0].detach().mul_(2), RuntimeError)
+        assert "single memory" in raised(partial(held[0].detach().mul_, 2), RuntimeError)
         net.unshard()
         assert all(map(torch.equal, held, before)), "and comes back with the next gather"
         net.reshard()
