@@ -205,7 +205,7 @@ def test_a_plan_of_a_model_whose_cut_is_unknown_is_refused() -> None:
 
 
 def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> int:
-    trainer = make_trainer(rank, world_size, folder, model=MODEL, sample=8, **changes)
+    trainer = make_trainer(rank, world_size, folder, model=MODEL, **changes)
     trainer.run()
     return sum(p.to_local().numel() for p in trainer.parts.model.parameters())
 
@@ -222,8 +222,8 @@ FEW: dict[str, Any] = {"steps": 3, "eval_every": 3, "save_every": 3}  # the thir
 def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "one": (1, {}),
-        "grid": (4, {"tp": 2}),
+        "one": (1, {"sample": 8}),
+        "grid": (4, {"tp": 2, "sample": 8}),
         "zero1": (4, {"tp": 2, "strategy": "zero1"}),
         "replicas": (4, {"tp": 2, "strategy": "hsdp"}),
         "adamw": (4, {"tp": 2, "strategy": "hfsdp", "optimizer": "adamw"}),
