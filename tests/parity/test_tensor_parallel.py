@@ -65,7 +65,9 @@ def test_two_axes(rank: int, world_size: int, sequence: bool, optimizer: str) ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "optimizer"), [((2, 1, 2), "muon"), ((1, 2, 2), "muon"), ((2, 1, 2), "adamw")], ids=str
+    ("sizes", "optimizer"),
+    [((2, 1, 2), "muon"), ((1, 2, 2), "muon"), ((2, 1, 2), "adamw")],
+    ids=str,
 )
 @on_ranks(4, timeout=PATIENCE)
 def test_three_axes(
