@@ -36,7 +36,7 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_plan_is_exact_on_one_axis(strategy: str, world_size: int) -> None:
-    assert_planned(world_size, "plain", strategy, CASES)
+    assert_planned(world_size, "plain", strategy, CASES if world_size == 3 else FEW)
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])
@@ -98,9 +98,9 @@ def test_plan_is_exact_for_planes_that_are_read_again(strategy: str) -> None:
     cases.append(("bf16", 1))
     assert_planned(world_size, "recomputing", strategy, cases)
     if strategy == "zero3":
-        assert_planned(4, "recomputing", strategy, cases, reshard_after_forward=2)
+        assert_planned(4, "recomputing", strategy, cases[::2], reshard_after_forward=2)
         grain = {"grain": ELEMENT}  # blocks are cut, so bf16 travels: once for both planes
-        assert_planned(world_size, "recomputing", strategy, cases, **grain)
+        assert_planned(world_size, "recomputing", strategy, cases[:2], **grain)
 
 
 def test_backward_gathers_no_embedding() -> None:
@@ -285,7 +285,7 @@ KILOBYTE = 2**-10
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2"])
 def test_plan_is_exact_for_buckets(strategy: str) -> None:
-    assert_planned(3, "uneven", strategy, CASES, bucket_mb=4 * KILOBYTE)
+    assert_planned(3, "uneven", strategy, CASES[1:4:2] + FEW[1:], bucket_mb=4 * KILOBYTE)
     assert_planned(2, "half frozen", strategy, FEW, bucket_mb=2 * KILOBYTE)
     assert_planned(2, "tied words", strategy, [("mxfp8 rows", 2)], bucket_mb=256)
 

@@ -179,7 +179,8 @@ TWICE: Facts = {"microbatches": 2}
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_plan_is_exact_on_one_axis(strategy: str, world_size: int) -> None:
     chosen = {"strategy": strategy}
-    assert_planned(world_size, [({}, chosen), ({}, chosen | TWICE | {"precision": "bf16"})])
+    narrow = ({}, chosen | TWICE | {"precision": "bf16"})
+    assert_planned(world_size, [({}, chosen), narrow] if world_size == 4 else [narrow])
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp"])

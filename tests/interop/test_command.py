@@ -60,7 +60,7 @@ def test_a_flag_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_does_not_exist(tmp_path: Path) -> None:
-    said = refused("train", "gpt_900t", cwd=tmp_path, run=shardwise)
+    said = refused("train", "gpt_900t", cwd=tmp_path)
     assert said.startswith("error: there is no recipe 'gpt_900t'") and said.count("\n") == 1
 
 

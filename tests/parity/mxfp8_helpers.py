@@ -22,7 +22,7 @@ from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for
 
-WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 5
+WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 3
 WIDTHS: dict[Format, int] = {"fp8_block": 128}  # where blocks are wider than those of MXFP8
 
 

@@ -213,7 +213,7 @@ def train(rank: int, world_size: int, folder: str, changes: dict[str, Any]) -> i
     compiles = changes.get("compile") == "on"
     # Inductor would take a minute.
     with mock.patch.object(GPT, "compile", partialmethod(GPT.compile, backend="aot_eager")):
-        trainer = make_trainer(rank, world_size, folder, model=MODEL, sample=8, **changes)
+        trainer = make_trainer(rank, world_size, folder, model=MODEL, **changes)
         trainer.run()
     assert not counters["graph_break"]
     # One for all blocks in training; in evaluation one more for the first block, whose input is
@@ -234,8 +234,8 @@ FEW: dict[str, Any] = {"steps": 3, "eval_every": 3, "save_every": 3}  # the thir
 def test_the_trainer_is_that_of_one_rank(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     runs: dict[str, tuple[int, dict[str, Any]]] = {
-        "one": (1, {}),
-        "grid": (4, {"tp": 2}),
+        "one": (1, {"sample": 8}),
+        "grid": (4, {"tp": 2, "sample": 8}),
         "zero1": (4, {"tp": 2, "strategy": "zero1"}),
         "replicas": (4, {"tp": 2, "strategy": "hsdp"}),
         "adamw": (4, {"tp": 2, "strategy": "hfsdp", "optimizer": "adamw"}),
