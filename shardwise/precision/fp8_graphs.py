@@ -29,6 +29,15 @@ Node = Any  # of torch.fx: the types of its arguments are too many to ask for
 
 aten, ops = torch.ops.aten, torch.ops.shardwise
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+SHAPES = (
+    aten.alias.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+)
 
 
 def install() -> None:
@@ -86,6 +95,17 @@ def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
     return runs
 
 
+def _kept(nodes: Sequence[Node], kept: bool) -> list[Node]:
+    """Those of the nodes whose values outlive the graph, or the others: one tensor of both would
+    keep the memory of the others, too."""
+    return [node for node in nodes if kept == _outlives(node)]
+
+
+def _outlives(node: Node) -> bool:
+    views = (user for user in node.users if user.target in (*VIEWS, *SHAPES))
+    return any(user.op == "output" for user in node.users) or any(map(_outlives, views))
+
+
 def _add(graph: Graph, target: Any, *args: Any) -> Node:
     """A new node, which knows its shapes."""
     node = graph.call_function(target, args)
@@ -117,7 +137,7 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
         parts[0], parts[1], None, "forward",
     ):  # fmt: skip
         return False
-    runs = _runs(products, 6)
+    runs = [run for each in (True, False) for run in _runs(_kept(products, each), 6)]
     ordered = [node for run in runs for node in run]
     with graph.inserting_before(quantise):
         joined = _add(
@@ -167,11 +187,9 @@ def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
     sums = []
     with graph.inserting_before(total):
         for run in runs:
-            grads = [node.args[0] for node in run]
-            parameters = [parameter for node in run for parameter in node.args[1]]
-            every = grads[0] if len(run) == 1 else _add(graph, aten.cat.default, grads, 1)
+            grads, parameters = ([each for node in run for each in node.args[i]] for i in (0, 1))
             joined = _add(
-                graph, ops.fp8_linear_backward.default, every, parameters, *run[0].args[2:]
+                graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:]
             )
             of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
             sums.append(_add(graph, aten.view.default, of_x, list(total.meta["val"].shape)))
