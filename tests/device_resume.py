@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a run repeats itself bit for bit on a GPU, and a killed one after its resume:
-``python -m tests.device_resume [optimizer ...]``; without and with ``--deterministic``, in a process
-each. A line tells the first step that differs, and which of its gradients do.
+
+    python -m tests.device_resume [optimizer ...]
+
+With ``--deterministic`` and without, in a process each. A line tells the first step that differs,
+and which of its gradients do.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ SMALL = GPTConfig(dim=128, num_layers=2, num_heads=2, context=64)
 LARGE = GPTConfig(dim=768, num_layers=4, num_heads=6, num_kv_heads=2, context=512, tied=True)
 
 
-class Killed(Exception):
+class KilledError(Exception):
     pass
 
 
@@ -52,7 +55,7 @@ class Watched:
         try:
             self.trainer.run()
             self.seen[STEPS + 1] = {name: checksum(p) for name, p in self.parameters()}
-        except Killed:
+        except KilledError:
             self.trainer.close()
 
     def parameters(self) -> list[tuple[str, Tensor]]:
@@ -64,7 +67,7 @@ class Watched:
         step = self.trainer.step + 1
         if step == self.killed_at:
             self.trainer._finish_saving()
-            raise Killed
+            raise KilledError
         grads = ((name, p.grad) for name, p in self.parameters())
         self.seen[step] = {name: checksum(grad) for name, grad in grads if grad is not None}
         return self.clip(*args, **options)
