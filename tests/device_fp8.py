@@ -50,7 +50,7 @@ def same(found: Tensor, expected: Tensor, what: str) -> None:
     assert equal.all(), f"{what}: {int((~equal).sum())} of {equal.numel()} differ"
 
 
-def check_quantised(x: Tensor, rounding: Rounding, tile: kernels.Tile = kernels.TILES[0]) -> None:
+def check_quantised(x: Tensor, rounding: Rounding, tile: kernels.Tile | None = None) -> None:
     """Both planes, and each by itself, against the definition on the CPU."""
     on_gpu = x.to(DEVICE)
     for rows, turned in ((True, 1), (True, 128), (True, 0), (False, 1)):
@@ -90,6 +90,14 @@ def any_number_of_tokens_and_any_tile() -> None:
     x = torch.randn(520, 640).bfloat16()
     for tile in kernels.TILES:
         check_quantised(x, "exact", tile)
+
+
+def parts_quantised_side_by_side() -> None:
+    x = torch.randn(1000, 1408).bfloat16()
+    expected = fp8_block.quantise(x, True, 1, "exact")
+    parts = [part.to(DEVICE) for part in x.split([640, 128, 640], 1)]
+    for part, value in zip(fp8_block.quantise_beside(parts, True, "exact"), expected, strict=True):
+        same(part, value, "side by side")
 
 
 def weights_encoded() -> None:
@@ -327,6 +335,7 @@ def compiled_blocks_are_one_graph_and_learn_as_eager_ones() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     every_value_quantised,
     any_number_of_tokens_and_any_tile,
+    parts_quantised_side_by_side,
     weights_encoded,
     many_weights_encoded_in_one_launch,
     products_are_those_of_the_decoded_operands,

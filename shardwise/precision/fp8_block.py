@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,9 +48,10 @@ def padded(tokens: int) -> int:
     return (tokens + WIDE - 1) // WIDE * WIDE
 
 
-def empty(x: Tensor, rows: bool, turned: int) -> Quantised:
-    """Memory for the planes of x [tokens, features] that are wanted; the others have no element."""
-    tokens, features = padded(x.shape[0]), x.shape[1]
+def empty(x: Tensor, rows: bool, turned: int, features: int = 0) -> Quantised:
+    """Memory for the planes of x [tokens, features] that are wanted; the others have no element.
+    ``features``: where they are others than those of x."""
+    tokens, features = padded(x.shape[0]), features or x.shape[1]
     strips, bands = features // WIDE, tokens // WIDE
     codes = scales = others = other_scales = (0, 0)
     if rows:
@@ -112,6 +113,35 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
     found = _quantised(x, rows, turned, rounding)
     if _tally is not None and not x.is_meta:
         _tally.add(x, found[0][: len(x)] if rows else found[2][:, : len(x)].t())
+    return found
+
+
+def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> Quantised:
+    """:func:`quantise` of the parts [tokens, features] of one x, side by side, turned in 1x128."""
+    first, *others = parts
+    if not others:
+        return quantise(first, rows, 1, rounding)
+    if not uses_kernels(first.device):
+        return quantise(torch.cat(list(parts), 1), rows, 1, rounding)
+    from shardwise.kernels import fp8_block
+
+    found = empty(first, rows, 1, sum(part.shape[1] for part in parts))
+    codes, scales, turned, turned_scales = found
+    low = 0
+    for part in parts:
+        wide = part.shape[1]
+        planes = None
+        if rows:
+            planes = codes.narrow(1, low, wide), scales.narrow(0, low // WIDE, wide // WIDE)
+        fp8_block.quantise(
+            part.to(torch.bfloat16).contiguous(),
+            planes,
+            (turned.narrow(0, low, wide), turned_scales.narrow(1, low, wide)),
+            rounding=rounding,
+        )
+        if _tally is not None:
+            _tally.add(part, turned.narrow(0, low, wide)[:, : len(part)].t())
+        low += wide
     return found
 
 

@@ -174,10 +174,10 @@ class _Linear(torch.autograd.Function):
             options = (*kept_codes, wants_x, recipe.activations, ctx.weight_dtype)
             if weight is None:
                 of_x, of_weight = ops.fp8_linear_backward.default(
-                    grad, [named], *options, ctx.place
+                    [grad], [named], *options, ctx.place
                 )
             else:
-                of_x, of_weight = linear_backward(grad, [weight], *options)
+                of_x, of_weight = linear_backward([grad], [weight], *options)
         elif wants_x:
             of_x = _product(
                 grad, None, named, weight, ctx.matmul, None, "backward", grad.dtype, ctx.place
@@ -201,7 +201,7 @@ def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> 
 
 
 def linear_backward(
-    grad: Tensor,  # [tokens, rows]
+    grads: Sequence[Tensor],  # [tokens, rows], side by side
     weights: Sequence[FP8Tensor],  # [rows, columns], one below another
     x: Tensor | None,  # [columns, tokens]: turned codes; None: the weight's gradient is not wanted
     x_scales: Tensor | None,
@@ -211,9 +211,11 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """dy · W and dyᵀ · x of dy in fp8, the second in ``dtype``; what is not wanted has no
     element."""
-    codes, scales, turned, turned_scales = fp8_block.quantise(
-        grad, wants_x, 0 if x is None else 1, rounding
-    )
+    grad = grads[0]
+    if x is None:
+        codes, scales, *_ = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
+    else:
+        codes, scales, turned, turned_scales = fp8_block.quantise_beside(grads, wants_x, rounding)
     if wants_x:
         of_x = products(codes, scales, weights, "backward", grad.dtype)
         of_x = of_x if len(of_x) == len(grad) else of_x[: len(grad)]
@@ -224,6 +226,10 @@ def linear_backward(
     assert x_scales is not None
     of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or grad.dtype)
     return of_x, of_weight
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def _product(

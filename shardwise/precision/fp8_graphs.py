@@ -23,10 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
+
+Node = Any  # of torch.fx: the types of its arguments are too many to ask for
 
 aten, ops = torch.ops.aten, torch.ops.shardwise
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+SHAPES = (
+    aten.alias.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+)
 
 
 def install() -> None:
@@ -57,13 +68,11 @@ def install() -> None:
 
 def join(graph: Graph) -> None:
     """Join layers of ``graph``, of a forward or of a backward."""
-    nodes = list(graph.nodes)
     changed = False
-    for node in nodes:
+    for node in list(graph.nodes):
         if node.target is ops.fp8_quantise.default:
             changed |= _join_products(graph, node)
-    sums = _sums_of_gradients(nodes)
-    for node, terms in sums.items():
+    for node, terms in _sums_of_gradients(list(graph.nodes)).items():
         changed |= _join_gradients(graph, node, terms)
     if changed:
         from torch._inductor.pattern_matcher import stable_topological_sort
@@ -86,6 +95,17 @@ def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
     return runs
 
 
+def _kept(nodes: Sequence[Node], kept: bool) -> list[Node]:
+    """Those of the nodes whose values outlive the graph, or the others: one tensor of both would
+    keep the memory of the others, too."""
+    return [node for node in nodes if kept == _outlives(node)]
+
+
+def _outlives(node: Node) -> bool:
+    views = (user for user in node.users if user.target in (*VIEWS, *SHAPES))
+    return any(user.op == "output" for user in node.users) or any(map(_outlives, views))
+
+
 def _add(graph: Graph, target: Any, *args: Any) -> Node:
     """A new node, which knows its shapes."""
     node = graph.call_function(target, args)
@@ -96,7 +116,7 @@ def _add(graph: Graph, target: Any, *args: Any) -> Node:
 
 def _parts(node: Node) -> dict[int, Node]:
     """The nodes that take one result each of a node of several."""
-    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
 def _replace(graph: Graph, old: Node, new: Node) -> None:
@@ -117,7 +137,7 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
         parts[0], parts[1], None, "forward",
     ):  # fmt: skip
         return False
-    runs = _runs(products, 6)
+    runs = [run for each in (True, False) for run in _runs(_kept(products, each), 6)]
     ordered = [node for run in runs for node in run]
     with graph.inserting_before(quantise):
         joined = _add(
@@ -143,54 +163,56 @@ def _join_products(graph: Graph, quantise: Node) -> bool:
 
 
 def _sums_of_gradients(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Sums of nothing but gradients of one x, each of another layer: (the sum, its terms)."""
+    """Sums of nothing but gradients of one x, each of another layer, and their terms."""
     terms: dict[Node, list[Node]] = {}
     for node in nodes:
-        source = node.args[0] if node.args else None
-        if node.target is operator.getitem and isinstance(source, Node):
-            if source.target is ops.fp8_linear_backward.default and node.args[1] == 0:
-                terms[node] = [source]
-        elif node.target in VIEWS and source in terms and len(source.users) == 1:  # type: ignore[union-attr]
-            terms[node] = terms.pop(source)  # type: ignore[arg-type]
+        if node.target is operator.getitem and node.args[1] == 0:
+            if node.args[0].target is ops.fp8_linear_backward.default:
+                terms[node] = [node.args[0]]
+        elif node.target in VIEWS and node.args[0] in terms and len(node.args[0].users) == 1:
+            terms[node] = terms.pop(node.args[0])
         elif node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2:
             left, right = node.args
             both = left in terms and right in terms and left is not right
-            if both and len(left.users) == len(right.users) == 1:  # type: ignore[union-attr]
-                terms[node] = terms.pop(left) + terms.pop(right)  # type: ignore[arg-type]
+            if both and len(left.users) == len(right.users) == 1:
+                terms[node] = terms.pop(left) + terms.pop(right)
     return {node: found for node, found in terms.items() if len(found) > 1}
 
 
-def _join_gradients(graph: Graph, total: Node, terms: list[Node]) -> bool:
+def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
     """One operator for the gradients of layers that read the same x."""
-    alike = {node.args[2:7] for node in terms}
     runs = _runs(terms, 7)
-    if len(alike) > 1 or len(runs) > 1 or len(terms) != len(set(terms)):
+    if len({node.args[2:7] for node in terms}) > 1 or len(runs) == len(terms):
         return False
-    (run,) = runs
+    sums = []
     with graph.inserting_before(total):
-        grads = _add(graph, aten.cat.default, [node.args[0] for node in run], 1)
-        parameters = [parameter for node in run for parameter in node.args[1]]
-        joined = _add(graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:])
-        of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
-        of_x = _add(graph, aten.view.default, of_x, list(total.meta["val"].shape))
-        low = 0
-        for node in run:
-            high = low + node.args[0].meta["val"].shape[1]
-            part = _parts(node).get(1)
-            if part is not None:
-                mine = _add(graph, aten.slice.Tensor, of_weights, 0, low, high)
-                _replace(graph, part, mine)
-            low = high
-        total.replace_all_uses_with(of_x)
+        for run in runs:
+            grads, parameters = ([each for node in run for each in node.args[i]] for i in (0, 1))
+            joined = _add(
+                graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:]
+            )
+            of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
+            sums.append(_add(graph, aten.view.default, of_x, list(total.meta["val"].shape)))
+            low = 0
+            for node, grad in zip(run, grads, strict=True):
+                high, part = low + grad.meta["val"].shape[1], _parts(node).get(1)
+                if part is not None:
+                    mine = _add(graph, aten.slice.Tensor, of_weights, 0, low, high)
+                    _replace(graph, part, mine)
+                low = high
+        first, *others = sums
+        for other in others:
+            first = _add(graph, aten.add.Tensor, first, other)
+        total.replace_all_uses_with(first)
     _erase_unused(graph, total)
     return True
 
 
 def _erase_unused(graph: Graph, node: Node) -> None:
-    """Erase a node that nobody reads, and what only it read."""
+    """Erase a node that nobody reads, and what only it read, up to the operators."""
     sources = node.all_input_nodes
     graph.erase_node(node)
-    for source in sources:
-        pure = source.target in (*VIEWS, aten.add.Tensor, operator.getitem)
-        if not source.users and (pure or source.target is ops.fp8_linear_backward.default):
-            _erase_unused(graph, source)
+    if node.target is not ops.fp8_linear_backward.default:
+        for source in sources:
+            if not source.users:
+                _erase_unused(graph, source)

@@ -155,7 +155,7 @@ def _linears(
 
 
 def _fake_linear_backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     parameters: Sequence[Tensor],
     x: Tensor | None,
     x_scales: Tensor | None,
@@ -164,19 +164,19 @@ def _fake_linear_backward(
     dtype: torch.dtype | None,
     place: str,
 ) -> tuple[Tensor, Tensor]:
-    columns = parameters[0].shape[1]
+    grad, columns = grads[0], parameters[0].shape[1]
     of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
-    shape = (0,) if x is None else (grad.shape[1], columns)
+    shape = (0,) if x is None else (sum(each.shape[1] for each in grads), columns)
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
 @_operator(
-    "fp8_linear_backward(Tensor grad, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
+    "fp8_linear_backward(Tensor[] grads, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
     " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
     _fake_linear_backward,
 )
 def _linear_backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     parameters: Sequence[Tensor],
     x: Tensor | None,
     x_scales: Tensor | None,
@@ -186,7 +186,7 @@ def _linear_backward(
     place: str,
 ) -> tuple[Tensor, Tensor]:
     weights = [weight_of(parameter) for parameter in parameters]
-    return linear_backward(grad, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
+    return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
 
 
 def _fake_decode(parameter: Tensor) -> Tensor:

@@ -318,7 +318,7 @@ def _will_come(leaf: Tensor) -> bool:
         return True
     if not leaf.requires_grad:  # frozen since forward
         return False
-    node = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node: Any = leaf.grad_fn or leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
     except RuntimeError:  # torch.autograd.grad, for this very parameter

@@ -57,6 +57,17 @@ logger = logging.getLogger(__name__)
 PROMPT = "def "
 
 
+def use_deterministic_algorithms() -> None:
+    """Ask torch, cuBLAS (which reads a variable, and is refused without it) and torch.compile
+    (which otherwise chooses kernels by their time) for kernels with one order of sums."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    from torch._inductor import config
+
+    if hasattr(config, "deterministic"):  # torch 2.9 and later
+        config.deterministic = True
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
@@ -102,7 +113,7 @@ class Trainer:
     ) -> None:
         """``names``: values that are written beside the configuration, the run's name."""
         if config.deterministic:
-            torch.use_deterministic_algorithms(True)
+            use_deterministic_algorithms()
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
         self.world, self.folder = world, folder
         self.parts: Parts = build(config, world, folder / "cache")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import SQUARE_128, Rounding, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
 from tests.interpreter import INSIDE, inside, outside, run_inside
@@ -38,6 +39,20 @@ def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32:
         x[11] = (x[11].bfloat16().float().view(torch.int32) + 0x8000).view(torch.float32)  # ties
     return x.to(dtype)
+
+
+@inside
+def test_parts_of_one_tensor_are_quantised_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = values(150, 640, torch.bfloat16)
+    for rows in (True, False):
+        expected = quantise(x, rows, 1, "exact")
+        monkeypatch.setattr(fp8_block, "uses_kernels", lambda device: True)
+        with fp8_block.tallied() as tally:
+            found = fp8_block.quantise_beside(list(x.split([256, 128, 256], 1)), rows, "exact")
+        monkeypatch.undo()
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.equal(mine.nan_to_num(-1), theirs.nan_to_num(-1))
+        assert tally.figures()["values"] == x.numel()
 
 
 @inside

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that read the same x, joined in graphs of torch.compile, against the layers one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import shardwise as sw
+from shardwise.precision import fp8_block, fp8_graphs
+from shardwise.precision.fp8 import SQUARE_128, encode
+from shardwise.precision.fp8_functions import products
+from shardwise.precision.fp8_tensor import FP8Tensor
+from tests.contract.helpers import options_for
+from tests.ranks import on_ranks
+
+WIDTH = 256
+
+
+class Layers(nn.Module):
+    """Three layers that read one x, two of them alike; two with biases that read another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.rms_norm(x, (WIDTH,))
+        x = x + self.out(self.query(h) * torch.cat([self.key(h), torch.tanh(self.value(h))], -1))
+        h = F.rms_norm(x, (WIDTH,))
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def backend(change: Callable[[Any], object], seen: list[Counter[str]]) -> Any:
+    def compiler(module: Any, inputs: Any) -> Any:
+        change(module.graph)
+        module.recompile()
+        names = [str(node.target) for node in module.graph.nodes]
+        seen.append(Counter(name.split(".")[1] for name in names if "shardwise" in name))
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1"])
+@on_ranks(2)
+def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strategy: str) -> None:
+    results, graphs = [], []
+    for change in (None, lambda graph: None, fp8_graphs.join):
+        torch.manual_seed(0)
+        net = Layers()
+        precision = sw.Precision(weights="fp8_block", reduce="fp32")
+        sw.fully_shard(net, **options_for(strategy, world_size), precision=precision)
+        seen: list[Counter[str]] = []
+        model = net if change is None else torch.compile(net, backend=backend(change, seen))
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(2, 100, WIDTH, generator=generator).requires_grad_()
+        for _ in range(2):  # planes are released in between, and gathered again
+            y = model(x)
+            y.backward(torch.randn(y.shape, generator=generator.manual_seed(rank)).to(y.dtype))
+        assert x.grad is not None
+        grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
+        results.append({"y": y.detach(), "dx": x.grad, **grads})
+        graphs.append(seen)
+    eager, plain, joined = results
+    assert graphs[1] == [
+        Counter(fp8_quantise=4, fp8_product=7),
+        Counter(fp8_linear_backward=7),
+    ]
+    # In the buffer ``out``, of the query's size, lies between the query and its key and value.
+    assert graphs[2] == [Counter(fp8_linears=4), Counter(fp8_linear_backward=5)]
+    for name, expected in plain.items():
+        apart = (joined[name] - expected).norm() / expected.norm()
+        assert apart < 0.02, f"{name}: {apart}"
+        assert (eager[name] - expected).norm() < 0.1 * expected.norm(), name
+
+
+def test_weights_that_lie_apart_are_multiplied_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(rows, 256, generator=generator) for rows in (128, 384)]
+    apart = [FP8Tensor.encode(value, "fp8_block") for value in values]
+    (whole,) = encode(torch.cat(values), (SQUARE_128,))
+    for phase, columns in (("forward", 256), ("backward", 512)):
+        x = torch.randn(128, columns, generator=generator).bfloat16()
+        codes, scales, *_ = fp8_block.quantise(x, True, 0, "exact")
+        found = products(codes, scales, apart, phase, torch.float32)  # type: ignore[arg-type]
+        expected = fp8_block.multiply(codes, scales, whole, phase, torch.float32)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_what_others_asked_of_inductor_is_still_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    asked: list[Any] = []
+    monkeypatch.setattr(config, "post_grad_custom_pre_pass", asked.append)
+    fp8_graphs.install()
+    fp8_graphs.install()
+    graph = torch.fx.Graph()
+    config.post_grad_custom_pre_pass(graph)  # type: ignore[operator, misc, union-attr, call-arg]
+    assert asked == [graph]
+    assert config.post_grad_custom_pre_pass.uuid() is None  # type: ignore[union-attr]
