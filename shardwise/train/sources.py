@@ -42,8 +42,14 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.corpus import Corpus, digest_of, hold_out
-from shardwise.train.text import Document, dataset_documents, read_documents
+from shardwise.train.corpus import (
+    Corpus,
+    Document,
+    dataset_documents,
+    digest_of,
+    hold_out,
+    read_documents,
+)
 from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,

@@ -40,7 +40,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.text import dataset_documents
+from shardwise.train.corpus import dataset_documents
 from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
