@@ -101,24 +101,28 @@ def _sources(prefix: str, folder: Path, without: set[str]) -> list[Document]:
     return _read(sorted(found))
 
 
+def files_of(spec: str) -> list[Path]:
+    """The files that ``spec`` names, in order; in a directory without hidden ones."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return [path]
+    found = [one for one in path.rglob("*") if not _hidden(one, path)] if path.is_dir() else []
+    found = found or [Path(one) for one in glob.glob(str(path), recursive=True)]
+    files = sorted(one for one in found if one.is_file())
+    if not files and not path.is_dir():
+        raise DataNotFoundError(
+            f"{spec!r} names no data: there is no such file or directory and the pattern matches "
+            f"nothing; give a text, .jsonl or .parquet file, a directory, a quoted pattern, a .bin "
+            f"token file, stdlib, stdlib+torch or hf:NAME"
+        )
+    return files
+
+
 def file_documents(spec: str) -> list[Document]:
     """One document per text file; hidden and binary files are passed over."""
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        paths = [one for one in path.rglob("*") if one.is_file() and not _hidden(one, path)]
-    elif path.is_file():
-        paths = [path]
-    else:
-        matches = map(Path, glob.glob(str(path), recursive=True))
-        paths = [one for one in matches if one.is_file()]
-        if not paths:
-            raise DataNotFoundError(
-                f"{spec!r} names no data: there is no such file or directory and the pattern "
-                f"matches nothing; give a text file, a directory, a quoted pattern, a .bin token "
-                f"file, stdlib, stdlib+torch or hf:NAME"
-            )
+    paths = files_of(spec)
     # Names from the nearest directory that holds all: data moved elsewhere are the same data.
-    above = os.path.commonpath([one.parent for one in paths]) if paths else path
+    above = os.path.commonpath([one.parent for one in paths]) if paths else spec
     found = sorted((one.relative_to(above).as_posix(), one) for one in paths)
     documents = _read(found)
     texts = [one for one in documents if b"\0" not in one.data[:8192]]
