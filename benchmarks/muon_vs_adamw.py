@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.runs import Curve, Job, finished, run_jobs
-from shardwise.report.sizes import count_text, tick_text
 from shardwise.report.svg import (
     BLUE,
     GREEN,
@@ -28,6 +27,7 @@ from shardwise.report.svg import (
     draw_title,
     title_height,
 )
+from shardwise.words import count_text, tick_text
 
 PANEL = 300
 

@@ -22,7 +22,6 @@ from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
 from shardwise.report.shard_map import draw_unit, shard_map, unit_height
-from shardwise.report.sizes import size_text, tick_text
 from shardwise.report.step_pictures import lanes_canvas
 from shardwise.report.svg import (
     BLUE,
@@ -45,6 +44,7 @@ from shardwise.report.svg import (
     title_height,
 )
 from shardwise.report.table import KINDS
+from shardwise.words import size_text, tick_text
 
 HERE = Path(__file__).parent
 IMAGES = HERE / "img"

@@ -184,9 +184,9 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.report.dry_run import dry_run
     from shardwise.report.plan import plan as make_plan
     from shardwise.report.shard_map import map_canvas, shard_map
-    from shardwise.report.sizes import parse_size
     from shardwise.report.table import plan_text
     from shardwise.train.build import named_precision
+    from shardwise.words import parse_size
 
     model, config = _model_of(command.model)
     wanted = [command.precision, config.precision if config else None, "bf16"]

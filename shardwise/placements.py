@@ -201,6 +201,21 @@ def num_shards(placements: Sequence[Placement], sizes: Sequence[int]) -> int:
     return math.prod(size for placement, size in pairs if placement == SHARD)
 
 
+def ranks_by(sizes: Sequence[int], flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """By rank of a mesh: its rank among the axes without a flag, and among those with one.
+
+    >>> ranks_by([2, 2], [False, True])
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    found = []
+    for coordinate in itertools.product(*map(range, sizes)):
+        at = {True: 0, False: 0}
+        for size, flag, place in zip(sizes, flags, coordinate, strict=True):
+            at[flag] = at[flag] * size + place
+        found.append((at[False], at[True]))
+    return found
+
+
 def joint_places(sizes: Sequence[int]) -> list[int]:
     """By rank of several axes joined into one, which counts the inner axis fastest: its place as
     :func:`shard_range` counts, the outer axis fastest."""

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import comm
-from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.models.layers import (
     Call,
@@ -40,7 +39,12 @@ from shardwise.models.layers import (
     documents_mask,
     rotate,
 )
-from shardwise.models.loss import Softmax, linear_cross_entropy, softmax_and_gradient
+from shardwise.models.loss import (
+    IGNORED,
+    Softmax,
+    linear_cross_entropy,
+    softmax_and_gradient,
+)
 from shardwise.moe import (
     MixtureOfExperts,
     Routing,

@@ -27,8 +27,17 @@ from shardwise import comm
 from shardwise.moe import keys
 from shardwise.moe.activation import check_block, convert_gate_up, wide
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.inputs import ProductChoice, apply, check_inputs, check_sizes, compute_dtype
-from shardwise.moe.products import Into, LoopProducts, PathName, expert_of
+from shardwise.moe.products import (
+    Into,
+    LoopProducts,
+    PathName,
+    ProductChoice,
+    apply,
+    check_inputs,
+    check_sizes,
+    compute_dtype,
+    expert_of,
+)
 from shardwise.moe.weights import (
     ExpertShare,
     ExpertTensor,

@@ -33,8 +33,17 @@ from shardwise.moe.grouped_linear import (
     bias_writer,
     weight_writer,
 )
-from shardwise.moe.inputs import ProductChoice, apply, check_inputs, check_sizes, compute_dtype
-from shardwise.moe.products import Form, LoopProducts, PathName, expert_of
+from shardwise.moe.products import (
+    Form,
+    LoopProducts,
+    PathName,
+    ProductChoice,
+    apply,
+    check_inputs,
+    check_sizes,
+    compute_dtype,
+    expert_of,
+)
 from shardwise.moe.weights import ExpertTensor, saved_by
 
 

@@ -14,7 +14,6 @@ change.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from shardwise.optim.matrix_function import State, function_of, problem_of, temp
 from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon_step import MatrixGroup, States
 from shardwise.optim.storage import cut_into_pieces, local_of
-from shardwise.placements import joint_places
+from shardwise.placements import joint_places, ranks_by
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import replicated_tile
 
@@ -147,13 +146,8 @@ class FunctionGroup(MatrixGroup):
         sizes = Ranks(self._mesh).sizes if self._mesh is not None else ()
         cuts = zip(self.sharding.sharded, self.sharding.blocked, strict=True)
         sharded = [shards for shards, blocks in cuts if not blocks][: len(sizes)]
-        places, found = joint_places(list(sizes)), {}
-        for rank, coordinate in enumerate(itertools.product(*map(range, sizes))):
-            at = {True: 0, False: 0}
-            for size, flag, place in zip(sizes, sharded, coordinate, strict=True):
-                at[flag] = at[flag] * size + place
-            found[at[False], at[True]] = places[rank]
-        return found
+        ranks = ranks_by(sizes, sharded)
+        return dict(zip(ranks, joint_places(list(sizes)), strict=True))
 
     # ------------------------------------------------------------------ a step
 

@@ -14,7 +14,6 @@ Which rule costs less between replicas follows from the sizes of matrices alone.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from shardwise.memory import counted
 from shardwise.optim.ownership import Ownership
 from shardwise.optim.split import Piece
 from shardwise.optim.storage import Sharding, pieces_of, version_of
+from shardwise.placements import ranks_by
 from shardwise.tensor import ShardedTensor
 
 
@@ -147,10 +147,5 @@ def _joint_ranks(sharding: Sharding, places: Sequence[int]) -> dict[tuple[int, i
     replica."""
     flags = list(zip(sharding.sizes, sharding.sharded, sharding.replicated, strict=True))
     axes = [(size, sharded) for size, sharded, replicated in flags if sharded or replicated]
-    found = {}
-    for joint, coordinate in enumerate(itertools.product(*(range(size) for size, _ in axes))):
-        at = {True: 0, False: 0}
-        for (size, sharded), place in zip(axes, coordinate, strict=True):
-            at[sharded] = at[sharded] * size + place
-        found[at[True], places[at[False]]] = joint
-    return found
+    ranks = ranks_by([size for size, _ in axes], [sharded for _, sharded in axes])
+    return {(shard, places[replica]): joint for joint, (replica, shard) in enumerate(ranks)}

@@ -27,6 +27,7 @@ from shardwise.optim.sharded import group_of
 from shardwise.optim.split import matrices_of
 from shardwise.optim.storage import Sharding, sharding_of
 from shardwise.tensor import ShardedTensor
+from shardwise.words import aligned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,7 @@ class RoutingReport:
 
     def __str__(self) -> str:
         titles = ("parameter", "optimizer", "as orthogonalised", "scale", "grain", "owner", "why")
-        table = [titles, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(titles))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
+        lines = aligned([titles, *(_cells(row) for row in self.rows)])
         numbers = Counter(row.optimizer for row in self.rows)
         matrices = sum(len(row.matrices) for row in self.rows)
         counts = ", ".join(f"{count} parameters to {name}" for name, count in numbers.items())

@@ -33,7 +33,7 @@ from shardwise.optim.routing import Routed
 from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
-from shardwise.report.planned import Moment, Options
+from shardwise.report.planned import Measured, Moment, Options
 from shardwise.report.units import Owner
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.building import PlannedBuffer, build_unit
@@ -67,25 +67,6 @@ class PretendedLanes(Lanes):
 
 
 _HERE: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The bytes that one step held and sent."""
-
-    rest: dict[str, int]
-    loaded: dict[str, int]  # after the last backward, gradients included
-    peak: dict[str, int]
-    peak_total: int
-    phases: dict[Moment, Counter[comm.Call]]
-    exchanged: Counter[comm.Call]  # by the matrix optimizer
-    timeline: tuple[tuple[str, str, int], ...]  # (what happens, kind, bytes more or less)
-    followed: int | None = None  # the highest sum of these bytes and of what the model holds
-    activations: int = 0  # of that, what the model holds
-
-    @property
-    def calls(self) -> Counter[comm.Call]:
-        return sum(self.phases.values(), Counter())
 
 
 @dataclass(eq=False)

@@ -30,10 +30,10 @@ from shardwise.report.series import (
     series,
 )
 from shardwise.report.shard_map import map_canvas
-from shardwise.report.sizes import count_text, size_text
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
+from shardwise.words import count_text, size_text
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.ownership import Ownership
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
+from shardwise.placements import ranks_by
 
 Figures = Mapping[tuple[int, int], int]  # by (replica, rank on the shard axis)
 
@@ -82,14 +83,8 @@ def num_holders(sharding: Sharding) -> int:
 def by_rank(sharding: Sharding, figures: Figures, num_ranks: int) -> list[int]:
     """The figure of every rank of the world; neighbours that hold different experts have the
     same."""
-    own = []
-    for rank in range(num_holders(sharding)):
-        place = {True: 0, False: 0}  # on the joint axes of shards and of replicas
-        rest = num_holders(sharding)
-        for size, sharded in zip(sharding.sizes, sharding.sharded, strict=True):
-            rest //= size
-            place[sharded] = place[sharded] * size + rank // rest % size
-        own.append(figures.get((place[False], place[True]), 0))
+    places = ranks_by(sharding.sizes, sharding.sharded)
+    own = [figures.get(place, 0) for place in places]
     return [figure for figure in own for _ in range(num_ranks // len(own))]
 
 

@@ -329,16 +329,7 @@ class _Step:
                 options=options,
                 source="plan",
                 units=units,
-                rest=found.rest,
-                loaded=found.loaded,
-                peak=found.peak,
-                peak_total=found.peak_total,
                 optimizer_bytes=max(_state_bytes(units, options, engine), default=0),
-                calls=found.calls,
-                phases=found.phases,
-                timeline=found.timeline,
-                followed=found.followed,
-                activations=found.activations,
                 matrices=orthogonalisation(matrix_groups, found.exchanged, ranks)
                 if matrix_groups
                 else None,
@@ -348,6 +339,7 @@ class _Step:
                     if id(one.parameter) in engine.sharded
                     and (division := division_of(engine.sharded[id(one.parameter)])) is not None
                 },
+                **vars(found),
             )
             if search:
                 made = replace(made, largest=self._largest(engine, made))

@@ -226,36 +226,48 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Bytes per rank and collectives per step.
+class Measured:
+    """The bytes that one step held and sent.
 
     ``rest``, ``loaded`` and ``peak`` have the ledger's kinds: between steps, after the last
     backward, and the highest of each kind within a step. ``peak_total`` is the highest sum of them
-    at one moment. ``optimizer_bytes`` come on top: the state on the rank that holds most.
+    at one moment.
     """
+
+    rest: dict[str, int]
+    loaded: dict[str, int]
+    peak: dict[str, int]
+    peak_total: int
+    phases: dict[Moment, Counter[Call]] = field(repr=False)  # collectives, by who issues them
+    exchanged: Counter[Call] = field(repr=False)  # those of the matrix optimizer
+    timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())  # (what, kind, more)
+    # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
+    # latter.
+    followed: int | None = None
+    activations: int = 0
+
+    @property
+    def calls(self) -> Counter[Call]:
+        """The collectives of forward, backward and, where it gathers, of the step."""
+        return sum(self.phases.values(), Counter())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Measured):
+    """Bytes per rank and collectives per step. ``optimizer_bytes`` come on top of what was
+    measured: the state on the rank that holds most."""
 
     model: str
     num_parameters: int
     options: Options
     source: str  # "plan", or "dry run"
     units: tuple[PlannedUnit, ...]
-    rest: dict[str, int]
-    loaded: dict[str, int]
-    peak: dict[str, int]
-    peak_total: int
     optimizer_bytes: int
-    calls: Counter[Call] = field(repr=False)
-    phases: dict[Moment, Counter[Call]] = field(repr=False)  # the same, by who issues it
-    timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())
     matrices: Orthogonalisation | None = None
     traffic: Traffic = field(repr=False, default_factory=Traffic)
     # By name: the elements of a matrix that each replica works on, where replicas divide it.
     divisions: dict[str, Division] = field(repr=False, default_factory=dict)
-    # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
-    # latter; and how many sequences a microbatch can have in ``memory``.
-    followed: int | None = None
-    activations: int = 0
-    largest: int | None = None
+    largest: int | None = None  # with a batch: sequences that a microbatch can have in ``memory``
     suggestions: tuple[str, ...] = ()
 
     @property

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from shardwise.report.sizes import count_text, tick_text
 from shardwise.report.svg import (
     BLUE,
     GREEN,
@@ -31,6 +30,7 @@ from shardwise.report.svg import (
     spread,
     text_width,
 )
+from shardwise.words import count_text, tick_text
 
 Event = dict[str, Any]
 Point = tuple[float, float, float]  # (x, y, step)

@@ -18,7 +18,6 @@ from typing import Any
 
 from shardwise.layout import rows_text
 from shardwise.report.planned import Figures, PlannedUnit
-from shardwise.report.sizes import size_text
 from shardwise.report.svg import (
     PALETTE,
     WIDTH,
@@ -30,6 +29,7 @@ from shardwise.report.svg import (
     text_width,
     title_height,
 )
+from shardwise.words import size_text
 
 MAX_ROWS = 8
 MAX_UNITS = 24

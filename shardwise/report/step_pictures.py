@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.report.series import Event, number
-from shardwise.report.sizes import seconds_text, size_text, tick_text
 from shardwise.report.svg import (
     BLUE,
     GREEN,
@@ -34,6 +33,7 @@ from shardwise.report.svg import (
 )
 from shardwise.report.table import KINDS
 from shardwise.report.trace import LANES
+from shardwise.words import seconds_text, size_text, tick_text
 
 Profile = dict[str, Any]
 LANE_HEIGHT, LANE_GAP = 30, 12

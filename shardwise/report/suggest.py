@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.placements import SHARD, hfsdp, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.report.planned import Figures, Mesh, Options
-from shardwise.report.sizes import size_text
+from shardwise.words import size_text
 
 MAX_RANKS = 1 << 16
 MAX_SEQUENCES = 1 << 20

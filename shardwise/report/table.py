@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.planned import Figures
 from shardwise.report.shard_map import map_text
-from shardwise.report.sizes import count_text, flops_text, size_text
+from shardwise.words import aligned, count_text, flops_text, size_text
 
 KINDS = {
     "main": "main weights",
@@ -177,23 +176,11 @@ def plan_text(plan: Figures, *, shard_map: bool = False, width: int = 72) -> str
     """Plain text, aligned, for logs and ``print``."""
     lines = heading(plan)
     for section in sections(plan):
-        lines += ["", section.title, *_aligned([section.headers, *section.rows])]
+        rows = aligned([section.headers, *section.rows], numbers=True)
+        lines += ["", section.title, *(f"  {row}" for row in rows)]
         lines += [f"  ({section.note})"] if section.note else []
     if told := verdict(plan):
         lines += ["", *told]
     if shard_map:
         lines += ["", "Shard map (main weights)", map_text(plan, width)]
     return "\n".join(lines)
-
-
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if position else cell.ljust(width)
-            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]

@@ -16,6 +16,7 @@ from shardwise.placements import SHARD
 from shardwise.shard.module import units_of
 from shardwise.shard.unit import Unit
 from shardwise.tensor import ShardedTensor
+from shardwise.words import size_text
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def describe(model: nn.Module) -> str:
                 f"shards of {layout.shard_size}; {group.placements}"
             )
             lines.append(
-                f"    main {_size(main.block.nbytes)} {main.dtype} {sharded}; compute "
-                f"{_size(sum(block.nbytes for block in group.blocks))} "
+                f"    main {size_text(main.block.nbytes)} {main.dtype} {sharded}; compute "
+                f"{size_text(sum(block.nbytes for block in group.blocks))} "
                 f"{group.format or group.whole.dtype} "
                 f"{'kept' if group.persistent or group.aliased else 'gathered on use'}"
             )
@@ -147,12 +148,3 @@ def _gather_counts(
             for position, (inner, _) in enumerate(tables)
         ]
     return tables
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.4g} {unit}"

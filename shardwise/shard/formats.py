@@ -41,6 +41,7 @@ from shardwise.precision.policy import (
     short_name,
 )
 from shardwise.shard.wrapping import Found, GrainChoice, grain_of
+from shardwise.words import aligned
 
 _BF16_BYTES = 2  # per element that is sent as bf16
 
@@ -207,11 +208,7 @@ class PrecisionReport:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in table) for column in range(5)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in table
-        ]
+        lines = aligned(table)
         held, total = self.elements
         lines.append(
             f"{len(self.stored)} of {len(self.rows)} parameters, {held} of {total} "

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
@@ -250,28 +249,6 @@ class ShardedModule(FSDPModule):
                 axes += [axis for axis in group.ranks.axes if axis not in axes]
         runtime.separate_reductions(axes)
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
-    ) -> NoReturn:
-        raise NotImplementedError(
-            "set_all_reduce_hook: gradients go to their main placement in one chain of collectives;"
-            " express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook"
-        )
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        raise NotImplementedError(
-            "set_custom_all_gather: all collectives are issued by shardwise.comm, which counts "
-            "them and knows the backend. Choose the communicator by the mesh: pass "
-            "DeviceMesh.from_group(your_group, ...) as mesh"
-        )
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        raise NotImplementedError(
-            "set_custom_reduce_scatter: all collectives are issued by shardwise.comm, which counts "
-            "them and knows the backend. Choose the communicator by the mesh, or give reductions "
-            "their own with set_separate_reduce_scatter_group()"
-        )
-
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
             raise NotImplementedError(
@@ -280,12 +257,6 @@ class ShardedModule(FSDPModule):
                 "resize it"
             )
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        raise NotImplementedError(
-            "set_symm_mem_for_comm: symmetric memory cannot be resized, and weights are released "
-            "by resizing their storage"
-        )
-
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Gathers are always issued ahead of their use; there is nothing to switch."""
 
@@ -293,6 +264,33 @@ class ShardedModule(FSDPModule):
         units = units_of(self) if recurse else iter([self._shardwise_unit])  # type: ignore[arg-type]
         for unit in units:
             change(unit)
+
+
+_BY_THE_MESH = (
+    "all collectives are issued by shardwise.comm, which counts them and knows the backend. Choose "
+    "the communicator by the mesh"
+)
+# Methods of torch's that cannot hold here, and the reasons.
+REFUSED = {
+    "set_all_reduce_hook": "gradients go to their main placement in one chain of collectives; "
+    "express the outer reduction as a mesh axis (placements=sw.hsdp()) instead of a hook",
+    "set_custom_all_gather": f"{_BY_THE_MESH}: pass DeviceMesh.from_group(your_group, ...) as mesh",
+    "set_custom_reduce_scatter": f"{_BY_THE_MESH}, or give reductions their own with "
+    "set_separate_reduce_scatter_group()",
+    "set_symm_mem_for_comm": "symmetric memory cannot be resized, and weights are released by "
+    "resizing their storage",
+}
+
+
+def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name}: {reason}")
+
+    return refused
+
+
+for _name, _reason in REFUSED.items():
+    setattr(ShardedModule, _name, _refusal(_name, _reason))
 
 
 def _references(modules: list[Any]) -> list[weakref.ref[Unit]]:

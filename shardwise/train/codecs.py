@@ -17,7 +17,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from shardwise.train.tokens import (
 
 END = 256  # the symbol that ends a document
 NUM_SYMBOLS = 257
+LEARNED_FROM = 256 << 20  # bytes of text, from its begin, that pieces are learned from
 END_TEXT = "<|endoftext|>"  # how exported tokenizers of ours spell the end of a document
 FILE = "tokenizer.json"
 # What transformers reads beside tokenizer.json.
@@ -67,13 +68,7 @@ class Bytes:
     end = END
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        tokens = np.empty(sum(map(len, documents)) + len(documents), dtype_for(NUM_SYMBOLS))
-        at = 0
-        for document in documents:
-            tokens[at : at + len(document)] = np.frombuffer(document, np.uint8)
-            tokens[at + len(document)] = END
-            at += len(document) + 1
-        return tokens
+        return _with_ends([np.frombuffer(one, np.uint8) for one in documents], self)
 
     def symbols(self, tokens: Tokens) -> NDArray[np.uint16]:
         return np.asarray(tokens, np.uint16)
@@ -132,7 +127,8 @@ class Pieces:
 
     @classmethod
     def train(cls, documents: Iterable[bytes], vocab_size: int) -> Pieces:
-        """Learn the pieces; the same documents in the same order give the same pieces."""
+        """Learn the pieces from the first documents, ``LEARNED_FROM`` bytes; the same ones in
+        the same order give the same pieces."""
         package = require("tokenizers", "bpe")
         if vocab_size < NUM_SYMBOLS:
             raise DataError(
@@ -147,7 +143,7 @@ class Pieces:
             show_progress=False,
             initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         )
-        tokenizer.train_from_iterator(map(_as_text, documents), trainer)
+        tokenizer.train_from_iterator(map(_as_text, _first(documents)), trainer)
         return cls(tokenizer, f"bpe:{vocab_size}")
 
     @classmethod
@@ -184,13 +180,7 @@ class Pieces:
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         texts = [_as_text(document) for document in documents]
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        tokens = np.empty(sum(len(one) for one in encodings) + len(texts), self._dtype)
-        at = 0
-        for encoding in encodings:
-            tokens[at : at + len(encoding)] = encoding.ids
-            tokens[at + len(encoding)] = self.end
-            at += len(encoding) + 1
-        return tokens
+        return _with_ends([encoding.ids for encoding in encodings], self)
 
     def symbols(self, tokens: Tokens) -> NDArray[np.uint16]:
         tokens = np.asarray(tokens, np.int64)
@@ -209,10 +199,6 @@ class Pieces:
             return _with_end(described, self.end)
         made = {FILE: json.dumps(described, ensure_ascii=False).encode()}
         return made | _names_end(self.tokenizer.id_to_token(self.end)) | self._beside
-
-    @property
-    def _dtype(self) -> np.dtype[Any]:
-        return dtype_for(self.vocab_size)
 
 
 # ------------------------------------------------------------------------------ names
@@ -352,6 +338,26 @@ def _names_end(spelled: str) -> dict[str, bytes]:
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": spelled}
     values |= {"clean_up_tokenization_spaces": False}  # type: ignore[dict-item]
     return {"tokenizer_config.json": json.dumps(values, indent=2).encode()}
+
+
+def _with_ends(documents: Sequence[Any], codec: Codec) -> Tokens:
+    """The tokens of all documents, each with the end token after it."""
+    tokens = np.empty(sum(map(len, documents)) + len(documents), dtype_for(codec.vocab_size))
+    at = 0
+    for document in documents:
+        tokens[at : at + len(document)] = document
+        tokens[at + len(document)] = codec.end
+        at += len(document) + 1
+    return tokens
+
+
+def _first(documents: Iterable[bytes]) -> Iterator[bytes]:
+    left = LEARNED_FROM
+    for document in documents:
+        yield document
+        left -= len(document)
+        if left <= 0:
+            return
 
 
 def _as_text(document: bytes) -> str:

@@ -26,10 +26,10 @@ from shardwise import comm
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
-from shardwise.report.sizes import size_text
 from shardwise.train.config import TrainConfig
 from shardwise.train.module import make_model
 from shardwise.train.world import World
+from shardwise.words import size_text
 
 ENOUGH = 8192  # tokens of a microbatch
 HEADROOM = 0.93  # of the memory that is free at the start: the rest is for fragments and libraries

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models.cut_vocabulary import IGNORED
 from shardwise.models.gpt import GPT
+from shardwise.models.loss import IGNORED
 from shardwise.train.codecs import require
 from shardwise.train.config import TrainConfig
 from shardwise.train.recipes import named_function

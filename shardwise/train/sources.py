@@ -42,8 +42,14 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.corpus import Corpus, digest_of, hold_out
-from shardwise.train.text import Document, dataset_documents, read_documents
+from shardwise.train.corpus import (
+    Corpus,
+    Document,
+    dataset_documents,
+    digest_of,
+    hold_out,
+    read_documents,
+)
 from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
@@ -65,7 +71,6 @@ logger = logging.getLogger(__name__)
 _RANDOM_TOKENS = 1 << 22
 _MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the files
 _BARE = ("raw16", "raw32", "random")  # sources whose name ends with the size of a vocabulary
-_LEARNED_FROM = 64 << 20  # bytes of a streamed dataset that pieces are learned from
 
 
 def sources_of(spec: str) -> dict[str, float | None]:
@@ -324,7 +329,8 @@ def _dataset_corpus(
     codec = open_codec(tokenizer)
     if not folder.is_dir():
         if codec is None:
-            codec = Pieces.train(_first_bytes(spec), codec_named(tokenizer)[1])
+            texts = (document.data for document in dataset_documents(spec))
+            codec = Pieces.train(texts, codec_named(tokenizer)[1])
         with _new_folder(folder) as partial:
             write_codec(partial, codec)
             _write_rows(spec, codec, held_out, partial, needed)
@@ -334,15 +340,6 @@ def _dataset_corpus(
     sha256 = hashlib.sha256(f"{first.sha256}{second.sha256}".encode()).hexdigest()
     rate = (first.num_bytes or 0) / first.count
     return _corpus_of(spec, sha256, [(train, held)], {spec: None}, codec, rates=[rate])
-
-
-def _first_bytes(spec: str) -> Iterator[bytes]:
-    left = _LEARNED_FROM
-    for document in dataset_documents(spec):
-        yield document.data
-        left -= len(document.data)
-        if left <= 0:
-            return
 
 
 def _write_rows(spec: str, codec: Codec, held_out: float, folder: Path, needed: int | None) -> None:

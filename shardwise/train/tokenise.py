@@ -10,7 +10,6 @@ so any number of workers writes the same files. Nothing here imports torch.
 
 from __future__ import annotations
 
-import glob
 import gzip
 import itertools
 import json
@@ -40,17 +39,15 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.text import dataset_documents
+from shardwise.train.corpus import dataset_documents, files_of
 from shardwise.train.tokens import (
     DataError,
-    DataNotFoundError,
     EmptyDataError,
     Tokens,
     TokenWriter,
 )
 
 PIECE = 4 << 20  # bytes of a piece of work
-LEARNED_FROM = 256 << 20  # bytes of text that pieces are learned from
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 
 
@@ -78,7 +75,7 @@ def work_of(sources: Sequence[str], column: str) -> list[Work]:
             found.append(Work("text", tuple(map(str, texts)), size))
             texts.clear()
 
-    for path in [path for source in sources for path in _paths(source)]:
+    for path in [path for source in sources for path in files_of(source)]:
         size = path.stat().st_size
         name = path.name.lower()
         if name.endswith((".parquet", *_LINES)):
@@ -90,20 +87,6 @@ def work_of(sources: Sequence[str], column: str) -> list[Work]:
         if sum(one.stat().st_size for one in texts) >= PIECE:
             flush()
     flush()
-    return found
-
-
-def _paths(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if path.is_file():
-        return [path]
-    matches = path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
-    found = sorted(one for one in matches if one.is_file() and not one.name.startswith("."))
-    if not found:
-        raise DataNotFoundError(
-            f"{source!r} names no file: give text, .jsonl or .parquet files, a directory, a quoted "
-            f"pattern or hf:NAME"
-        )
     return found
 
 
@@ -278,7 +261,8 @@ def tokenise(
         return _streamed(streams[0], rows) if work is None else iter(work)
 
     if codec is None:
-        codec = Pieces.train(_first_texts(pieces(), column), codec_named(tokenizer)[1])
+        texts = (text for piece in pieces() for text in texts_of(piece, column))
+        codec = Pieces.train(texts, codec_named(tokenizer)[1])
     folder = out.parent if single else out
     folder.mkdir(parents=True, exist_ok=True)
     named = "bytes"
@@ -312,16 +296,6 @@ def _streamed(spec: str, rows: int | None) -> Iterator[Work]:
             texts, size = [], 0
     if texts:
         yield Work("rows", (), size, texts=tuple(texts))
-
-
-def _first_texts(pieces: Iterator[Work], column: str) -> Iterator[bytes]:
-    left = LEARNED_FROM
-    for piece in pieces:
-        for text in texts_of(piece, column):
-            yield text
-            left -= len(text)
-            if left <= 0:
-                return
 
 
 def _progress() -> Progress:

@@ -6,9 +6,8 @@
 
 The header holds dtype, vocab_size, count, num_bytes (of the text they came from, for bits per
 byte; null where unknown), tokenizer ("bytes", "tokenizer.json:SHA256" for a file beside this one,
-or null) and the sha256 of the tokens. The sha256 behind it is that of the 4064 bytes before; files
-of version 1 have spaces there. A file is written beside its name and renamed when complete, so a
-reader never meets half of one.
+or null) and the sha256 of the tokens. The sha256 behind it is that of the 4064 bytes before. A file
+is written beside its name and renamed when complete, so a reader never meets half of one.
 
 Opening a file checks every byte of the header, the size and, up to :data:`CHECKED_BYTES`, the
 checksum and every token: a run that first reads 100 GB never starts. Of a larger file the first and
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -30,10 +28,6 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
-
-from shardwise.notices import warn_once
-
-logger = logging.getLogger(__name__)
 
 Tokens = NDArray[Any]  # 1-D, unsigned integers; often a memory map
 
@@ -269,25 +263,19 @@ def read_header(path: Path) -> TokenHeader:
             f"copy or write it again"
         )
     version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
-    if version not in (1, VERSION):
+    if version != VERSION:
         raise TokenFileError(
-            f"{path} has format version {version}; this shardwise reads versions 1 and {VERSION}"
+            f"{path} has format version {version}, and this shardwise reads version {VERSION}: "
+            f"write it again"
         )
     try:
         header = TokenHeader(**json.loads(head[16 : 16 + length]))
         _check_values(header)
         # Catches changed bytes that the header does not describe: digest, spaces, version.
-        if _encode_header(header, version) != head:
+        if _encode_header(header) != head:
             raise ValueError("some of its bits have changed")
     except (ValueError, TypeError, RecursionError) as error:
         raise TokenFileError(f"{path} has a damaged header ({error}): write it again") from None
-    if version == 1:
-        warn_once(
-            logger,
-            "%s is of format version 1, whose header has no checksum: write it again "
-            "(shardwise.train.tokens.write_tokens) to have damage there noticed",
-            path,
-        )
     _check_size(path, header)
     return header
 
@@ -315,13 +303,13 @@ def _check_size(path: Path, header: TokenHeader) -> None:
         )
 
 
-def _encode_header(header: TokenHeader, version: int = VERSION) -> bytes:
+def _encode_header(header: TokenHeader) -> bytes:
     text = json.dumps(asdict(header)).encode()
-    start = MAGIC + np.array([version, len(text)], "<u4").tobytes() + text
+    start = MAGIC + np.array([VERSION, len(text)], "<u4").tobytes() + text
     if len(start) > _DIGEST_AT:
         raise ValueError(f"a header of {len(start)} bytes: tokenizer={header.tokenizer!r:.40}")
     start = start.ljust(_DIGEST_AT)
-    return start + (b" " * 32 if version == 1 else hashlib.sha256(start).digest())
+    return start + hashlib.sha256(start).digest()
 
 
 def _magic_of(path: Path) -> bytes:

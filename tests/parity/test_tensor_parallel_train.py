@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise import comm
 from shardwise.memory import separate_ledger
-from shardwise.models.cut_vocabulary import IGNORED, cut_cross_entropy
 from shardwise.models.gpt import GPT, generate
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.models.loss import IGNORED, cut_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig

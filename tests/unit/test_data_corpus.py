@@ -17,17 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.train import text
 from shardwise.train.codecs import FILE, Bytes, Pieces, digest_of_codec, saved_codec
 from shardwise.train.corpus import (
     Corpus,
+    Document,
     count_pairs,
+    dataset_documents,
     digest_of,
     hold_out,
     references_of,
+    stdlib_documents,
 )
 from shardwise.train.sources import load_corpus, sources_of
-from shardwise.train.text import Document, stdlib_documents
 from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
@@ -429,7 +430,7 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
     assert datasets == [("owner/name", "config", "validation")]
     assert np.count_nonzero(corpus.train == 256) + np.count_nonzero(corpus.held_out == 256) == 40
     assert "row row" in corpus.decode(corpus.train[:20])
-    stories = list(text.dataset_documents("hf:stories"))
+    stories = list(dataset_documents("hf:stories"))
     assert [one.name for one in stories] == ["stories/0", "stories/2"]
     assert datasets[-1] == ("stories", None, "train")
     with pytest.raises(DataNotFoundError, match=r"no such dataset\): check the name"):

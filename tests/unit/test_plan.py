@@ -28,10 +28,10 @@ from shardwise.report.orthogonalisation import by_rank
 from shardwise.report.plan import Plan, plan
 from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
-from shardwise.report.sizes import count_text, parse_size, size_text
 from shardwise.report.table import plan_text
 from shardwise.shard import fully_shard as wrapping
 from shardwise.shard.wrapping import wrap_units
+from shardwise.words import count_text, parse_size, size_text
 from tests.models import Model
 from tests.ranks import run_ranks
 

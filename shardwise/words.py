@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people write them: bytes, counts, FLOPs, seconds; and ``80GiB`` back to bytes."""
+"""Words for people: bytes, counts, FLOPs and seconds as they write them, ``80GiB`` as bytes, and
+tables of text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -80,3 +82,20 @@ def parse_size(text: str | int) -> int:
 def _three_digits(value: float) -> str:
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f}"
+
+
+def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """A line for each row, its cells in columns; ``numbers``: all but the first stand on the right.
+
+    >>> aligned([("a", "b"), ("1.00", "2")], numbers=True)
+    ['a     b', '1.00  2']
+    """
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if numbers and position else cell.ljust(width)
+            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
