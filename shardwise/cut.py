@@ -50,8 +50,8 @@ class Version:
     """Counts the writes to a buffer: those that go through its ShardedTensors, and every step of an
     optimizer.
 
-    ``reading`` is set while a gather on another lane reads the buffer, and makes a writer wait for
-    that gather.
+    ``reading`` is set while another lane uses the buffer (a gather reads weights, a reduction adds
+    to gradients), and makes a writer wait for that lane.
 
     ``on_stepped`` is told when an optimizer has written all that it will write in this step, on
     every rank in the same order: whoever wants the new weights early may begin to gather them.
@@ -337,6 +337,12 @@ class Cut:
         if self.layout is other.layout and same:
             return True
         return self.shape == other.shape and self.pieces == other.pieces
+
+    def is_part_of(self, other: Cut) -> bool:
+        """Whether they match, or would if replicas divided the other as they divide this one."""
+        if self.division is None or other.division is not None:
+            return self.matches(other)
+        return self.layout is other.layout and self.index == other.index
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's piece of a full tensor, as a view where it can be one."""

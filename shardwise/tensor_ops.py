@@ -152,14 +152,14 @@ class Operations:
     def _align(self, func: Any, cut: Cut, operand: Any) -> Any:
         """The part of an operand that goes with this rank's piece."""
         if type(operand) is self.kind:
-            if cut.matches(operand.cut):
-                return operand._local_tensor
+            if cut.is_part_of(operand.cut):
+                return cut.within(operand.cut, operand._local_tensor)
             why = f"its pieces lie otherwise than those of '{operand.cut.name}'"
             fix = "use full_tensor() of one of them"
             # The gradient of another optimizer's matrix.
             if cut.division != operand.cut.division:
                 why += ", of which each replica has a part since sw.optimizer was built"
-                fix = "build the next optimizer with sw.optimizer too"
+                fix += " and of the other, or build the next optimizer with sw.optimizer too"
             _refuse_cut(func, cut, why, fix)
         if isinstance(operand, DTensor):  # of another library: every rank is here, so all gather
             operand = gathered(operand)
@@ -294,9 +294,7 @@ class Operations:
             if type(one) is kind:
                 if cut is None:
                     _refuse_cut(func, one.cut, "it meets a plain tensor of the list beside it")
-                if cut is not one.cut and not cut.matches(one.cut):
-                    self._align(func, cut, one)  # says why
-                one = one._local_tensor
+                one = one._local_tensor if cut is one.cut else self._align(func, cut, one)
             elif cut is not None and one.ndim:
                 one = self._align(func, cut, one)
             result.append(one)

@@ -210,6 +210,10 @@ class Gradients:
         # Replicas that divide matrices split a step into two collectives.
         number = len(self._steps[last]) * (2 if self.main.divisions else 1)
         runtime.launch(collectives, number, self._finish(runtime, target, last), self.label)
+        if last and self.main.buffer is not None and runtime.lanes.asynchronous:
+            # Who adds to gradients meanwhile (autograd, for a penalty on weights at rest) waits.
+            done = runtime.lanes.mark("outer")
+            self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
@@ -332,6 +336,8 @@ class Gradients:
             if target is not self.main.buffer:
                 target.block.release(self._source_of(target))
             if last:
+                if self.main.buffer is not None:
+                    self.main.buffer.version.reading = None  # the compute lane has waited
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
                 self._wait_no_more()

@@ -15,7 +15,7 @@ them, others to one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import is_
 from sys import getrefcount
@@ -140,13 +140,12 @@ class MainGrad:
         ):
             self._forget()
         main = self.ready()
-        for grad, ours in zip(grads, self._shown, strict=True):
+        for parameter, grad, ours in zip(self._sharded, grads, self._shown, strict=True):
             if grad is None:
                 ours.to_local().zero_()
-            elif isinstance(grad, ShardedTensor) and grad is not ours:
-                ours.to_local().copy_(ours.cut.within(grad.cut, grad.to_local()))
-            elif grad is not ours:  # the whole of it, of which this rank holds a piece
-                ours.copy_(grad)
+            elif grad is not ours:
+                _bring(Tensor.copy_, ours, grad)
+                GRAD.__set__(parameter, ours)  # what autograd adds from now on, it adds here
         return main
 
     def give_back(self) -> None:
@@ -160,8 +159,17 @@ class MainGrad:
         self, whole: Sequence[Whole], brought: Sequence[bool], zeros: bool
     ) -> list[nn.Parameter]:
         """Show the gradients on the parameters at rest; those with hooks that want to be told.
-        ``zeros``: parameters without a gradient show zeros."""
-        hooked = []
+        ``zeros``: parameters without a gradient show zeros.
+
+        Where a loss reads parameters at rest (a penalty on weights), autograd may have brought them
+        gradients since the reduction began: these are added."""
+        hooked, brought = [], list(brought)
+        with plain_attributes():
+            since = list(map(read_grad, self._sharded))
+        for index, (grad, ours) in enumerate(zip(since, self._shown, strict=True)):
+            if grad is not None and grad is not ours:
+                _bring(Tensor.add_, ours, grad)
+                brought[index] = True
         with plain_attributes():
             for parameter, leaf, grad, here in zip(
                 self._sharded, whole, self._shown, brought, strict=True
@@ -174,6 +182,14 @@ class MainGrad:
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
         return hooked
+
+
+def _bring(write: Callable[[Tensor, Tensor], Any], ours: ShardedTensor, grad: Tensor) -> None:
+    """Write a gradient that is not ours into this rank's piece, or add it there."""
+    if isinstance(grad, ShardedTensor):
+        write(ours.to_local(), ours.cut.within(grad.cut, grad.to_local()))
+    else:  # the whole of it, of which this rank holds a piece
+        write(ours, grad)
 
 
 def reduce_shares(

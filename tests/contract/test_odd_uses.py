@@ -288,6 +288,54 @@ class Lending(nn.Module):
         return x.tanh() + penalty
 
 
+def penalty_of(model: Any) -> Tensor:
+    return sum((0.1 * one.square().sum() for one in model.parameters()), torch.zeros(()))
+
+
+def penalised(model: Any, rank: int, step: int, first: bool) -> Tensor:
+    """A loss with a penalty on weights that lie outside of any forward. Backward comes to what was
+    computed ``first`` last: while other gradients of these weights are being reduced."""
+    penalty = penalty_of(model) if first else torch.zeros(())
+    loss = word_loss(model, rank, step) + penalty
+    return loss if first else loss + penalty_of(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_penalty_on_weights_at_rest(rank: int, world_size: int, way: str) -> None:
+    net, plain = wrapped(way, world_size)
+    for step, (first, sync) in enumerate([(True, True), (False, True), (True, False)]):
+        net.set_requires_gradient_sync(sync)
+        loss = partial(penalised, step=step, first=first)
+        loss(net, rank).backward()
+        average_gradients(plain, loss, world_size)
+    net.set_requires_gradient_sync(True)
+    check_backward(net, plain, penalised, rank, world_size, 9, True)
+    for model in (net, plain):
+        penalty_of(model).backward()
+    assert_gradients_equal(net, plain)
+
+
+@on_ranks(2)
+def test_gradients_that_replicas_divide_take_what_is_added_to_them(
+    rank: int, world_size: int
+) -> None:
+    """A penalty, and weight decay by hand."""
+    net, plain = wrapped("zero0", world_size)
+    optimizers = [
+        sw.optimizer(one, matrix=sw.muon(), elementwise=sw.adamw()) for one in (net, plain)
+    ]
+    for step in range(2):
+        check_backward(net, plain, penalised, rank, world_size, step, True)
+        for model, optimizer in zip((net, plain), optimizers, strict=True):
+            for parameter in model.parameters():
+                parameter.grad.add_(parameter.detach(), alpha=0.1)
+            torch._foreach_add_([p.grad for p in model.parameters()], list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_parameters_equal(net, plain, tolerance=1e-4)
+
+
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)

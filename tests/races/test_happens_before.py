@@ -15,9 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import shardwise as sw
 from shardwise.shard.group import Group
 from shardwise.shard.main_grad import MainGrad
-from tests.models import STRATEGIES, Model, make_model
+from tests.models import STRATEGIES, Model, loss_of, make_model, tokens
 from tests.races.checker import Checker, without
 from tests.races.helpers import (
+    NUM_RANKS,
     PRECISIONS,
     backward,
     evaluate,
@@ -62,6 +63,15 @@ def accumulate(model: Model, optimizer: torch.optim.Optimizer) -> None:
         for microbatch in range(3):
             model.set_is_last_backward(microbatch == 2)
             backward(model, microbatch)
+        step(optimizer)
+
+
+def penalise(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Autograd adds to gradients of parameters at rest while others are being reduced."""
+    for _ in range(2):
+        for microbatch in range(2):
+            penalty = sum(parameter.square().sum() for parameter in model.parameters())
+            (loss_of(model, tokens(0, microbatch, 0, NUM_RANKS)) + penalty).backward()
         step(optimizer)
 
 
@@ -197,6 +207,7 @@ def indices(parameter: sw.ShardedTensor) -> list[Any]:
 RUNS = (
     train,
     accumulate,
+    penalise,
     evaluate_between,
     load,
     unshard,
