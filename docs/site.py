@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">'
+    r'\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
 COMMANDS = ("train", "data", "generate", "plan", "report", "verify", "export", "bench")
 
 
@@ -36,18 +40,24 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Results are pages of the site; other files outside docs/ are named, not linked."""
+    """Results are pages of the site; other files outside docs/ are named, not linked. A picture
+    follows the colours of the page, which a reader may have switched, not those of the system."""
+    markdown = PICTURE.sub(
+        r'<img alt="\2" src="\3#only-light">\n<img alt="\2" src="\1#only-dark">', markdown
+    )
     markdown = re.sub(r"\]\(\.\./benchmarks/results/([\w-]+\.md)\)", r"](results/\1)", markdown)
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (\2)", markdown)
 
 
 def index() -> str:
     """README.md, as a page in docs/."""
-    text = (ROOT / "README.md").read_text()
-    text = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", text)
-    return re.sub(r"\]\((?!https?:|#|\w+\.md\)|\w+\.md#|img/)", "](../", text.replace(
-        "](CHANGELOG", "](../CHANGELOG").replace("](ROADMAP", "](../ROADMAP").replace(
-        "](SECURITY", "](../SECURITY").replace("](CONTRIBUTING", "](../CONTRIBUTING"))  # fmt: skip
+    text = re.sub(r'(\]\(|src(?:set)?=")docs/', r"\1", (ROOT / "README.md").read_text())
+    here = {path.name for path in (ROOT / "docs").glob("*.md")}
+    return re.sub(
+        r"\]\((?!https?:|#)([^)#]+)",
+        lambda found: found[0] if found[1] in here else f"](../{found[1]}",
+        text,
+    )
 
 
 def api() -> str:

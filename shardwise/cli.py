@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ def _parse_and_run(words: list[str]) -> int:
         command: Any = tyro.cli(
             _commands(),
             prog="shardwise",
-            description="Sharded training with whole-matrix optimizers.",
+            description="Sharded training with whole-matrix optimizers. --version prints the version.",
             args=_with_resume(words),
             console_outputs=_speaks(),
             config=(DisallowNone,),
@@ -188,6 +189,12 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.train.build import named_precision
     from shardwise.words import parse_size
 
+    counts = ("ranks", "replicas", "sequences", "tokens", "microbatches")
+    for name in counts:
+        if (count := getattr(command, name)) is not None and count < 1:
+            raise UsageError(f"--{name} {count}: give 1 or more")
+    if not 0 <= command.rank < command.ranks:
+        raise UsageError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
     model, config = _model_of(command.model)
     wanted = [command.precision, config.precision if config else None, "bf16"]
     weights = next(name for name in wanted if name not in (None, "auto"))
@@ -290,8 +297,7 @@ def generate(command: Generate, words: list[str]) -> int:
             f"{command.path} has no tokenizer: it was trained on tokens of an unknown one; put its "
             f"tokenizer.json beside the exported weights"
         )
-    print(command.prompt, end="")
-    for text in text_after(
+    pieces = text_after(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),
         codec,
         command.prompt,
@@ -300,7 +306,10 @@ def generate(command: Generate, words: list[str]) -> int:
         top_k=command.top_k,
         top_p=command.top_p,
         generator=torch.Generator().manual_seed(command.seed),
-    ):
+    )
+    first = next(pieces, "")  # raises for wrong options, before anything is printed
+    print(command.prompt + first, end="", flush=True)
+    for text in pieces:
         print(text, end="", flush=True)
     print()
     return 0
@@ -312,6 +321,8 @@ def report(command: Report, words: list[str]) -> int:
     if not command.runs:
         raise UsageError("shardwise report: name the folder of a run, or several to compare")
     several = len(command.runs) > 1
+    if several and not command.out.parent.is_dir():
+        raise UsageError(f"--out {command.out}: make the folder {command.out.parent} first")
     print(compare_runs(command.runs, command.out) if several else write_report(command.runs[0]))
     return 0
 
@@ -362,8 +373,9 @@ def bench(words: list[str]) -> int:
     if name in ("-h", "--help"):
         print("usage: shardwise bench NAME ... (NAME --help says what may follow)\n")
         for each, text in known.items():
-            line = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
-            print(f"  {each:20}{' '.join(line.split())}")
+            line = " ".join((ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].split())
+            line = re.sub("^``.*?``: ", "", line).replace("``", "")  # the command stands before it
+            print(f"  {each:20}{line[:1].upper()}{line[1:]}")
         print("\n" + examples("bench"))
         return 0
     if name not in known:

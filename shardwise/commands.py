@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from shardwise.train.config import OptimizerName, PrecisionName, Strategy
+from shardwise.train.flags import one_of
 from shardwise.train.recipes import RECIPES
 
 LoggerName = Literal["tensorboard", "wandb"]
@@ -142,6 +143,7 @@ class Generate:
     top_p: float | None = None
     """Draw from the fewest tokens whose chances sum to this."""
     seed: int = 0
+    """The same seed draws the same text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,9 @@ class PlanCommand:
     model: Positional[str] = "default"
     """A recipe, a Hugging Face config.json (or its folder), or module:factory."""
     ranks: int = 8
-    strategy: Strategy | None = None
+    """Ranks of the run, over all nodes."""
+    strategy: Annotated[Strategy | None, *one_of(Strategy)] = None
+    """Default: the recipe's, or else zero3."""
     replicas: int | None = None
     """Size of the outer axis of hsdp and hfsdp."""
     bucket_mb: float | None = None
@@ -164,8 +168,9 @@ class PlanCommand:
     """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
     tokens: int | None = None
     """Tokens of a microbatch on one rank, instead of whole sequences."""
-    optimizer: OptimizerName | None = None
-    precision: PrecisionName | None = None
+    optimizer: Annotated[OptimizerName | None, *one_of(OptimizerName)] = None
+    """Default: the recipe's, or else muon."""
+    precision: Annotated[PrecisionName | None, *one_of(PrecisionName)] = None
     """Default, and "auto": the recipe's, or else bf16."""
     microbatches: int | None = None
     """Default: the recipe's, or else 1."""
@@ -208,6 +213,7 @@ class Export:
     out: Positional[Path]
     """A directory that does not exist yet."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The dtype of the exported weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

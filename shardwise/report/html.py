@@ -374,7 +374,11 @@ def _dig(value: Any, *names: str) -> Any:
 def _write(path: Path, text: str) -> Path:
     """Whole or not at all: a reader never finds half a page."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
+    try:
+        partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = str(path)  # the name that the user knows
+        raise
     partial.replace(path)
     return path
 

@@ -240,13 +240,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 # ------------------------------------------------------------------------------ planned and held
 
 Bar = dict[str, int]
-_BAR_COLOURS = KIND_COLOURS | {
-    "optimizer": GREEN,
-    "transient": YELLOW,
-    "other": GREY,
-    "measured": GREY,
-    "grad": ORANGE,
-}
+_BAR_COLOURS = KIND_COLOURS | {"transient": YELLOW, "measured": GREY}
 _WORDS = KINDS | {
     "optimizer": "optimizer state",
     "transient": "more at the peak",

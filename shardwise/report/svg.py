@@ -20,7 +20,7 @@ LEFT, RIGHT = 78, 24
 # Okabe and Ito's colours: told apart by people who see red and green alike, on both papers.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#D9C400", "#8A8F98"
-VIOLET = "#6A5ACD"
+VIOLET, MINT = "#6A5ACD", "#8FD3B6"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW, GREY)
 KIND_COLOURS = {
     "main": BLUE,
@@ -29,6 +29,7 @@ KIND_COLOURS = {
     "grad_accumulator": YELLOW,
     "grad_transient": RED,
     "receive": PINK,
+    "step": MINT,  # beside the optimizer's green
     "activations": VIOLET,
     "pool_idle": GREY,
     "optimizer": GREEN,

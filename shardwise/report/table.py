@@ -18,6 +18,7 @@ KINDS = {
     "grad_transient": "gradients on their way",
     "grad_accumulator": "gradients that wait",
     "receive": "messages of peers",
+    "step": "the optimizer's step",
     "pool_idle": "memory pool, idle",
 }
 

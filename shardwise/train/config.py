@@ -326,7 +326,7 @@ class TrainConfig:
             near = " or ".join(str(n) for n in (lower, lower + pieces) if n)
             raise ValueError(
                 f"a batch of {self.batch} sequences cannot be cut evenly over {world_size} ranks "
-                f"x {self.num_microbatches} microbatches: use {near}"
+                f"x {self.num_microbatches} microbatches: use --batch {near}, or other numbers"
             )
         return self.batch // pieces
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 T = TypeVar("T")
 
@@ -45,12 +46,29 @@ def flags_of(kind: type, default: Any, groups: Mapping[str, str] | None = None) 
             continue
         shown = "" if value is None else f"({value})"
         words = tyro.conf.arg(help_behavior_hint=shown, metavar=_metavar(hint))
-        option = Annotated[hint | None, words]  # type: ignore[valid-type]
+        option = Annotated[(hint | None, words, *one_of(hint))]  # type: ignore[valid-type]
         inside.append((field.name, option, dataclasses.field(default=None)))
     for at, item in enumerate(fields):
         if len(item) == 2:
             fields[at] = _group(kind, *item)
     return _flags(kind, fields + nested)
+
+
+def one_of(hint: Any) -> tuple[PrimitiveConstructorSpec[Any], ...]:
+    """For a flag that may be left out and whose words are those of a Literal: the words in their
+    order. tyro itself would list them in any order, with None. Empty for another hint."""
+    words = get_args(hint)
+    if get_origin(hint) is not Literal:
+        return ()
+    spec = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=_metavar(hint),
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda value: value is None or value in words,
+        str_from_instance=lambda value: [str(value)],
+        choices=words,
+    )
+    return (spec,)
 
 
 def _group(kind: type, title: str, fields: list[Any]) -> tuple[str, Any, Any]:

@@ -120,6 +120,8 @@ def find_resume(
                 f"--resume: there is no run of recipe {recipe!r} under runs/: name it with --out "
                 f"FOLDER or --resume PATH"
             )
+        if not folder.is_dir():
+            raise ValueError(f"--resume: there is no run at {folder}: leave --resume out to begin")
         return folder, _begun_from(folder) if ended_unsaved(folder) else newest_checkpoint(folder)
     path = Path(resume)
     if not path.is_dir():

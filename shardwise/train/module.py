@@ -103,7 +103,7 @@ def _of_transformers(config: TrainConfig) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"module={config.module!r}: transformers builds no causal language model from it "
-            f"({' '.join(str(error).split())})"
+            f"({' '.join(str(error).split())}): give the folder of one, with its config.json"
         ) from error
     return made
 

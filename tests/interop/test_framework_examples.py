@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PACKAGES = {
     "07_accelerate": ["accelerate", "transformers"],
     "08_transformers_trainer": ["accelerate", "transformers"],
-    "09_lightning": ["lightning"],
+    "09_lightning_fabric": ["lightning"],
     "10_torchtitan": [],
     "11_lora": ["peft", "transformers"],
     "12_hugging_face_muon": ["transformers"],

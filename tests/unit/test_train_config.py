@@ -135,7 +135,7 @@ def test_one_replica_per_node_by_default() -> None:
 def test_a_batch_that_cannot_be_cut_names_the_nearest() -> None:
     config = TrainConfig(batch=32, microbatches=2)
     assert config.share(2) == 8
-    with pytest.raises(ValueError, match="3 ranks x 2 microbatches: use 30 or 36"):
+    with pytest.raises(ValueError, match="3 ranks x 2 microbatches: use --batch 30 or 36"):
         config.share(3)
 
 
@@ -360,3 +360,24 @@ def test_the_console_says_once_what_stays_bf16() -> None:
     said = stream.getvalue()
     assert "28 of 47 parameters in mxfp8, 92.3 % of all elements" in said
     assert "norm.weight: read by RMSNorm, not only by linears" in said
+
+
+def test_wrong_words_get_one_line_that_says_what_to_type(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, said in (
+        ("plan smoke --ranks 0", "--ranks 0: give 1 or more"),
+        ("plan smoke --sequences -1", "--sequences -1: give 1 or more"),
+        ("plan smoke --ranks 2 --rank 2", "--rank 2: give one from 0 to 1"),
+        ("report a b --out nowhere/c.html", "make the folder nowhere first"),
+        ("train smoke --resume --out nowhere", "leave --resume out to begin"),
+    ):
+        assert cli.run(words.split()) == 2, words
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1, err
+    for words in ("plan --strategy zero4", "train --strategy zero4"):
+        with pytest.raises(SystemExit):
+            cli.run(words.split())
+        err = " ".join(capsys.readouterr().err.replace("│", "").split())
+        assert "('zero0', 'zero1', 'zero2', 'zero3', 'hsdp', 'hfsdp')" in err, err

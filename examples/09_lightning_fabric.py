@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning Fabric: ``ModelParallelStrategy`` asks for a function that wraps the model.
 
-    torchrun --standalone --nproc-per-node 2 examples/09_lightning.py
+    torchrun --standalone --nproc-per-node 2 examples/09_lightning_fabric.py
 
 For ``lightning.Trainer`` call ``shard(self.model, self.device_mesh)`` in ``configure_model``.
 """
