@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise as sw
+from tests.whole import whole_parameters, whole_tensors
 
 WIDTH, WORDS, LENGTH = 8, 33, 8  # two ranks have 17 and 16 words: layouts that would differ
 
@@ -138,10 +139,10 @@ def train(
         losses = {f"loss {which}": loss_of(model, which) for which in step}
         torch.stack(list(losses.values())).mean().backward()
         values = {name: loss.detach() for name, loss in losses.items()}
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            if number == 0:
-                values[f"grad {name}"] = whole(parameter.grad)
+        grads = {f"grad {name}": one.grad for name, one in model.named_parameters()}
+        assert all(grad is not None for grad in grads.values())
+        if number == 0:
+            values |= whole_tensors(grads)
         if hasattr(optimizer, "clip_grad_norm"):
             values["norm"] = optimizer.clip_grad_norm(max_norm)
         else:
@@ -150,7 +151,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if number == len(batches) - 1:
-            values |= {name: whole(parameter) for name, parameter in model.named_parameters()}
+            values |= whole_parameters(model)
         found.append(values)
     return found
 

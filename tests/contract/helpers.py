@@ -190,7 +190,9 @@ def assert_parameters_equal(sharded: Any, plain: Any, tolerance: float = 1e-5) -
     ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
     assert theirs and list(ours) == list(theirs), (list(ours), list(theirs))
     for name, parameter in theirs.items():
-        assert_close(full(ours[name]), parameter.detach(), name, tolerance)
+        assert_piece_close(ours[name].detach(), parameter, name, tolerance)
+    name = next(iter(theirs))  # that the pieces make up the whole, once
+    assert_close(full(ours[name]), theirs[name].detach(), f"whole {name}", tolerance)
 
 
 # ------------------------------------------------------------------------------ at rest

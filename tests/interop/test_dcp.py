@@ -38,6 +38,7 @@ from tests.contract.helpers import (
     wrap,
 )
 from tests.ranks import on_ranks, run_ranks
+from tests.whole import whole_tensors
 
 
 def trained(rank: int, world_size: int, strategy: str, steps: int, seed: int) -> tuple[Any, Any]:
@@ -57,14 +58,12 @@ def advance(net: Any, optimizer: Any, step: int) -> None:
 
 
 def values(net: Any, optimizer: Any) -> dict[str, Tensor]:
-    found = {name: full(value).clone() for name, value in net.named_parameters()}
+    found = dict(net.named_parameters())
     for name, parameter in net.named_parameters():
-        state = optimizer.state[parameter]
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{key}"] = full(state[key]).clone()
-        found[f"{name}.step"] = torch.as_tensor(state["step"]).clone()
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            found[f"{name}.{key}"] = torch.as_tensor(optimizer.state[parameter][key])
     assert len(found) > 40
-    return found
+    return whole_tensors(found)
 
 
 def save(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tensor]:
@@ -74,7 +73,7 @@ def save(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tens
     # A saved model goes on as if nothing had happened.
     saved = values(net, optimizer)
     advance(net, optimizer, 2)
-    return saved | {"next." + name: full(p).clone() for name, p in net.named_parameters()}
+    return saved | whole_tensors({"next." + name: p for name, p in net.named_parameters()})
 
 
 def load(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tensor]:
@@ -91,7 +90,7 @@ def load(rank: int, world_size: int, strategy: str, path: str) -> dict[str, Tens
     )
     found = values(net, optimizer)
     advance(net, optimizer, 2)
-    return found | {"next." + name: full(p).clone() for name, p in net.named_parameters()}
+    return found | whole_tensors({"next." + name: p for name, p in net.named_parameters()})
 
 
 def compare(saved: dict[str, Tensor], loaded: dict[str, Tensor], tolerance: float) -> None:

@@ -24,6 +24,7 @@ import shardwise as sw
 from shardwise.moe import GroupedLinear
 from tests.ranks import run_ranks
 from tests.tensor_parallel import LENGTH, Net, grid
+from tests.whole import whole_state
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 240.0  # seconds, on a machine that others use too
@@ -126,25 +127,17 @@ def go_on(model: Net, optimizer: Any, mesh: DeviceMesh, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    found = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            found[f"{name} {key}"] = whole(value).clone()
-    return found
-
-
 def save_and_load(rank: int, world_size: int, folder: str, sequence: bool) -> int:
     mesh = grid(2, 2)
     model, optimizer = trained(mesh, sequence, 2)
-    saved = everything(model, optimizer)
+    saved = whole_state(model, optimizer)
     path = Path(folder) / f"{sequence}"
     sw.save(path, model, optimizer)
     for sizes in ((2, 2), (4, 1), (1, 4)):
         other, fresh = trained(grid(*sizes), sequence, 1, first=7)
         assert not torch.equal(whole(other.embedding.weight), saved["embedding.weight"])
         sw.load(path, other, fresh)
-        found = everything(other, fresh)
+        found = whole_state(other, fresh)
         assert found.keys() == saved.keys()
         for key, value in saved.items():
             assert torch.equal(found[key], value), (sizes, key)
@@ -152,7 +145,7 @@ def save_and_load(rank: int, world_size: int, folder: str, sequence: bool) -> in
     sw.load(path, again, fresh)
     for one, its in ((model, optimizer), (again, fresh)):
         go_on(one, its, mesh, range(2, 4))
-    left, right = everything(model, optimizer), everything(again, fresh)
+    left, right = whole_state(model, optimizer), whole_state(again, fresh)
     assert all(torch.equal(left[key], right[key]) for key in left)
     return len(saved)
 

@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from tests.models import Model, loss_of, make_model, mesh_for, shard_model, tokens
+from tests.whole import whole_parameters, whole_state
 
 STEPS = 2
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -32,10 +33,7 @@ def full(value: Tensor) -> Tensor:
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Whole parameters and states of ``make_model(depth=2)`` under ``sw.optimizer``: momenta of
     matrices, and three states of the rest (collective)."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        for key, value in ({"": parameter} | optimizer.state[parameter]).items():
-            found[f"{name} {key}".strip()] = full(value)
+    found = whole_state(model, optimizer)
     assert len(found) == 15 + 4 + 11 * 3
     return found
 
@@ -63,7 +61,7 @@ def make_sharded(placements: sw.Placements, world_size: int, **options: Any) -> 
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    found = whole_parameters(model)
     assert len(found) == 15, "every parameter of the model is compared"
     return found
 

@@ -21,6 +21,7 @@ from shardwise.shard.fp8_parameter import FP8Parameter, FP8Weight
 from shardwise.shard.group import Group
 from shardwise.shard.module import units_of
 from tests.models import STRATEGIES, mesh_for
+from tests.whole import whole_tensors
 
 WIDTH, WORDS, DEPTH, STEPS = 64, 32, 2, 3
 WIDTHS: dict[Format, int] = {"fp8_block": 128}  # where blocks are wider than those of MXFP8
@@ -193,17 +194,15 @@ def train(
             seen[f"loss {step}.{microbatch}"] = loss.detach()
             seen[f"output {step}.{microbatch}"] = output
         if step in (steps[0], steps[-1]):
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    seen[f"grad {step} {name}"] = parameter.grad.full_tensor().clone()
+            named = model.named_parameters()
+            grads = {f"grad {step} {name}": p.grad for name, p in named if p.grad is not None}
+            seen |= whole_tensors(grads)
         optimizer.step()
         optimizer.zero_grad()
         if evaluate:
             with torch.no_grad():
                 seen[f"evaluation {step}"] = model(tokens(step, 77, rank))
-    for name, parameter in model.named_parameters():
-        seen[f"main {name}"] = parameter.full_tensor().detach().clone()
-    return seen
+    return seen | whole_tensors({f"main {name}": p for name, p in model.named_parameters()})
 
 
 def planes_seen(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import shardwise as sw
 from tests.models import PRECISIONS, STRATEGIES, Model, loss_of, make_model, ranks_for, tokens
 from tests.parity.helpers import every_two_axis_placements, make_sharded
 from tests.ranks import on_ranks, run_ranks
+from tests.whole import whole_tensors
 
 
 @cache
@@ -33,7 +34,7 @@ def accumulate(model: Model, rank: int, world_size: int, microbatches: int) -> N
 
 def assert_gradients(model: Model, world_size: int, microbatches: int, divisor: float) -> None:
     expected = summed_gradients(world_size, microbatches)
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    found = whole_tensors({name: p.grad for name, p in model.named_parameters()})
     assert found.keys() == expected.keys() and len(found) == 15
     for name, value in found.items():
         torch.testing.assert_close(
@@ -141,9 +142,9 @@ def check_no_sync(rank: int, world_size: int, placements: sw.Placements, precisi
             if microbatch < 2:
                 assert all(p.grad is None for p in model.parameters()), "nothing is shown yet"
         expected = summed_gradients(world_size, 3)
-        compared = 0
+        compared, whole = 0, whole_tensors({n: p.grad for n, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
-            found = parameter.grad.full_tensor()
+            found = whole[name]
             assert (found - expected[name] / world_size).abs().max() < tolerance, name
             compared += found.abs().max().item() > 0
             parameter.grad = None

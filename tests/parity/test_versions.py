@@ -25,6 +25,7 @@ from tests.models import (
 )
 from tests.parity.helpers import make_sharded
 from tests.ranks import on_ranks, run_ranks
+from tests.whole import whole_parameters
 
 OPTIONS: dict[str, dict[str, object]] = {
     "default": {},
@@ -33,7 +34,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.full_tensor() for name, p in model.named_parameters()}
+    return whole_parameters(model)
 
 
 def step_with_adamw(model: Model) -> None:
