@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words for people: bytes, counts, FLOPs and seconds as they write them, ``80GiB`` as bytes, and
-tables of text."""
+tables of text; and what is wrong with a choice."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -99,3 +101,18 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
         ).rstrip()
         for row in table
     ]
+
+
+def choice_problems(settings: Any) -> list[str]:
+    """A sentence for each field of a dataclass whose value is none of those that its type lists."""
+    return [
+        f"{name}={getattr(settings, name)!r}: one of {', '.join(choices)}"
+        for name, choices in _choices(type(settings)).items()  # type: ignore[arg-type]
+        if getattr(settings, name) not in choices
+    ]
+
+
+@cache
+def _choices(kind: type) -> dict[str, tuple[str, ...]]:
+    hints = get_type_hints(kind).items()
+    return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from shardwise.words import choice_problems
 
 Recompute = Literal["auto", "none", "pointwise", "block"]
 Score = Literal["softmax", "sigmoid"]
@@ -257,17 +259,7 @@ class GPTConfig:
                 problems.append(f"{name}={getattr(self, name)!r} must not be negative")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             problems.append(f"capacity_factor={self.capacity_factor!r} must be positive, or None")
-        for name, choices in (
-            ("expert_score", get_args(Score)),
-            ("expert_activation", get_args(ExpertActivation)),
-            ("expert_layout", ("grouped", "indexed")),
-            ("drop", ("late", "unlikely")),
-        ):
-            if getattr(self, name) not in choices:
-                problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
-        if self.recompute not in get_args(Recompute):
-            known = " or ".join(repr(choice) for choice in get_args(Recompute))
-            problems.append(f"recompute={self.recompute!r} must be {known}")
+        problems += choice_problems(self)
         if problems:  # what follows divides by the numbers above
             return problems
         if self.head_dim is None and self.dim % self.num_heads:

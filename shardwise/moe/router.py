@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.mesh import Ranks
 from shardwise.moe.activation import wide
+from shardwise.words import choice_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +76,7 @@ class Routing:
                 f"groups_per_token={self.groups_per_token} of groups={self.groups} must hold "
                 f"experts_per_token={self.experts_per_token} experts"
             )
-        if self.drop not in ("late", "unlikely"):
-            problems.append(f"drop={self.drop!r} is neither 'late' nor 'unlikely'")
-        if self.score not in ("softmax", "sigmoid"):
-            problems.append(f"score={self.score!r} is neither 'softmax' nor 'sigmoid'")
+        problems += choice_problems(self)
         for name in ("balance_loss", "sequence_loss", "z_loss", "bias_rate"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -31,6 +31,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from shardwise.words import choice_problems
+
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of a state: shape of one, and dtype
 _OURS = ("weight_decay", "wire")  # options that the library takes, not the function
@@ -55,8 +57,7 @@ class FunctionSettings:
             problems.append(f"lr={self.lr!r} must be 0 or more")
         if not self.weight_decay >= 0:
             problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
-        if self.wire not in ("fp32", "fp16"):
-            problems.append(f"wire={self.wire!r} is unknown; use fp32, fp16")
+        problems += choice_problems(self)
         if problems:
             raise ValueError(f"{self.function}(...) cannot work: " + "; ".join(problems))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shardwise.kernels.forms import Polynomial, choose, num_grams
 from shardwise.kernels.tables import Matrices
 from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
+from shardwise.words import choice_problems
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -94,11 +95,7 @@ class MuonSettings:
             problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
         if self.step_bytes is not None and not self.step_bytes > 0:
             problems.append(f"step_bytes={self.step_bytes!r} must be more than 0, or None")
-        for name, values in _CHOICES.items():
-            if getattr(self, name) not in values:
-                problems.append(
-                    f"{name}={getattr(self, name)!r} is unknown; use {', '.join(values)}"
-                )
+        problems += choice_problems(self)
         try:
             polynomial_of(self.preset)
         except ValueError as error:
@@ -113,11 +110,6 @@ class MuonSettings:
 
 # How a step is computed, not its result: a checkpoint leaves these to the optimizer that loads.
 MACHINE_SETTINGS = ("wire", "replicas", "tensor_parallel", "momentum_form", "step_bytes")
-_CHOICES = {
-    name: get_args(kind)
-    for name, kind in get_type_hints(MuonSettings).items()
-    if get_origin(kind) is Literal
-}
 muon = MuonSettings
 
 

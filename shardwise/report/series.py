@@ -37,6 +37,7 @@ Point = tuple[float, float, float]  # (x, y, step)
 MAX_POINTS = 1500
 FIRST = 200  # points of a run's begin that are kept, for axes by logarithms
 TIPS = 200  # points of a line that say what they are
+FEW = 60  # points that are drawn as dots
 LOW, HIGH = 260, 430  # heights of charts
 
 
@@ -95,7 +96,7 @@ def smoothed(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """A line of a chart. ``mean``: every column's lowest and highest value, faint, and their mean;
-    else the values alone, with a dot at each."""
+    else the values alone, with a dot at each of few."""
 
     name: str
     points: list[Point]
@@ -141,7 +142,7 @@ def chart(
     named = [(line.name, line.last, line.colour) for line in lines] + list(levels)
     words = [f"{_short(name)} {text(value)}".strip() for name, value, _ in named]
     canvas = Canvas(WIDTH, height, title)
-    top = draw_title(canvas, title.partition(":")[0], about)
+    top = draw_title(canvas, title, about)
     frame = draw_axes(
         canvas,
         top=top,
@@ -188,7 +189,8 @@ def _draw_line(frame: Frame, line: Line, title: str, text: Callable[[float], str
     ends = {choose(points, key=lambda p: p[1]) for choose in (min, max)}
     for a, b, step in sorted({*points[:: max(1, len(points) // TIPS)], *ends}):
         tip = f"step {step:,.0f}: {line.name or title} {text(b)}"
-        size, fill = (5, "transparent") if line.mean else (3.5, line.colour)
+        dots = not line.mean and len(points) <= FEW
+        size, fill = (3.5, line.colour) if dots else (5, "transparent")
         frame.canvas.circle(frame.x(a), frame.y(b), size, tip=tip, fill=fill)
 
 
@@ -321,8 +323,8 @@ def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
     name = corpus.get("name")
     about = f"{'held out' if held_out else 'train'} {last[1]:.3f} {word}"
     about += f" at step {last[2]:,.0f}" + (f", corpus {name}" if name else "")
-    return chart(
-        f"Loss: {last[1]:.3f} {word}",
+    canvas = chart(
+        "Loss",
         about,
         [
             Line(name="train", points=train, colour=BLUE),
@@ -337,6 +339,9 @@ def loss_canvas(events: Sequence[Event], *, log: bool = False) -> Canvas | None:
         levels=levels,
         marks=_resumes(events, by_tokens),
     )
+    assert canvas is not None, "there is a point"
+    canvas.title = f"loss: {about}"
+    return canvas
 
 
 def _resumes(

@@ -8,6 +8,7 @@ parameters. What cannot hold here raises ``NotImplementedError`` with the reason
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -286,7 +287,8 @@ def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
     def refused(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name}: {reason}")
 
-    return refused
+    theirs = getattr(FSDPModule, name, None)  # not in every torch that we support
+    return refused if theirs is None else functools.wraps(theirs)(refused)
 
 
 for _name, _reason in REFUSED.items():

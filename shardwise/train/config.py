@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import STRATEGIES, Placements
+from shardwise.words import choice_problems
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal[
@@ -200,16 +201,7 @@ class TrainConfig:
             problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
         if self.replicas is not None and self.replicas < 1:
             problems.append(f"replicas={self.replicas!r} must be 1 or more")
-        for name, choices in (
-            ("strategy", get_args(Strategy)),
-            ("optimizer", get_args(OptimizerName)),
-            ("precision", get_args(PrecisionName)),
-            ("compile", get_args(CompileChoice)),
-            ("schedule", get_args(Schedule)),
-            ("documents", get_args(DocumentChoice)),
-        ):
-            if getattr(self, name) not in choices:
-                problems.append(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
+        problems += choice_problems(self)
         if not problems and self.model.num_experts % self.ep:
             problems.append(
                 f"ep={self.ep} does not divide the {self.model.num_experts} experts of the model: "

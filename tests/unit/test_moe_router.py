@@ -279,7 +279,7 @@ def test_a_token_stays_within_its_best_groups() -> None:
     for options, said in (
         ({"groups": 4}, "groups=4 must divide num_experts=6"),
         ({"groups": 6}, "groups_per_token=1 of groups=6 must hold experts_per_token=2"),
-        ({"drop": "all"}, "neither 'late' nor 'unlikely'"),
+        ({"drop": "all"}, "drop='all': one of late, unlikely"),
     ):
         with pytest.raises(ValueError, match=said):
             routing(**options)
