@@ -86,7 +86,7 @@ def _parse_and_run(words: list[str]) -> int:
         command: Any = tyro.cli(
             _commands(),
             prog="shardwise",
-            description="Sharded training with whole-matrix optimizers. --version prints the version.",
+            description="Sharded training with whole-matrix optimizers. --version: its version.",
             args=_with_resume(words),
             console_outputs=_speaks(),
             config=(DisallowNone,),
