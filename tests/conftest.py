@@ -14,27 +14,28 @@ import torch.distributed as dist
 from shardwise import notices
 from tests.ranks import shut_down
 
-# Files that take half a minute or more: two workers that share the files (`make test`) would wait
+# Files that take twenty seconds or more: two workers that share the files (`make test`) would wait
 # for the last of them.
 LONG = (
     "faults/test_launch.py",
-    "resume/test_train.py",
-    "interop/test_command.py",
-    "faults/test_store_kill.py",
+    "interop/test_support.py",
     "comm/test_plan.py",
-    "parity/test_mxfp8.py",
-    "unit/test_kernels.py",
-    "parity/test_muon.py",
-    "unit/test_ranks.py",
-    "parity/test_one_process.py",
-    "parity/test_scaling.py",
-    "parity/test_mxfp8_embedding.py",
-    "contract/test_accumulation.py",
-    "interop/test_fsdp2_contract.py",
-    "parity/test_matrix_function.py",
-    "comm/test_plan_experts.py",
+    "faults/test_store_kill.py",
+    "resume/test_train.py",
     "interop/test_tensor_parallel_wrapped.py",
-    "unit/test_plan.py",
+    "parity/test_mxfp8.py",
+    "interop/test_fsdp2_contract.py",
+    "interop/test_command.py",
+    "unit/test_ranks.py",
+    "parity/test_tensor_parallel_train.py",
+    "comm/test_plan_experts.py",
+    "unit/test_kernels.py",
+    "interop/test_examples.py",
+    "unit/test_plan_activations.py",
+    "contract/test_accumulation.py",
+    "parity/test_muon.py",
+    "resume/test_anything.py",
+    "parity/test_one_process.py",
 )
 # Other people's software that tests run where it is installed.
 PACKAGES = ("accelerate", "lightning", "peft", "tokenizers", "transformers", "triton")
