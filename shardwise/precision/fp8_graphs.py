@@ -184,6 +184,9 @@ def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
     runs = _runs(terms, 7)
     if len({node.args[2:7] for node in terms}) > 1 or len(runs) == len(terms):
         return False
+    term = total.args[0]
+    while term.target is aten.add.Tensor:
+        term = term.args[0]
     sums = []
     with graph.inserting_before(total):
         for run in runs:
@@ -192,7 +195,9 @@ def _join_gradients(graph: Graph, total: Node, terms: Sequence[Node]) -> bool:
                 graph, ops.fp8_linear_backward.default, grads, parameters, *run[0].args[2:]
             )
             of_x, of_weights = (_add(graph, operator.getitem, joined, index) for index in range(2))
-            sums.append(_add(graph, aten.view.default, of_x, list(total.meta["val"].shape)))
+            # A size that changes from batch to batch is a node, so a view is copied.
+            viewed = _add(graph, term.target, of_x, term.args[1]) if term.target in VIEWS else of_x
+            sums.append(viewed)
             low = 0
             for node, grad in zip(run, grads, strict=True):
                 high, part = low + grad.meta["val"].shape[1], _parts(node).get(1)
