@@ -16,6 +16,7 @@ It is torch's ``parallelize_module``; ``fully_shard`` over the data-parallel axe
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,18 +119,19 @@ _CUT |= dict.fromkeys(("wo", "down"), 1)
 
 # ------------------------------------------------------------------------------ in a plan
 
+_Move = Callable[[Tensor, comm.Axis], Tensor]
+
 
 def _exchange(model: GPT, axis: comm.Axis) -> None:
     """Hooks that send plain meta tensors over ``axis`` where :func:`cut_over` sends DTensors."""
     model.sequence_parts, model.words_over = axis.size, axis
 
     def gathers(module: nn.Module, args: Any, output: Tensor | None = None) -> Any:
-        if output is None:
-            return (_Gathered.apply(args[0], axis), *args[1:])  # type: ignore[no-untyped-call]
-        return _Gathered.apply(output, axis)  # type: ignore[no-untyped-call]
+        whole = _Moved.apply(args[0] if output is None else output, axis, _gather, _scatter)  # type: ignore[no-untyped-call]
+        return (whole, *args[1:]) if output is None else whole
 
     def scatters(module: nn.Module, args: Any, output: Tensor) -> Any:
-        return _Scattered.apply(output, axis)  # type: ignore[no-untyped-call]
+        return _Moved.apply(output, axis, _scatter, _gather)  # type: ignore[no-untyped-call]
 
     def sums(module: nn.Module, args: Any) -> Any:
         return (_Partial.apply(args[0], module.weight, axis),)  # type: ignore[no-untyped-call]
@@ -145,30 +147,17 @@ def _exchange(model: GPT, axis: comm.Axis) -> None:
     model.norm.register_forward_hook(gathers)
 
 
-class _Gathered(torch.autograd.Function):
-    """Each rank's part of the sequences [B, T/t, C] becomes the whole [B, T, C] on all of them."""
+class _Moved(torch.autograd.Function):
+    """``there`` in forward, ``back`` in backward: a gather is the gradient of a scatter."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: comm.Axis) -> Tensor:
-        ctx.axis = axis
-        return _gather(part, axis)
+    def forward(ctx: Any, value: Tensor, axis: comm.Axis, there: _Move, back: _Move) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return there(value, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _scatter(grad, ctx.axis), None
-
-
-class _Scattered(torch.autograd.Function):
-    """Partial sums [B, T, C] of all ranks become each rank's part [B, T/t, C] of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: comm.Axis) -> Tensor:
-        ctx.axis = axis
-        return _scatter(whole, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gather(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.back(grad, ctx.axis), None, None, None
 
 
 class _Partial(torch.autograd.Function):
@@ -187,13 +176,15 @@ class _Partial(torch.autograd.Function):
 
 
 def _gather(part: Tensor, axis: comm.Axis) -> Tensor:
-    """As DTensor gathers the second dimension: by the first, and a copy."""
+    """Each rank's part of the sequences [B, T/t, C] becomes the whole [B, T, C] on all of them, as
+    DTensor gathers the second dimension: by the first, and a copy."""
     together = part.new_empty(axis.size * part.shape[0], *part.shape[1:])
     comm.all_gather(together, part.contiguous(), axis).wait()
     return torch.cat(together.chunk(axis.size), 1)
 
 
 def _scatter(whole: Tensor, axis: comm.Axis) -> Tensor:
+    """Partial sums [B, T, C] of all ranks become each rank's part [B, T/t, C] of the sum."""
     stacked = torch.cat(whole.chunk(axis.size, 1))
     part = stacked.new_empty(stacked.shape[0] // axis.size, *stacked.shape[1:])
     comm.reduce_scatter(part, stacked, axis).wait()
