@@ -68,7 +68,7 @@ def test_ranks_that_do_not_fit(tmp_path: Path) -> None:
     said = refused("train", "smoke", "--strategy", "hsdp", "--nproc", "3", cwd=tmp_path)
     assert "3 ranks do not fall into 2 replicas" in said and said.count("\n") == 1
     said = refused("train", "smoke", "--batch", "5", "--nproc", "2", cwd=tmp_path)
-    assert "use 4 or 6" in said and said.count("\n") == 1
+    assert "use --batch 4 or 6" in said and said.count("\n") == 1
 
 
 def test_data_that_is_not_there_is_said_once_by_one_rank(tmp_path: Path) -> None:
