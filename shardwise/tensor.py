@@ -154,10 +154,19 @@ class ShardedTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise NotImplementedError(
-            f"'{self.cut.name}'.data = ... would leave the buffer it lives in behind: write values "
-            f"with parameter.copy_(values) under torch.no_grad() (to swap two, clone one first)"
-        )
+        """Write values: the memory stays that of the buffer."""
+        view = isinstance(value, ShardedTensor) and value.version is not None
+        if view and value.version is self.version and value.cut is self.cut:
+            return  # p.data = p.data.to(...), which changed nothing
+        if view or value.shape != self.shape or value.dtype != self.dtype:
+            given = "a view of another parameter" if view else f"{value.dtype} {list(value.shape)}"
+            raise NotImplementedError(
+                f"'{self.cut.name}'.data = {given}: a parameter keeps the buffer that it lives in, "
+                f"its shape and {self.dtype}. Give values of its own (to swap two, clone one "
+                f"first); model.to(dtype) moves all of a model"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     @property  # type: ignore[override]
     def grad(self) -> Any:

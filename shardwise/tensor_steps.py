@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import zlib
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import STEP
 from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
+from shardwise.uncompiled import skip_frames, uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -106,15 +108,26 @@ def _in_chunks(cut: Cut) -> bool:
     return cut.tile is None and all(mine == chunk for mine, chunk in held)
 
 
+@uncompiled
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Gathers that still read main weights end before any optimizer writes those. A closure brings
     gradients later, so nothing is said of them then."""
+    if "torch._dynamo" in sys.modules:
+        _leave_pieces_alone()
     _take_over_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         _check_gradients(optimizer)
     for version in _versions_of(optimizer):
         version.await_readers()
+
+
+@functools.cache
+def _leave_pieces_alone() -> None:
+    """A compiled step calls this file's hooks before it touches a parameter: tell torch's compiler
+    then that our pieces, which it would take for DTensors, are not for its graphs."""
+    skip_frames(ShardedTensor.__torch_dispatch__)
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
 
 
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -166,6 +179,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
 _fed: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
 
+@uncompiled
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Whatever wrote the weights, a kernel that no version counter saw too: count it."""
     if not getattr(optimizer, "marks_writes", False):

@@ -4,7 +4,6 @@ give the module its class and hooks."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import weakref
@@ -15,9 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
-from torch._compile import _disable_dynamo
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -32,6 +29,7 @@ from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
 from shardwise.shard.whole_parameter import carry_attributes
 from shardwise.tensor import ShardedTensor
+from shardwise.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +227,8 @@ def install(
         raise
     for root in roots:
         root.__dict__.setdefault(STATE_KEY, {})[_TORCH_VERB] = unit
+        # Torch's ``replicate`` (DDP without a wrapper) around this module leaves it out by this.
+        root.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
         root.register_forward_pre_hook(_pre_forward, prepend=True, with_kwargs=True)
         root.register_forward_hook(_post_forward)
         root.register_forward_hook(_after_failure, always_call=True)
@@ -267,36 +267,21 @@ def _save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     return super(ShardedModule, self).save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook``, which torch.compile does not trace inside a model: gathers change storages."""
-    skipped = _disable_dynamo(hook)
-
-    def run(*args: Any) -> Any:
-        # Outside a trace, call the plain hook: `skipped` imports the compiler, which takes seconds.
-        return (skipped if torch.compiler.is_compiling() else hook)(*args)
-
-    # A compiled block runs its hooks outside of its graph; none of their frames is compiled.
-    if hasattr(eval_frame, "_FrameExecStrategy"):  # not in every torch that we support
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(run.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return functools.update_wrapper(run, hook)
-
-
-@_uncompiled
+@uncompiled
 def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
     return unit._pre_forward(module, args, kwargs)
 
 
-@_uncompiled
+@uncompiled
 def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
     return unit.post_forward(output)
 
 
-@_uncompiled
+@uncompiled
 def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
     """Put the sharded parameters back after a forward that raised: code that catches the exception
     and calls ``model.zero_grad()`` means the sharded parameters."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -291,6 +292,118 @@ for _habit, _write in WRITES.items():
 @case("habit: a plain full tensor written to a parameter", torch_fails="got mixed")
 def write_plain(shard: Any) -> None:
     writes(shard, lambda p: p.copy_(torch.full(p.shape, 0.25)))
+
+
+@case("habit: p.data = values", torch_fails="embed.weight: differs by")
+def write_data(shard: Any) -> None:
+    """Torch's writes are lost: forward gathers another tensor."""
+    writes(shard, lambda p: setattr(p, "data", p.data * 2))
+    net, plain = both(shard)
+    for model in (net, plain):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to("cpu")  # itself
+        values = nn.utils.parameters_to_vector(plain.parameters()).detach() * 3
+        nn.utils.vector_to_parameters(values, model.parameters())
+    assert_same(net, plain)
+    if shard is sw.fully_shard:
+        one, other = net.blocks[0][0].weight, net.blocks[1][0].weight
+        swap = partial(setattr, one, "data", other.data)
+        assert "clone one first" in raised(swap, NotImplementedError)
+
+
+@case("habit: torch.compile of an optimizer's step")
+def compiled_step(shard: Any) -> None:
+    torch._dynamo.reset()
+    net, plain = both(shard)
+    for model in (net, plain):
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            step(model, optimizer)
+    assert_same(net, plain)
+
+
+@case("habit: attributes of parameters", torch_fails="decays")
+def attributes(shard: Any) -> None:
+    """Those that were set before wrapping are gone with torch's."""
+    plain, made = Tail(), Tail()
+    for parameter in made.parameters():
+        parameter.decays = parameter.ndim > 1  # type: ignore[attr-defined]
+    net = shard(made)
+    identities = [id(parameter) for parameter in net.parameters()]
+    for parameter in net.parameters():
+        parameter.seen = True
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
+    net(torch.ones(2, 8)).sum().backward()
+    assert identities == [id(parameter) for parameter in net.parameters()]
+    assert all(parameter.seen for parameter in net.parameters())
+    assert [p.decays for p in net.parameters()] == [p.ndim > 1 for p in plain.parameters()]
+
+
+@case("habit: optimizers inside backward")
+def steps_inside(shard: Any) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        each = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+        def apply(p: Any, each: Any = each) -> None:
+            each[p].step()
+            each[p].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(apply)
+        for _ in range(2):
+            model(words()).square().mean().backward()
+    assert_same(net, plain)
+
+
+@case("habit: groups by dimensions, a scheduler, accumulation, a scaler, a clip")
+def whole_loop(shard: Any) -> None:
+    net, plain = both(shard)
+    for model in (net, plain):
+        sizes = [[p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False)]
+        groups = [{"params": sizes[0], "weight_decay": 0.1}, {"params": sizes[1]}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (count + 1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for _ in range(2):
+            for microbatch in range(2):
+                if model is net:
+                    net.set_is_last_backward(microbatch == 1)
+                    net.set_requires_gradient_sync(microbatch == 1)
+                scaler.scale(model(words()).square().mean() / 2).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, full(norm))
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert_same(net, plain)
+
+
+@case("habit: an evaluation, then training", torch_fails="differs by")
+def evaluated(shard: Any) -> None:
+    """After torch's evaluation the optimizer that is made next holds other parameters."""
+    net, plain = both(shard)
+    with torch.no_grad():
+        assert_close(net.eval()(words()), plain(words()), "evaluation")
+    with torch.inference_mode():
+        assert_close(net(words()).clone(), plain(words()), "inference")
+    trains(net.train(), plain)
+
+
+@case("10 replicate (DDP in place) around wrapped modules")
+def replicated_around(shard: Any) -> None:
+    _, plain = both(lambda module: module)
+    net = copy.deepcopy(plain)
+    shard(net.blocks[0])
+    replicate(net)
+    for model in (net, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(2):
+            step(model, optimizer)
+    assert_same(net, plain)
 
 
 def hooked(model: Any) -> list[str]:

@@ -112,7 +112,7 @@ def other_sizes(shard: Any) -> None:
     assert_same(other, plain, 0.0)
 
 
-@case("frameworks: a DCP checkpoint, read by the other library")
+@case("11 a DCP checkpoint, read by the other library")
 def read_by_the_other(shard: Any) -> None:
     model, plain = both(shard)
     folder = [tempfile.mkdtemp()]
@@ -215,7 +215,7 @@ def compiled_before(shard: Any) -> None:
     compiled_as(shard, partial(before, shard), 1)
 
 
-@case("9 compile(fullgraph) of wrapped blocks", torch_fails="graph break|Unsupported|fullgraph")
+@case("9 compile(fullgraph) of wrapped blocks")
 def compiled_after(shard: Any) -> None:
     compiled_as(shard, partial(after, shard), 1)
 

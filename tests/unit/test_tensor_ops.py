@@ -238,8 +238,13 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         match=r"aten.resize_.default on 'wide'.*shard of \[7, 13\].*full_tensor",
     ):
         tensor.resize_(3, 3)
-    with pytest.raises(NotImplementedError, match=r"copy_\(values\)"):
-        tensor.data = torch.zeros(7, 13)
+    values = tensor.full_tensor()
+    tensor.data = torch.zeros(7, 13)
+    assert not tensor.full_tensor().any() and values.any()
+    for wrong in (torch.zeros(7, 12), torch.zeros(7, 13, dtype=torch.float64)):
+        with pytest.raises(NotImplementedError, match=r"model.to\(dtype\)"):
+            tensor.data = wrong
+    tensor.data = values
     with pytest.raises(NotImplementedError, match="one rank's piece"):
         torch.save(tensor, io.BytesIO())
     with pytest.raises(NotImplementedError, match="grad_placements"):
