@@ -155,8 +155,9 @@ class ShardedTensor(DTensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Write values: the memory stays that of the buffer."""
-        view = isinstance(value, ShardedTensor) and value.version is not None
-        if view and value.version is self.version and value.cut is self.cut:
+        piece = value if isinstance(value, ShardedTensor) else None
+        view = piece is not None and piece.version is not None
+        if piece is not None and view and (piece.version, piece.cut) == (self.version, self.cut):
             return  # p.data = p.data.to(...), which changed nothing
         if view or value.shape != self.shape or value.dtype != self.dtype:
             given = "a view of another parameter" if view else f"{value.dtype} {list(value.shape)}"
