@@ -216,11 +216,18 @@ class ShardedTensor(DTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor in new memory on every rank (collective over the axes that cut it)."""
+        """The whole tensor in new memory on every rank (collective over the axes that cut it).
+
+        Gradients flow through it, averaged over all ranks of the mesh (collective, in backward), as
+        those of a forward are.
+        """
         if grad_placements is not None:
             raise NotImplementedError(
-                f"'{self.cut.name}': full_tensor(grad_placements=...): no gradient flows through it"
+                f"'{self.cut.name}': full_tensor(grad_placements=...): its gradient is averaged "
+                f"over the ranks, whatever each computes with it; leave grad_placements out"
             )
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _FullTensor.apply(self)  # type: ignore[no-untyped-call,no-any-return]
         with torch.no_grad():
             return self.cut.gather(self._local_tensor)
 
@@ -304,6 +311,24 @@ class ShardedTensor(DTensor):
                 f"only at {begins}; the checkpoint plan was made for another layout"
             )
         return found[0]
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sharded: ShardedTensor) -> Tensor:
+        ctx.cut = sharded.cut
+        return sharded.cut.gather(sharded._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> ShardedTensor:
+        cut: Cut = ctx.cut
+        if cut.ranks.others is not None:
+            raise NotImplementedError(
+                f"'{cut.name}' holds some experts, to which other ranks bring tokens: no gradient "
+                f"flows through its full_tensor(). Compute with it inside the module's forward"
+            )
+        total = cut.reduce(grad.flatten().clone(), "sum", cut.ranks.axes).view(grad.shape)
+        return _wrap(cut.take(total / cut.mesh.size()).contiguous(), cut)
 
 
 _make = torch.Tensor._make_wrapper_subclass

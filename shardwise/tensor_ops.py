@@ -428,7 +428,7 @@ class Operations:
         tensor = args[0]
         if tensor.numel() != 1:
             self._refuse(func, args, kwargs, f"a tensor of {tensor.numel()} elements is no number")
-        return tensor.full_tensor().item()
+        return tensor.cut.gather(tensor._local_tensor).item()
 
     def _unscale(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Unscale local gradients; an inf on one rank stops the step on all of them.

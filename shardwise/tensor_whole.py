@@ -82,7 +82,7 @@ def gathered(source: DTensor) -> Tensor:
     """All of a DTensor. Two axes that both cut the same rows are gathered one after the other:
     torch 2.13's one gather over both takes padding for rows (see mesh.flattened)."""
     one_by_one = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
-    with one_by_one():
+    with torch.no_grad(), one_by_one():
         return source.full_tensor()
 
 

@@ -103,6 +103,9 @@ class Call:
         if tensor.is_leaf:  # a weight itself: its own gradient tells, and a hook would stay on it
             return False
         tensor.register_hook(partial(_open, self))
+        # Autograd runs what came last first: all that this forward has recorded comes after the
+        # hook, also what leads to tensors that it left elsewhere (losses in a list).
+        tensor.grad_fn._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[union-attr,attr-defined]
         return True
 
 

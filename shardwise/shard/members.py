@@ -270,6 +270,19 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     )
 
 
+def refuse_side_way(unit: Unit) -> None:
+    """Raise where backward has come to weights not through an output of their unit, which would
+    have gathered them: it has read memory that was released, or that a gather was filling."""
+    if not unit.weights.shown and any(group.comes_and_goes for group in unit.groups):
+        raise RuntimeError(
+            f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
+            f"when they were not gathered, and has read memory without values. A tensor that this "
+            f"forward computed is kept elsewhere (in a list, a closure, another module): return it "
+            f"from forward, keep it as an attribute of the module, or wrap with "
+            f"reshard_after_forward=False"
+        )
+
+
 def refuse_transforms(unit: Unit) -> None:
     """Raise inside a transform of ``torch.func``, to whose tensors weights cannot be gathered."""
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]

@@ -65,6 +65,7 @@ from shardwise.shard.call import (
 from shardwise.shard.members import (
     refuse,
     refuse_create_graph,
+    refuse_side_way,
     refuse_transforms,
     refuse_written,
 )
@@ -115,6 +116,7 @@ class Unit(Wrapped):
         """Autograd has brought the gradient of one parameter, whole for this backward."""
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
+            refuse_side_way(self)
             self._enter_backward()
         arrivals = self.arrivals
         if not arrivals.arrive(key):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from tests.contract.helpers import (
@@ -29,6 +30,7 @@ from tests.contract.helpers import (
     raised,
     transient_bytes,
     vector_loss,
+    vectors,
     word_loss,
     words,
     wrap,
@@ -314,6 +316,75 @@ def test_a_penalty_on_weights_at_rest(rank: int, world_size: int, way: str) -> N
     for model in (net, plain):
         penalty_of(model).backward()
     assert_gradients_equal(net, plain)
+
+
+def through_full_tensors(model: Any, rank: int, step: int) -> Tensor:
+    """Products of a rank's own values with weights outside of any forward."""
+    head, inner = model.head.weight, model.blocks[0].up.weight * 2
+    if isinstance(head, DTensor):
+        head, inner = head.full_tensor(), inner.full_tensor()
+    seen = vectors(rank, step)
+    return (
+        word_loss(model, rank, step) + (seen @ head.t()).square().mean() + (seen @ inner.t()).std()
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_gradients_flow_through_full_tensors(rank: int, world_size: int, way: str) -> None:
+    """Reduced over ranks like any other: what a rank computes with them is its own."""
+    net, plain = wrapped(way, world_size)
+    for step in range(2):
+        check_backward(net, plain, through_full_tensors, rank, world_size, step)
+    with torch.no_grad():
+        assert not net.head.weight.full_tensor().requires_grad
+
+
+class Leaking(nn.Module):
+    """Blocks whose forwards leave losses in a list that no module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.left: Callable[[], list[Tensor]] = list
+        left: list[Tensor] = []
+        for block in self.blocks:
+            block.forward = partial(self.leak, block, left)  # type: ignore[method-assign]
+        self.left = lambda: [left.pop() for _ in self.blocks]
+
+    @staticmethod
+    def leak(block: Any, left: list[Tensor], x: Tensor) -> Tensor:
+        y = block[0](x).tanh()
+        left.append((block[0](x) * block[0].bias).square().mean())
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def leaking_loss(model: Any, rank: int, step: int) -> Tensor:
+    loss = vector_loss(model, rank, step)
+    return loss + sum(model.left())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_losses_that_forwards_leave_in_a_list(
+    rank: int, world_size: int, way: str, frozen: bool
+) -> None:
+    """Their backward reads weights, and comes not through an output of the unit."""
+    net, plain = wrapped(way, world_size, Leaking)
+    for model in (net, plain) if frozen else ():
+        model.blocks[2].requires_grad_(False)
+    for step in range(3):
+        check_backward(net, plain, leaking_loss, rank, world_size, step)
+    if way == "zero3":
+        vector_loss(net, rank)
+        bias = net.left()[-1]  # of the first block, whose input needs no gradient
+        assert "reshard_after_forward=False" in raised(bias.backward, RuntimeError)
 
 
 @on_ranks(2)
