@@ -95,7 +95,7 @@ def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(
 ) -> None:
     name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
     process = start("train", name, "--out", "run", "--max-restarts", "1", cwd=tmp_path)
-    wait_until(lambda: steps_done(run) >= 6, process)
+    wait_until(lambda: steps_done(run) >= 6 and events_of(run, "save"), process)
     os.kill(ranks_of(process)[0], signal.SIGKILL)
     wait_until(lambda: events_of(run, "resume") and steps_done(run) >= LAST, process)
     assert events_of(run, "resume")[0]["step"] >= 5

@@ -191,7 +191,7 @@ def test_bad_parameters_are_refused_together() -> None:
         assert part in str(caught.value)
     with pytest.raises(ValueError, match="no parameters"):
         sw.Muon([])
-    with pytest.raises(ValueError, match=r"scale='big' is unknown"):
+    with pytest.raises(ValueError, match=r"scale='big': one of spectral"):
         sw.Muon([weight], scale="big")
 
 
