@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise import comm
+from shardwise.shard.members import refuse_side_way
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
@@ -205,14 +206,17 @@ class _InputGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, sentinel: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
+        ctx.set_materialize_grads(False)  # an input that was not read has no gradient
         # DTensors hand over tensors that are still on their way; a compiled graph (torch 2.13)
         # loses the gradients of those.
         return tuple(map(comm.arrived, inputs))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit = ctx.call.unit()
         if unit is not None:
+            if ctx.call.enters() and any(grad is not None for grad in grads):
+                refuse_side_way(unit)  # frozen weights have no gradient that would tell
             unit.inputs_done(ctx.call)
         return (None, None, *grads)
 

@@ -271,12 +271,12 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
 
 
 def refuse_side_way(unit: Unit) -> None:
-    """Raise where backward has come to weights not through an output of their unit, which would
-    have gathered them: it has read memory that was released, or that a gather was filling."""
+    """Raise where backward has come to a unit not through an output of its forward, which would
+    have gathered the weights: it may have read memory that was released."""
     if not unit.weights.shown and any(group.comes_and_goes for group in unit.groups):
         raise RuntimeError(
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
-            f"when they were not gathered, and has read memory without values. A tensor that this "
+            f"when they were not gathered, and may have read memory without values. A tensor that "
             f"forward computed is kept elsewhere (in a list, a closure, another module): return it "
             f"from forward, keep it as an attribute of the module, or wrap with "
             f"reshard_after_forward=False"

@@ -387,6 +387,42 @@ def test_losses_that_forwards_leave_in_a_list(
         assert "reshard_after_forward=False" in raised(bias.backward, RuntimeError)
 
 
+class Features(nn.Module):
+    """A frozen unit whose features are the loss, and whose output is not used."""
+
+    def __init__(self, inner: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(inner(), nn.Tanh())
+        self.inner.requires_grad_(False)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner[0].register_forward_hook(lambda *called: self.kept.append(called[2]))
+        return self.inner(self.first(x))
+
+
+def feature_loss(model: Any, rank: int, step: int = 0) -> Tensor:
+    model(vectors(rank, step))
+    return model.kept.pop().square().mean()
+
+
+@on_ranks(2)
+def test_features_of_a_frozen_unit_whose_output_is_not_used(rank: int, world_size: int) -> None:
+    """Backward would read weights that nobody has gathered for it: named, or right."""
+    for inner in (partial(nn.LayerNorm, WIDTH), partial(nn.Linear, WIDTH, WIDTH)):
+        for options in ({}, {"reshard_after_forward": False}):
+            net, plain = pair(partial(Features, inner))
+            sw.fully_shard(net.inner, **options_for("zero3", world_size), **options)
+            sw.fully_shard(net, **options_for("zero3", world_size))
+            if options:
+                check_backward(net, plain, feature_loss, rank, world_size)
+                continue
+            text = raised(feature_loss(net, rank).backward, RuntimeError)
+            # A product saves a view of its weight, of which torch itself finds that it is gone.
+            told = "setStorage" if inner.func is nn.Linear else "'inner'"
+            assert told in text
+
+
 @on_ranks(2)
 def test_gradients_that_replicas_divide_take_what_is_added_to_them(
     rank: int, world_size: int
