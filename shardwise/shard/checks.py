@@ -155,7 +155,9 @@ def module_problems(
                 f"register_post_accumulate_grad_hook after wrapping, which shows reduced gradients"
             )
         elif parameter.numel() == 0:
-            problems.append(f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in ignored_params")
+            problems.append(
+                f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in ignored_params"
+            )
     return problems
 
 
