@@ -156,7 +156,8 @@ def module_problems(
             )
         elif parameter.numel() == 0:
             problems.append(
-                f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in ignored_params"
+                f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in "
+                f"ignored_params"
             )
     return problems
 
