@@ -250,7 +250,7 @@ class ShardedTensor(DTensor):
         if here and plain and wanted == (Replicate(),) * mesh.ndim:
             return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
         if here and plain and wanted and not any(one.is_partial() for one in wanted):
-            whole = self.full_tensor()
+            whole = self.full_tensor().detach()  # ``distribute_tensor`` passes no gradients on
             return distribute_tensor(whole, mesh, wanted, src_data_rank=None)
         raise NotImplementedError(
             f"'{self.cut.name}': redistribute from {self.placements} to {placements} on "

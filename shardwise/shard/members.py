@@ -273,7 +273,8 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
 def refuse_side_way(unit: Unit) -> None:
     """Raise where backward has come to a unit not through an output of its forward, which would
     have gathered the weights: it may have read memory that was released."""
-    if not unit.weights.shown and any(group.comes_and_goes for group in unit.groups):
+    gone = (one.pending or not all(memory.live for memory in one.blocks) for one in unit.groups)
+    if not unit.weights.shown and any(gone):
         raise RuntimeError(
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
             f"when they were not gathered, and may have read memory without values. A tensor that "
