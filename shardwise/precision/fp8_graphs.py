@@ -96,8 +96,8 @@ def _runs(nodes: Sequence[Node], place: int) -> list[list[Node]]:
 
 
 def _kept(nodes: Sequence[Node], kept: bool) -> list[Node]:
-    """Those of the nodes whose values outlive the graph, or the others: one tensor of both would
-    keep the memory of the others, too."""
+    """The nodes whose values outlive the graph (``kept``), or the others. One tensor for both kinds
+    would keep the memory of the others, too."""
     return [node for node in nodes if kept == _outlives(node)]
 
 
