@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from benchmarks.shown_results import NAMES, Flags, words_of, write
 from shardwise.report.html import read_events
 
 PROMPTS = ("def main(", "import torch", "The ")
-PARTS = ("rates", "apart", "experts", "fp8")
+PARTS = ("rates", "joined", "experts", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class Size:
     experts_flags: Flags
     steps: int
     sweep_steps: int
+    after_rates: float  # seconds that the stages after the rates need: with less, no more rates
     rates: dict[str, tuple[float, ...]]  # matrix-lr of Muon, lr of AdamW
     lr: float  # of Muon's other parameters
     fp8: str  # the format
@@ -71,7 +73,8 @@ FULL = Size(
     },
     steps=300,
     sweep_steps=60,
-    rates={"muon": (0.01, 0.02, 0.04), "adamw": (6e-4, 1.2e-3, 2.4e-3)},
+    after_rates=290,
+    rates={"muon": (0.02, 0.04, 0.08, 0.16), "adamw": (3e-4, 6e-4, 1.2e-3)},
     lr=1.2e-3,
     fp8="fp8_block",
     most=4 << 30,
@@ -92,6 +95,7 @@ SMOKE = Size(
     },
     steps=60,
     sweep_steps=4,
+    after_rates=1e9,
     rates={"muon": (0.02, 0.04), "adamw": (1e-3, 3e-3)},
     lr=3e-3,
     fp8="mxfp8_2d",
@@ -122,6 +126,7 @@ class Shown:
     lines: dict[str, str] = field(default_factory=dict)  # what was found, by subject
     said: dict[str, str] = field(default_factory=dict)  # texts that were written
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the result files
+    reading: threading.Lock = field(default_factory=threading.Lock)  # of the little text
 
     @property
     def left(self) -> float:
@@ -182,9 +187,9 @@ class Shown:
 
 
 def warm(shown: Shown, *, experts: bool) -> None:
-    """Fill the caches of compiled code while the text is read: random tokens, the same shapes."""
+    """Fill the caches of compiled code while the text is read: a little text, the same shapes."""
     size = shown.size
-    noise: Flags = {"data": f"random:{size.tokenizer.partition(':')[2]}", "save-every": 1000}
+    noise: Flags = {"data": str(little_text(shown)), "save-every": 1000}
     wanted: dict[str, Flags] = {"muon": {}, "adamw": {"optimizer": "adamw"}}
     if "fp8" in shown.parts:
         wanted["fp8"] = {"precision": size.fp8}
@@ -195,6 +200,16 @@ def warm(shown: Shown, *, experts: bool) -> None:
     if experts:
         jobs = [shown.job(size.experts, "warm-experts", size.experts_flags, noise, steps=2)]
     run_jobs(jobs, at_once=len(jobs), until=shown.until)
+
+
+def little_text(shown: Shown) -> Path:
+    """Tokens of a few files: with document ends and the same vocabulary as those of all text."""
+    folder = shown.scratch / "little"
+    with shown.reading:
+        if not folder.is_dir():
+            files = str(Path(argparse.__file__).parent / "*.py")
+            machine_text.data([files], folder, shown.size.tokenizer)
+    return folder
 
 
 def read_text(shown: Shown) -> None:
@@ -221,29 +236,45 @@ def all_tokens(shown: Shown) -> None:
 
 
 def find_rates(shown: Shown) -> None:
+    """The best rate of each optimizer. A best one at an end of those that were tried may not be the
+    best of all: the next one beyond that end is tried too, where there is time."""
     size = shown.size
     sample: Flags = {"data": str(shown.scratch / "text" / "sample"), "held-out": 0.05}
-    jobs = {
-        (optimizer, rate): shown.job(
-            *(size.recipe, f"sweep-{optimizer}-{rate:g}", size.flags, sample),
-            *({"optimizer": optimizer}, shown.rates(optimizer, rate)),
-            steps=size.sweep_steps,
-        )
-        for optimizer, rates in size.rates.items()
-        for rate in rates
-    }
-    found = run_jobs(list(jobs.values()), at_once=len(jobs), until=shown.until)
-    for (optimizer, rate), job in jobs.items():
-        bits = found[job.name].bits[-1] if job.name in found else None
-        shown.sweep.append({"case": NAMES[optimizer], "rate": rate, "bits": bits})
-    for optimizer in size.rates:
-        tried = {
-            rate: found[job.name].bits[-1]
-            for (one, rate), job in jobs.items()
-            if one == optimizer and job.name in found
-        }
-        if tried:
-            shown.best[optimizer] = min(tried, key=tried.__getitem__)
+    tried: dict[str, dict[float, float]] = {optimizer: {} for optimizer in size.rates}
+    asked = [(optimizer, rate) for optimizer, rates in size.rates.items() for rate in rates]
+    for _ in range(3):
+        jobs = [
+            shown.job(
+                *(size.recipe, f"sweep-{optimizer}-{rate:g}", size.flags, sample),
+                *({"optimizer": optimizer}, shown.rates(optimizer, rate)),
+                steps=size.sweep_steps,
+            )
+            for optimizer, rate in asked
+        ]
+        found = run_jobs(jobs, at_once=len(jobs), until=shown.until)
+        for (optimizer, rate), job in zip(asked, jobs, strict=True):
+            bits = found[job.name].bits[-1] if job.name in found else math.nan
+            tried[optimizer][rate] = bits if math.isfinite(bits) else math.inf
+        for optimizer, scores in tried.items():
+            if min(scores.values()) < math.inf:
+                shown.best[optimizer] = min(scores, key=scores.__getitem__)
+        shown.sweep = [
+            {"case": NAMES[optimizer], "rate": rate, "bits": bits if bits < math.inf else None}
+            for optimizer, scores in tried.items()
+            for rate, bits in sorted(scores.items())
+        ]
+        asked = [
+            (optimizer, rate)
+            for optimizer, scores in tried.items()
+            if (rate := beyond(shown.best[optimizer], scores)) is not None
+        ]
+        if not asked or shown.left < size.after_rates:
+            return
+
+
+def beyond(best: float, tried: Collection[float]) -> float | None:
+    """The rate to try next: twice or half of the best, where that lies at an end of those tried."""
+    return 2 * best if best == max(tried) else best / 2 if best == min(tried) else None
 
 
 def killed_and_resumed(shown: Shown) -> None:
@@ -302,11 +333,12 @@ def alone(shown: Shown) -> None:
         shown.curves["adamw", 0] = curve
 
 
-def documents_apart(shown: Shown) -> None:
-    """The time of a step whose documents do not see each other, beside the joined one."""
+def documents_joined(shown: Shown) -> None:
+    """The time of a step whose documents see each other, beside the one of documents apart."""
     steps = max(4, shown.size.sweep_steps // 2)
-    apart = train(shown.run("muon", 0, "apart", documents="apart", steps=steps), until=shown.until)
-    joined = shown.curves.get(("muon", 0))
+    flags = {"documents": "joined", "eval-every": steps, "steps": steps}
+    joined = train(shown.run("muon", 0, "joined", **flags), until=shown.until)
+    apart = shown.curves.get(("muon", 0))
     assert apart is not None and joined is not None
     shown.lines["documents apart"] = (
         f"{1e3 * apart.step:.1f} ms a step, joined {1e3 * joined.step:.1f} ms "
@@ -465,9 +497,9 @@ def run_all(shown: Shown) -> None:
         wait(muon, lambda: _last_step(events["muon"], resumed=True) > 0)
         adamw = pool.submit(staged, "adamw", 25, alone)
         muon.result()
-        if "apart" in shown.parts:
+        if "joined" in shown.parts:
             adamw.result()
-            staged("apart", 40, documents_apart)
+            staged("joined", 40, documents_joined)
         wait(adamw, lambda: _last_step(events["adamw"]) > 0.4 * shown.size.steps)
         others = pool.submit(staged, "together", 25, together)
         adamw.result()

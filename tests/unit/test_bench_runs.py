@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.fp8_learns import paired, table
 from benchmarks.machine_text import gather
 from benchmarks.runs import curve_of, mean_of
-from benchmarks.shown_run import SMOKE, Shown, same_losses
+from benchmarks.shown_run import SMOKE, Shown, beyond, same_losses
 
 
 def event(kind: str, step: int = 0, **values: Any) -> dict[str, Any]:
@@ -84,6 +84,12 @@ def test_a_machine_text_holds_each_text_once(tmp_path: Path) -> None:
     assert len(names) == found.documents == 2 and found.bytes > 2 * len(text)
     assert {Path(name).name for name in names} in ({"a.py", "f.1.gz"}, {"b.h", "f.1.gz"})
     assert gather(out, roots=[str(tmp_path)], most=1, workers=1).documents == 1
+
+
+def test_a_best_rate_at_an_end_asks_for_the_next_one() -> None:
+    assert beyond(0.04, (0.02, 0.04, 0.08)) is None
+    assert beyond(0.08, (0.02, 0.04, 0.08)) == 0.16
+    assert beyond(0.02, (0.02, 0.04, 0.08)) == 0.01
 
 
 def test_a_stage_without_time_or_with_an_error_is_said_and_the_others_go_on(tmp_path: Path) -> None:
