@@ -12,14 +12,11 @@ chip that grows warm slows all alike.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import report
+from benchmarks.fp8_steps import device_use
 from benchmarks.measure import GIB, StepClock
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.muon_kernels import milliseconds
@@ -67,7 +65,6 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
     model = wrap_zero(bare, mesh, BF16_COMPUTE, stage=3)
     optimizers = {name: optimizer_of(model, VARIANTS[name]) for name in options.systems}
     rows = {name: {"parts": [], "host": [], "memory": []} for name in optimizers}
-    profiles = {name: cProfile.Profile() for name in optimizers}
     for _ in range(TURNS):
         for name, made in optimizers.items():
             clock = StepClock(device)
@@ -82,8 +79,7 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
                     torch.cuda.reset_peak_memory_stats()
                     held = torch.cuda.memory_allocated()
                 begin = time.perf_counter()
-                with profiles[name] if options.profile and number else nullcontext():
-                    made.step()
+                made.step()
                 if number:
                     rows[name]["host"].append(1e3 * (time.perf_counter() - begin))
                 if cuda:
@@ -92,9 +88,10 @@ def worker(rank: int, options: Options, mesh: DeviceMesh) -> dict[str, Any]:
                 made.zero_grad()
             rows[name]["parts"] += clock.intervals()[1:]
     for name, made in optimizers.items():
-        if options.profile:
-            print(f"{name}, the host of {TURNS * (STEPS - 1)} steps")
-            pstats.Stats(profiles[name]).sort_stats("tottime").print_stats(30)
+        if options.profile and cuda:
+            token_loss(model(inputs), targets).backward()
+            rows[name]["use"] = device_use(made.step)  # type: ignore[assignment]
+            made.zero_grad()
         groups = made._matrix_groups or ()
         rows[name]["rounds"] = sum(len(group.exchange.rounds) for group in groups)  # type: ignore[assignment]
         states = [v for p in model.parameters() for v in made.state[p].values()]
@@ -121,6 +118,8 @@ def steps(backend: str, variants: Sequence[str], options: Options) -> report.Tab
     found = in_processes(worker, 1, backend, chosen)
     rows: list[report.Row] = []
     for name, one in found.items():
+        for row in [one["use"], *one["use"].pop("kernels")] if "use" in one else ():
+            print(name, row, flush=True)
         whole = [sum(parts) for parts in one["parts"]]
         step = statistics.median(whole)
         rows.append(
@@ -222,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     add("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
-    add("--profile", action="store_true", help="print where the host spends a step's time")
+    add("--profile", action="store_true", help="print the kernels of Muon's step, and its host time from an idle device")
     add("--name", default="muon-speed")
     add("--results", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)
