@@ -112,18 +112,22 @@ def on_the_whole(
     Where autograd records it, the result is a replicated DTensor: torch refuses to mix those with
     a rank's activations, whose gradients would reach the parameter unreduced.
     """
+    recorded = _records((args, kwargs))
     warn_once(
         logger,
-        "%s on '%s' gathers the whole tensor on every rank: it can't be computed on pieces",
+        "%s on '%s' gathers the whole tensor on every rank: it can't be computed on pieces%s",
         func,
         name,
+        "; to mix it with a rank's own tensors (torch says 'mixed torch.Tensor and DTensor'), "
+        "compute with its full_tensor() instead"
+        if recorded
+        else "",
         about=str(func),
         mesh=mesh,
     )
     targets = {key: kwargs[key] for key in outs if key in kwargs}
     plain = tree_map_only(DTensor, gathered, (list(args), kwargs))
     fresh = {key: torch.empty_like(plain[1][key]) for key in targets}
-    recorded = _records((args, kwargs))
     replicated = partial(
         DTensor.from_local, device_mesh=mesh, placements=[Replicate()] * mesh.ndim, run_check=False
     )
