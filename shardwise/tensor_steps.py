@@ -147,14 +147,17 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
             f"them"
         )
     kind = f"{type(optimizer).__name__}.step()"
+    failed = any(v.failed() for v, _ in buffers.values())
     if len(lacking) < len(ours):
         _fed.setdefault(optimizer, False)
-        if any(v.failed() for v, _ in buffers.values()):
+        if failed:
             raise RuntimeError(
                 f"{kind}: the last backward raised an exception, and left a part of its gradients "
                 f"({len(ours) - len(lacking)} of {len(ours)} parameters have one). Drop them: call "
                 f"zero_grad(), or reset_iter_state() on the root module"
             )
+    elif failed:
+        logger.warning("%s: the last backward raised an exception: nothing moves", kind)
     elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
         said = (
             f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
