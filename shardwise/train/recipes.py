@@ -33,9 +33,9 @@ def smoke() -> TrainConfig:
     return TrainConfig(
         model=GPTConfig(dim=32, num_layers=2, num_heads=2, context=32),
         steps=20,
-        batch=12,  # falls over 1, 2, 3, 4 and 6 ranks
+        batch=24,  # falls over 1, 2, 3, 4, 6, 8 and 12 ranks
         eval_every=10,
-        eval_windows=12,
+        eval_windows=24,
         save_every=10,
         sample=32,
         warmup=2,

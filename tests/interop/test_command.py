@@ -283,8 +283,8 @@ def test_a_requeued_slurm_job_goes_on_wherever_it_was_killed(tmp_path: Path) -> 
     (run / ".lock").touch()
     assert asked(), "killed in its first save: --resume begins anew"
     words = said.read_text().splitlines()[-1].partition("shardwise.cli ")[2].split()
-    settled = inside(*words, "--nproc", "5", cwd=tmp_path)  # smoke's batch of 12 does not fit
-    assert "a batch of 12 sequences cannot be cut" in settled.stderr, settled.stderr
+    settled = inside(*words, "--nproc", "5", cwd=tmp_path)  # smoke's batch of 24 does not fit
+    assert "a batch of 24 sequences cannot be cut" in settled.stderr, settled.stderr
     slow = submit(SLOW="yes")
     while len(said.read_text().splitlines()) < 4:
         assert slow.poll() is None

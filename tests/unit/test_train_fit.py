@@ -81,17 +81,43 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
         fitted(monkeypatch, 1 << 20)
 
 
-@pytest.mark.parametrize("name", ["gpt_124m", "gpt_1b", "moe_1b"])
-def test_a_large_recipe_starts_on_a_card_of_24_gb_without_a_flag(name: str) -> None:
-    """And so on one of 139 GiB, and on 8 of 80 GB, where a rank holds a part of the states. The
-    small recipes take less; only ``smoke``, a batch of 12, does not fall over 8 ranks. A plan of
-    gpt_1b_mxfp8 takes too long for a test."""
-    config = with_vocabulary(RECIPES[name](), 8192)
-    precision = named_precision("bf16", experts=config.model.num_experts > 0)
-    assert config.microbatches == "auto" and config.share(8) * 8 == config.batch
+# Ranks and GiB of each: one card of 24 GB, one H200, eight cards of 80 GB.
+MACHINES = ((1, 23.5), (1, 139.0), (8, 79.0))
+
+
+def problem(config: TrainConfig, ranks: int, memory: float) -> str | None:
+    """The reason why a recipe does not start on such a machine, or None. The smallest microbatch
+    with most recomputation decides: ``fit`` takes larger ones where they fit."""
+    config = with_vocabulary(config, 8192)
+    if config.microbatches != "auto":
+        return f"microbatches={config.microbatches}"
+    precision = named_precision(
+        "bf16" if config.precision == "auto" else config.precision,
+        experts=config.model.num_experts > 0,
+    )
     most = "block" if config.model.recompute == "auto" else config.model.recompute
-    held = fit.bytes_held(config, most, precision, world(), 1, 2)
-    assert held <= fit.HEADROOM * 23.5 * 2**30
+    try:
+        config.share(ranks)
+        found = fit.bytes_held(config, most, precision, world(size=ranks), 1, 2)
+    except ValueError as error:
+        return str(error)
+    return None if found <= fit.HEADROOM * memory * 2**30 else f"{found / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_starts_on_three_machines_without_a_flag(name: str) -> None:
+    """What fits 24 GB fits an H200; eight ranks are a plan of their own."""
+    found = {ranks: problem(RECIPES[name](), ranks, memory) for ranks, memory in MACHINES[::2]}
+    assert found == {1: None, 8: None}
+
+
+def test_a_recipe_that_does_not_start_is_seen() -> None:
+    """The negative control of the test above."""
+    config = RECIPES["gpt_1b"]()
+    wide = dataclasses.replace(config, model=dataclasses.replace(config.model, dim=4096))
+    assert "GiB" in str(problem(wide, *MACHINES[0]))
+    assert problem(wide, *MACHINES[1]) is None
+    assert "cannot be cut" in str(problem(dataclasses.replace(config, batch=12), *MACHINES[2]))
 
 
 @given(
