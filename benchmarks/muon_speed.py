@@ -221,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     add("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
-    add("--profile", action="store_true", help="print the kernels of Muon's step, and its host time from an idle device")
+    add("--profile", action="store_true", help="print kernels, and host time from an idle device")
     add("--name", default="muon-speed")
     add("--results", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)

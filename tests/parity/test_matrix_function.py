@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.optim import muon_step
+from shardwise.optim import matrix_group
 from shardwise.optim.functions import ANY
 from shardwise.optim.matrix_function import FUNCTIONS, State
 from shardwise.optim.split import Split
@@ -72,7 +72,7 @@ def check_strategies(rank: int, world_size: int, name: str) -> int:
     expected = None
     steps = range(STEPS if name in OPTIONS else 2)  # four, where bases change every second step
     for evenly, strategy in ways_of(name):
-        muon_step.evenly_is_cheaper = lambda plan, evenly=evenly: evenly  # type: ignore[assignment]
+        matrix_group.evenly_is_cheaper = lambda plan, evenly=evenly: evenly  # type: ignore[assignment]
         model, optimizer = build(strategy, world_size, name)
         train(model, optimizer, rank, world_size, steps)
         found = whole_state(model, optimizer)
