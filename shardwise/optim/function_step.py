@@ -8,8 +8,8 @@
 
 A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
 parameter has several), whole on the owner and empty elsewhere: a :class:`ShardedTensor`, which is
-saved and resharded like any other. An error on one owner is raised on every rank, before weights
-change.
+saved and resharded like any other. An error on one owner is raised on every rank, before the
+weights of its round change.
 """
 
 from __future__ import annotations
@@ -205,7 +205,11 @@ class FunctionGroup(MatrixGroup):
         update = self.function.run(batch, state, group)
         problem = problem_of(self.function.name, batch, update, state, template)
         if problem is None and first and not bool(torch.isfinite(update).all()):
-            problem = f"the first update of {self.function.name} is not finite"
+            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
+            problem = (
+                f"{self.function.name}, for {kind} gradients {list(batch.shape)}, returned NaN or "
+                f"infinity in its first step: look at its divisions and roots, or at the loss"
+            )
         if problem is not None:
             raise ValueError(problem)
         for name, values in stored.items():
@@ -237,7 +241,7 @@ class FunctionGroup(MatrixGroup):
             return
         for axis in axes:
             problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
-        raise RuntimeError(f"no weight of this part of the step was changed: {problem}")
+        raise RuntimeError(f"the step stopped before it changed this weight: {problem}")
 
     def _apply_group(
         self,

@@ -157,7 +157,7 @@ def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
         limit = max(map(len, every)) if waits else min(busy)
         tried: list[tuple[int, list[tuple[int, ...]]]] = []
         while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
-            count = count + 1 + count // 4 if tried else count
+            count = count + 1 + count // 8 if tried else count
             rounds = _cut(plan, members, min(count, limit))
             tried.append((_peak(plan, rounds), rounds))
         enough = plan.step_bytes if waits else max(plan.step_bytes, SAVES * min(tried)[0])
