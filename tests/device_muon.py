@@ -118,6 +118,14 @@ def sharded(rank: int, world_size: int, strategy: str) -> float:
         "cuda", lambda model: sw.fully_shard(model, mesh=mesh, placements=placements)
     )
     train(wrapped, optimizer, "cuda")
+    assert optimizer._matrix_groups[0].packs
+    again, small = build(
+        "cuda",
+        lambda model: sw.fully_shard(model, mesh=mesh, placements=placements),
+        step_bytes=1,
+    )
+    train(again, small, "cuda")
+    assert all(map(torch.equal, values(again), values(wrapped))), "one matrix at a time: other bits"
     whole, reference = build("cuda")
     train(whole, reference, "cuda")
     return distance(values(wrapped), values(whole))

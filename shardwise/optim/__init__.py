@@ -12,7 +12,8 @@ exchange      exchange         pieces to owners and back
 maths         presets          Newton-Schulz by preset, and its price
               muon, adamw      the settings and the arithmetic
               matrix_function  an optimizer of one matrix, as a function; functions has some
-optimizers    muon_step        Muon's step over the matrices of one sharding
+optimizers    matrix_group     the matrices of one sharding, their exchange, and a step over them
+              muon_step        Muon's part of it
               function_step    a function's, with its state on the owners
               sharded          the torch.optim.Optimizer
               optimizers       sw.optimizer and sw.Muon

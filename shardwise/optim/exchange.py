@@ -8,8 +8,8 @@
        to replicas   all-to-all        and go to the other replicas, which computed other matrices
 
 Rounds overlap: while round k is computed, round k + 1 goes to its owners and round k - 1 comes
-back. The caller fills the spans of a round when the round begins and takes them when it is
-finished, so that a step holds a few rounds at a time, and never all matrices.
+back. The caller writes the spans of a round where they are sent from, when the round begins, and
+reads the results where they were received: a step holds a few rounds at a time, never all matrices.
 
 The calls and their sizes follow from the ownership alone. A parameter without a gradient, or a rank
 without work, changes nothing about them, so no rank waits for a message that is never sent.
@@ -19,8 +19,9 @@ ownership between ranks, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,10 +32,9 @@ from shardwise.optim.ownership import assign_owners
 from shardwise.optim.split import Matrix
 from shardwise.streams import Lanes
 
+KIND = "step"  # the ledger's word for the memory of a step
 Key = tuple[int, int]  # (matrix, number among what is computed by itself in it)
-Compute = Callable[[Tensor, list[Key]], Tensor]  # [count, rows, cols] -> the same shape
 Part = tuple[int, int, int, int]  # (peer on the axis, matrix, lo, hi)
-View = Callable[[int, int, int], Tensor]  # (matrix, lo, hi) -> those elements, flat
 
 
 @dataclass(frozen=True)
@@ -45,69 +45,75 @@ class Span:
     begin: int  # counted from the beginning of this rank's part of the parameter
     end: int
     mine: bool  # whether this replica computes its matrices; else it is received
+    matrix: int  # the first of its matrices, which have one shape
 
-    def goes_on_with(self, other: Span) -> bool:
-        """Whether both are one span."""
-        end = replace(self, begin=self.end, end=other.end)
-        return end == other
-
-
-# The elements of each span, flat and new; none of a span that another replica computes.
-Begin = Callable[[Sequence[Span]], list[Tensor]]
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
 
 
-KIND = "step"  # the ledger's word for the memory of a step
+class Batch:
+    """Matrices of one shape, [count, rows, cols]. Who takes them frees their memory."""
+
+    def __init__(self, values: Tensor, keys: list[Key]) -> None:
+        self._values: Tensor | None = values
+        self.shape, self.keys = values.shape, keys
+
+    def take(self) -> Tensor:
+        assert self._values is not None, "taken before"
+        values, self._values = self._values, None
+        return values
 
 
-class _Places:
-    """The elements of a round's spans, and where in them its matrices lie."""
-
-    def __init__(self, spans: list[Span], places: dict[int, tuple[int, int]], begin: Begin) -> None:
-        self.spans, self._places = spans, places
-        self.values = begin(spans)
-
-    def view(self, index: int, lo: int, hi: int) -> Tensor:
-        """Elements [lo, hi) of a matrix, which are stored here."""
-        number, place = self._places[index]
-        value, span = self.values[number], self.spans[number]
-        if not len(value):  # they arrive now
-            value = counted(value.new_empty(span.end - span.begin), KIND)
-            self.values[number] = value
-        return value[place + lo : place + hi]
-
-    def keep(self, owned: Container[int]) -> None:
-        """Drop the elements of spans that are sent and come back: all but those of ``owned``
-        matrices."""
-        kept = {number for index, (number, _) in self._places.items() if index in owned}
-        for number, value in enumerate(self.values):
-            if number not in kept:
-                self.values[number] = value.new_empty(0)
+# Writes what is computed: the elements of each span, flat, into the memory given for it.
+Begin = Callable[[Sequence[Span], Sequence[Tensor]], object]
+Compute = Callable[[Batch], Tensor]  # new memory of the same shape
 
 
 class _Leg:
     """One all-to-all of a round: the parts that this rank sends and receives, by peer."""
 
     def __init__(
-        self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part], header: int
+        self, axis: comm.Axis, sends: Sequence[Part], receives: Sequence[Part], *, coded: bool
     ) -> None:
-        self.axis = axis
+        """``coded``: in fp16, each part after the exponent that scales it."""
+        self.axis, self.coded = axis, coded
         self.sends, self.receives = sorted(sends), sorted(receives)  # both sides: by peer, matrix
-        self.lengths = [hi - lo for _, _, lo, hi in self.receives]
+        self.send_lengths, self.lengths = (
+            [hi - lo for _, _, lo, hi in parts] for parts in (self.sends, self.receives)
+        )
         self.send_sizes, self.receive_sizes = [0] * axis.size, [0] * axis.size
         for sizes, parts in ((self.send_sizes, sends), (self.receive_sizes, receives)):
             for peer, _, lo, hi in parts:
-                sizes[peer] += hi - lo + header
+                sizes[peer] += hi - lo + coded
 
 
 @dataclass(eq=False)
 class _Round:
-    """Matrices that are exchanged and computed together, as one rank sees them."""
+    """Matrices that are exchanged and computed together, as one rank sees them.
 
-    members: tuple[int, ...]
-    owned: dict[int, list[tuple[int, int]]]  # by matrix: the parts [lo, hi) that are stored here
+    Its spans, in order: those that are sent to owners, as the leg sends them; parts of matrices
+    that this rank owns; those that other replicas compute, as they arrive.
+    """
+
+    spans: list[Span]
+    num_sent: int
+    num_mine: int
+    own: list[tuple[int, int, int]]  # (matrix, lo, hi), one for each span
+    batches: list[tuple[tuple[int, int], list[Key]]]  # what this rank computes, by shape
     to_owners: _Leg | None
     back: _Leg | None
     to_replicas: _Leg | None
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The elements of each span."""
+        return [span.numel for span in self.spans]
+
+    @cached_property
+    def by_matrix(self) -> list[int]:
+        """The numbers of the spans that this replica computes, by matrix, as replicas send them."""
+        return sorted(range(self.num_mine), key=lambda number: self.spans[number].matrix)
 
 
 @dataclass(eq=False)
@@ -119,6 +125,16 @@ class _Transfer:
     event: object
     received: Tensor
     sent: Tensor | None
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    """A round that has begun."""
+
+    round: _Round
+    own: list[Tensor]  # the elements of owned matrices that are stored here
+    transfer: _Transfer | None  # to owners, back, or to replicas
+    values: list[Tensor] = field(default_factory=list)  # results, by span
 
 
 class Exchange:
@@ -133,11 +149,14 @@ class Exchange:
         *,
         wire: str = "fp32",
         step_bytes: int | None = None,
+        results: torch.dtype = torch.float32,
+        work: Callable[[Matrix], int] | None = None,
     ) -> None:
         """``shards``: the ranks that store different pieces; ``replicas``: those that store the
-        same pieces and compute different matrices; ``step_bytes``: see ``assign_owners``."""
+        same pieces and compute different matrices; ``results``: the dtype of what is computed;
+        ``step_bytes``, ``work``: see ``assign_owners``."""
         self.matrices, self.device, self.wire = list(matrices), device, wire
-        self.shards, self.replicas = shards, replicas
+        self.shards, self.replicas, self.results = shards, replicas, results
         self.rank = shards.rank if shards is not None else 0
         self.replica = replicas.rank if replicas is not None else 0
         self.ownership = assign_owners(
@@ -145,6 +164,8 @@ class Exchange:
             shards.size if shards is not None else 1,
             replicas.size if replicas is not None else 1,
             step_bytes=step_bytes,
+            work=work,
+            result_width=results.itemsize,
         )
         # By matrix: the parts [lo, hi) that are stored here. Matrices that are cut alike share
         # their pieces.
@@ -160,42 +181,88 @@ class Exchange:
                 begins.setdefault(matrix.parameter, matrix.start + lo)
         # By matrix: where it starts, counted from the beginning of this rank's part.
         self.offsets = [m.start - begins.get(m.parameter, 0) for m in self.matrices]
-        self.rounds = [self._round(members) for members in self.ownership.rounds]
         self.excluded: frozenset[int] = frozenset()  # matrices that the caller computes itself
         self.lanes = Lanes(device)
 
+    def exclude(self, indices: Iterable[int]) -> None:
+        """Leave local matrices to the caller."""
+        self.excluded = frozenset(indices)
+        self.__dict__.pop("rounds", None)
+
+    @cached_property
+    def rounds(self) -> list[_Round]:
+        return [self._round(members) for members in self.ownership.rounds]
+
     def _round(self, members: Sequence[int]) -> _Round:
-        ownership = self.ownership
-        here = [index for index in members if ownership.owners[index][0] == self.replica]
-        owned = {i: self.stored[i] for i in here if ownership.owners[i][1] == self.rank}
-        header = 0 if self.wire == "fp32" else 1
+        owners = self.ownership.owners
+        members = [index for index in members if index not in self.excluded]
+        here = [index for index in members if owners[index][0] == self.replica]
+        owned = [index for index in here if owners[index][1] == self.rank]
+        sends: list[Part] = []
+        missing: list[Part] = []
         to_owners = back = to_replicas = None
-        if self.shards is not None and any(ownership.remote_pieces(index) for index in here):
+        coded = self.wire == "fp16" and self.results == torch.float32
+        if self.shards is not None and any(self.ownership.remote_pieces(index) for index in here):
             sends = [
-                (ownership.owners[index][1], index, lo, hi)
+                (owners[index][1], index, lo, hi)
                 for index in here
-                if index not in owned
+                if owners[index][1] != self.rank
                 for lo, hi in self.stored[index]
             ]
             receives = [
                 (rank, index, lo, hi)
                 for index in owned
-                for rank, lo, hi in ownership.remote_pieces(index)
+                for rank, lo, hi in self.ownership.remote_pieces(index)
             ]
-            to_owners = _Leg(self.shards, sends, receives, header)
-            back = _Leg(self.shards, receives, sends, header)
+            to_owners = _Leg(self.shards, sends, receives, coded=self.wire == "fp16")
+            back = _Leg(self.shards, receives, sends, coded=coded)
         if self.replicas is not None:
             others = [peer for peer in range(self.replicas.size) if peer != self.replica]
             shared = [(index, lo, hi) for index in here for lo, hi in self.stored[index]]
             missing = [
-                (ownership.owners[index][0], index, lo, hi)
+                (owners[index][0], index, lo, hi)
                 for index in members
-                if ownership.owners[index][0] != self.replica
+                if owners[index][0] != self.replica
                 for lo, hi in self.stored[index]
             ]
-            sends = [(peer, *part) for peer in others for part in shared]
-            to_replicas = _Leg(self.replicas, sends, missing, header)
-        return _Round(tuple(members), owned, to_owners, back, to_replicas)
+            parts = [(peer, *part) for peer in others for part in shared]
+            to_replicas = _Leg(self.replicas, parts, missing, coded=coded)
+        own = [(index, lo, hi) for index in owned for lo, hi in self.stored[index]]
+        sent = self._spans(sorted(sends), mine=True)
+        mine = sent + [self._span(*part, mine=True) for part in own]
+        shapes: dict[tuple[int, int], list[Key]] = {}
+        for index in owned:
+            for number, shape in enumerate(self.matrices[index].shapes):
+                shapes.setdefault(shape, []).append((index, number))
+        return _Round(
+            spans=mine + self._spans(sorted(missing), mine=False),
+            num_sent=len(sent),
+            num_mine=len(mine),
+            own=own,
+            batches=list(shapes.items()),
+            to_owners=to_owners,
+            back=back,
+            to_replicas=to_replicas,
+        )
+
+    def _span(self, index: int, lo: int, hi: int, *, mine: bool) -> Span:
+        offset = self.offsets[index]
+        return Span(self.matrices[index].parameter, offset + lo, offset + hi, mine, index)
+
+    def _spans(self, parts: Sequence[Part], *, mine: bool) -> list[Span]:
+        """Parts in order; neighbours for one peer that follow each other in memory are one span."""
+        found: list[Span] = []
+        before: Part | None = None
+        for part in parts:
+            span = self._span(*part[1:], mine=mine)
+            if before is not None and before[0] == part[0]:
+                last = found[-1]
+                alike = self.matrices[before[1]].shapes == self.matrices[part[1]].shapes
+                if alike and (last.parameter, last.end) == (span.parameter, span.begin):
+                    span = replace(found.pop(), end=span.end)
+            found.append(span)
+            before = part
+        return found
 
     def agree(self) -> None:
         """Raise where ranks have planned different exchanges, for which they would wait forever
@@ -203,7 +270,8 @@ class Exchange:
         for axis in (self.shards, self.replicas):
             if axis is None or axis.pretends:
                 continue
-            everyone = comm.agree((self.ownership.digest, self.wire), axis)
+            plan = (self.ownership.digest, self.wire, str(self.results))
+            everyone = comm.agree(plan, axis)
             mine = everyone[axis.rank]
             other = next((rank for rank, theirs in enumerate(everyone) if theirs != mine), None)
             if other is not None:
@@ -231,115 +299,131 @@ class Exchange:
         count = len(self.rounds)
         delay = 2 if self.replicas is not None else 1 if self.ownership.needs_exchange else 0
         ahead = min(delay, 1)
-        under_way: dict[int, _Places] = {}
-        to_owners: dict[int, _Transfer | None] = {}
-        back: dict[int, _Transfer | None] = {}
-        to_replicas: dict[int, _Transfer | None] = {}
+        under_way: dict[int, _UnderWay] = {}
         for number in range(-ahead, count + delay):
-            coming = number + ahead
-            if coming < count:  # goes to its owners
-                one = self.rounds[coming]
-                under_way[coming] = _Places(*self._spans(one), begin)
-                to_owners[coming] = self._send(one.to_owners, under_way[coming].view)
-                under_way[coming].keep(one.owned)
-            if 0 <= number < count:  # is computed
-                one, view = self.rounds[number], under_way[number].view
-                whole, batches = self._assemble(one, view, to_owners.pop(number))
-                self._compute(whole, batches, compute)
+            computed = 0 <= number < count
+            if not ahead:
+                under_way[number] = self._start(self.rounds[number], begin)
+            if computed:
+                batches = self._assemble(under_way[number])
+            if ahead and number + 1 < count:  # goes to its owners while the other is computed
+                under_way[number + 1] = self._start(self.rounds[number + 1], begin)
+            if computed:
+                results = self._compute(batches, compute)
             if delay and 0 < number <= count:  # comes back
-                one, view = self.rounds[number - 1], under_way[number - 1].view
-                self._receive(back.pop(number - 1), view)
-                to_replicas[number - 1] = self._send(one.to_replicas, view)
-            if 0 <= number < count:
-                one, view = self.rounds[number], under_way[number].view
-                back[number] = self._send(one.back, lambda i, lo, hi, w=whole: w[i][lo:hi])  # type: ignore[misc]
-                self._keep_own(one, whole, view)
-                del whole, batches
+                self._come_back(under_way[number - 1])
+            if computed:
+                self._send_back(under_way[number], results)
+                del results
             if number >= delay:  # is finished
                 done = under_way.pop(number - delay)
-                self._receive(to_replicas.pop(number - delay, None), done.view)
-                yield done.spans, done.values
+                self._receive_others(done)
+                yield done.round.spans, done.values
                 del done
 
-    def _spans(self, one: _Round) -> tuple[list[Span], dict[int, tuple[int, int]]]:
-        """The spans of a round without excluded matrices, and by matrix the number of its span
-        and its place there, counted from the matrix's first element."""
-        spans: list[Span] = []
-        places: dict[int, tuple[int, int]] = {}
-        for index in one.members:
-            if index in self.excluded:
-                continue
-            parameter, offset = self.matrices[index].parameter, self.offsets[index]
-            mine = self.ownership.owners[index][0] == self.replica
-            for lo, hi in self.stored[index]:
-                spans.append(Span(parameter, offset + lo, offset + hi, mine))
-                if len(spans) > 1 and spans[-2].goes_on_with(spans[-1]):
-                    end = spans.pop().end
-                    spans[-1] = replace(spans[-1], end=end)
-                places[index] = len(spans) - 1, offset - spans[-1].begin
-        return spans, places
+    def _start(self, one: _Round, begin: Begin) -> _UnderWay:
+        """Make what is computed, and send it to its owners."""
+        lengths = one.lengths[: one.num_mine]
+        sent = self._empty(sum(lengths[: one.num_sent]))
+        own = self._empty(sum(lengths[one.num_sent :]))
+        places = [*sent.split(lengths[: one.num_sent]), *own.split(lengths[one.num_sent :])]
+        begin(one.spans[: one.num_mine], places)
+        transfer = None
+        if one.to_owners is not None:
+            if one.to_owners.coded:
+                sent = self._encode(sent.split(one.to_owners.send_lengths))
+            transfer = self._send(one.to_owners, sent)
+        return _UnderWay(one, places[one.num_sent :], transfer)
 
-    def _assemble(
-        self, one: _Round, stored: View, arriving: _Transfer | None
-    ) -> tuple[dict[int, Tensor], list[tuple[Tensor, list[Key]]]]:
-        """The matrices that this rank owns, flat; and batches of one shape, of which plain matrices
-        are views."""
-        owned = [index for index in one.owned if index not in self.excluded]
-        shapes: dict[tuple[int, int], list[Key]] = {}
-        for index in owned:
-            for number, shape in enumerate(self.matrices[index].shapes):
-                shapes.setdefault(shape, []).append((index, number))
+    def _assemble(self, one: _UnderWay) -> list[Batch]:
+        """The matrices that this rank owns, in batches of one shape."""
         whole: dict[int, Tensor] = {}
         batches = []
-        for shape, keys in shapes.items():
+        for shape, keys in one.round.batches:
             batch = self._empty(len(keys), *shape)
-            batches.append((batch, keys))
+            batches.append(batch)
             for (index, _), slot in zip(keys, batch, strict=True):
                 if not self.matrices[index].sizes:
                     whole[index] = slot.view(-1)
-        for index in owned:
-            if self.matrices[index].sizes:
-                whole[index] = self._empty(self.matrices[index].numel)
-            for lo, hi in one.owned[index]:
-                whole[index][lo:hi] = stored(index, lo, hi)
-        self._receive(arriving, lambda index, lo, hi: whole[index][lo:hi])
-        return whole, batches
+                elif index not in whole:
+                    whole[index] = self._empty(self.matrices[index].numel)
+        targets = [whole[index][lo:hi] for index, lo, hi in one.round.own]
+        sources = list(one.own)
+        received = self._receive(one.transfer)
+        if one.transfer is not None and received is not None:
+            targets += [whole[index][lo:hi] for _, index, lo, hi in one.transfer.leg.receives]
+            sources += received.split(one.transfer.leg.lengths)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        one.own, one.transfer = [], None
+        for batch, (_, keys) in zip(batches, one.round.batches, strict=True):
+            for (index, number), slot in zip(keys, batch, strict=True):
+                matrix = self.matrices[index]
+                if matrix.sizes:
+                    slot.copy_(matrix.take(whole[index].view(matrix.rows, matrix.cols))[number])
+        return [
+            Batch(batch, keys) for batch, (_, keys) in zip(batches, one.round.batches, strict=True)
+        ]
 
-    def _compute(
-        self, whole: dict[int, Tensor], batches: list[tuple[Tensor, list[Key]]], compute: Compute
-    ) -> None:
-        """Compute matrices of one shape at a time, as one batch, in place."""
-        for batch, keys in batches:
-            split = [
-                (slot, self.matrices[index], whole[index], number)
-                for (index, number), slot in zip(keys, batch, strict=True)
-                if self.matrices[index].sizes
-            ]
-            for slot, matrix, flat, number in split:
-                slot.copy_(matrix.take(flat.view(matrix.rows, matrix.cols))[number])
-            result = compute(batch, keys)
-            if result is not batch:
-                batch.copy_(result)
-            for slot, matrix, flat, number in split:
-                matrix.put(flat.view(matrix.rows, matrix.cols), number, slot)
+    def _compute(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
+        """Compute matrices of one shape at a time; returns them flat, by matrix."""
+        results: dict[int, Tensor] = {}
+        for batch in batches:
+            computed = counted(compute(batch), KIND)
+            for (index, number), value in zip(batch.keys, computed, strict=True):
+                matrix = self.matrices[index]
+                if not matrix.sizes:
+                    results[index] = value.reshape(-1)
+                    continue
+                if index not in results:
+                    results[index] = self._empty(matrix.numel, dtype=computed.dtype)
+                matrix.put(results[index].view(matrix.rows, matrix.cols), number, value)
+        return results
 
-    def _keep_own(self, one: _Round, whole: dict[int, Tensor], stored: View) -> None:
-        """Copy the parts of assembled matrices that are stored here into the spans."""
-        for index, flat in whole.items():
-            for lo, hi in one.owned[index]:
-                stored(index, lo, hi).copy_(flat[lo:hi])
+    def _send_back(self, one: _UnderWay, results: dict[int, Tensor]) -> None:
+        """Send the rows of other ranks, and keep those that are stored here."""
+        back = one.round.back
+        if back is not None:
+            parts = [results[index][lo:hi] for _, index, lo, hi in back.sends]
+            one.transfer = self._send(back, self._joined(parts, back.coded))
+        one.own = [results[index][lo:hi] for index, lo, hi in one.round.own]
+        if self.moves:  # and not the whole matrices
+            lengths = one.round.lengths[one.round.num_sent : one.round.num_mine]
+            one.own = list(self._joined(one.own).split(lengths))
+        if back is None:
+            one.values = one.own
+
+    def _come_back(self, one: _UnderWay) -> None:
+        """Wait for the results of this replica, and send them to the others."""
+        this = one.round
+        if this.back is not None:
+            received = self._receive(one.transfer)
+            assert received is not None
+            one.values = [*received.split(this.lengths[: this.num_sent]), *one.own]
+        one.own, one.transfer = [], None
+        leg = this.to_replicas
+        if leg is not None:
+            parts = [one.values[number] for number in this.by_matrix]
+            peers = leg.axis.size - 1
+            if leg.coded:
+                once = self._joined(parts).split(leg.send_lengths[: len(leg.sends) // peers])
+                one.transfer = self._send(leg, self._encode(once * peers))
+            else:
+                one.transfer = self._send(leg, self._joined(parts * peers))
+
+    def _receive_others(self, one: _UnderWay) -> None:
+        """Wait for the results of other replicas."""
+        received = self._receive(one.transfer)
+        if received is not None:
+            one.values += received.split(one.round.lengths[one.round.num_mine :])
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)
 
     # ------------------------------------------------------------------ messages
 
-    def _send(self, leg: _Leg | None, source: View) -> _Transfer | None:
+    def _send(self, leg: _Leg, sent: Tensor) -> _Transfer:
         """Start one all-to-all of exact sizes; parts that stay here are not in it."""
-        if leg is None:
-            return None
-        sent = self._encode([source(index, lo, hi) for _, index, lo, hi in leg.sends])
-        sent = counted(sent, KIND)
         received = self._empty(sum(leg.receive_sizes), dtype=sent.dtype)
         self.lanes.join("gather", "compute")
         with self.lanes.on("gather"):
@@ -348,37 +432,39 @@ class Exchange:
             event = self.lanes.mark("gather")
         return _Transfer(leg, pending, event, received, sent)
 
-    def _receive(self, transfer: _Transfer | None, target: View) -> None:
-        """Wait for an all-to-all and put its parts in their places."""
+    def _receive(self, transfer: _Transfer | None) -> Tensor | None:
+        """Wait for an all-to-all; returns its parts one after another."""
         if transfer is None:
-            return
+            return None
         transfer.pending.wait()
         self.lanes.wait("compute", transfer.event)
         transfer.sent = None
-        parts = self._decode(transfer.received, transfer.leg.lengths)
-        for (_, index, lo, hi), part in zip(transfer.leg.receives, parts, strict=True):
-            target(index, lo, hi).copy_(part)
+        if transfer.leg.coded:
+            return self._decode(transfer.received, transfer.leg.lengths)
+        return transfer.received
+
+    def _joined(self, parts: Sequence[Tensor], coded: bool = False) -> Tensor:
+        """Results one after another, as they are or ``coded``."""
+        if coded:
+            return self._encode(parts)
+        if not parts:
+            return torch.empty(0, dtype=self.results, device=self.device)
+        return counted(torch.cat(list(parts)), KIND)
 
     def _encode(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts one after another. In fp16 each is scaled by a power of two, so that its
+        """The parts one after another in fp16. Each is scaled by a power of two, so that its
         largest element comes near fp16's, and the exponent precedes it."""
-        if self.wire == "fp32":
-            if not parts:
-                return torch.empty(0, device=self.device)
-            return torch.cat([part.float() for part in parts])
         encoded = [torch.empty(0, dtype=torch.float16, device=self.device)]
         for part in parts:
-            part = part.float()
             exponent = torch.frexp(part.abs().amax()).exponent.clamp(-100, 126)
             encoded.append(exponent.to(torch.float16).view(1))
             encoded.append(torch.ldexp(part, _FP16_TOP - exponent).to(torch.float16))
-        return torch.cat(encoded)
+        return counted(torch.cat(encoded), KIND)
 
-    def _decode(self, received: Tensor, lengths: Sequence[int]) -> Iterator[Tensor]:
-        if self.wire == "fp32":
-            return iter(received.split(list(lengths)))
-        encoded = received.split([length + 1 for length in lengths])
-        return (torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in encoded)
+    def _decode(self, received: Tensor, lengths: Sequence[int]) -> Tensor:
+        parts = received.split([length + 1 for length in lengths])
+        found = [torch.ldexp(part[1:].float(), part[0].int() - _FP16_TOP) for part in parts]
+        return counted(torch.cat([torch.empty(0, device=self.device), *found]), KIND)
 
 
 _FP16_TOP = 15  # scaled values stay below 2^15; fp16 ends at 65504

@@ -8,8 +8,8 @@
 
 A state is a tensor of its own for each matrix (``left``, or ``left.0``, ``left.1`` where a
 parameter has several), whole on the owner and empty elsewhere: a :class:`ShardedTensor`, which is
-saved and resharded like any other. An error on one owner is raised on every rank, before weights
-change.
+saved and resharded like any other. An error on one owner is raised on every rank, before the
+weights of its round change.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardwise import comm
 from shardwise.cut import Cut
 from shardwise.division import ByMatrix
 from shardwise.layout import ELEMENT, Item, Layout
-from shardwise.memory import counted
 from shardwise.mesh import Ranks
-from shardwise.optim.exchange import KIND, Key, Span
+from shardwise.optim.exchange import Batch, Key, Span
 from shardwise.optim.matrix_function import State, function_of, problem_of, template_of
+from shardwise.optim.matrix_group import MatrixGroup, States
 from shardwise.optim.matrix_parameter import MatrixParameter
-from shardwise.optim.muon_step import MatrixGroup, States
+from shardwise.optim.muon_step import MuonGroup
 from shardwise.optim.storage import cut_into_pieces, local_of
 from shardwise.placements import joint_places, ranks_by
 from shardwise.tensor import ShardedTensor
@@ -48,9 +48,10 @@ class FunctionGroup(MatrixGroup):
     def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
         self.function = function_of(self.members[0].group)
         self.blocks = self._blocks("duplicated")  # every rank of tensor parallelism computes it all
+
+    def _plan_step(self) -> None:
         self._refuse_other_matrices()
         self._mesh = self._data_mesh()
-        self.fused, self.local, self.others = False, {}, {}
         self._states: States = {}
         self._problem: str | None = None
         self._seen: dict[Key, int] = {}  # versions of step counters that are known not to be 0
@@ -161,17 +162,18 @@ class FunctionGroup(MatrixGroup):
         given: Sequence[bool],
         clip: Tensor | None,
         spans: Sequence[Span],
-    ) -> list[Tensor]:
-        """The gradients of a round, in fp32."""
-        return [
-            counted(self._gradient(span).to(torch.float32, copy=True), KIND)
-            if span.mine and given[span.parameter]
-            else self._nothing(span, given[span.parameter]).float()
-            for span in spans
-        ]
+        places: Sequence[Tensor],
+    ) -> None:
+        """Write the gradients of a round to their places, in fp32."""
+        for span, place in zip(spans, places, strict=True):
+            if given[span.parameter]:
+                place.copy_(self._gradient(span))
+            else:
+                place.zero_()
 
-    def _compute(self, batch: Tensor, keys: Sequence[Key]) -> Tensor:
+    def _compute(self, taken: Batch) -> Tensor:
         """The updates of matrices of one shape that this rank owns."""
+        batch, keys = taken.take(), taken.keys
         if batch.is_meta:  # a plan, which has no values
             return torch.zeros_like(batch)
         if self.blocks is not None:
@@ -203,7 +205,11 @@ class FunctionGroup(MatrixGroup):
         update = self.function.run(batch, state, group)
         problem = problem_of(self.function.name, batch, update, state, template)
         if problem is None and first and not bool(torch.isfinite(update).all()):
-            problem = f"the first update of {self.function.name} is not finite"
+            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
+            problem = (
+                f"{self.function.name}, for {kind} gradients {list(batch.shape)}, returned NaN or "
+                f"infinity in its first step: look at its divisions and roots, or at the loss"
+            )
         if problem is not None:
             raise ValueError(problem)
         for name, values in stored.items():
@@ -235,7 +241,7 @@ class FunctionGroup(MatrixGroup):
             return
         for axis in axes:
             problem = next((one for one in comm.agree(problem, axis) if one is not None), None)
-        raise RuntimeError(f"no weight of this part of the step was changed: {problem}")
+        raise RuntimeError(f"the step stopped before it changed this weight: {problem}")
 
     def _apply_group(
         self,
@@ -243,6 +249,7 @@ class FunctionGroup(MatrixGroup):
         updates: list[Tensor],
         group: dict[str, Any],
         clip: Tensor | None,
+        scale: float,
     ) -> None:
         if group["weight_decay"]:
             torch._foreach_mul_(weights, 1 - float(group["lr"]) * group["weight_decay"])
@@ -252,4 +259,4 @@ class FunctionGroup(MatrixGroup):
 
 def group_class(kind: str) -> Callable[..., MatrixGroup]:
     """The class that steps the parameter groups of a kind."""
-    return FunctionGroup if kind == "function" else MatrixGroup
+    return FunctionGroup if kind == "function" else MuonGroup

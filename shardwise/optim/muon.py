@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.kernels import newton_schulz
 from shardwise.kernels.forms import Polynomial, choose, num_grams
+from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
 from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
@@ -173,17 +174,35 @@ def kernels_fit(tensors: Sequence[Tensor]) -> bool:
 def update_momentum_by_kernels(
     buffers: list[Tensor],
     grads: list[Tensor],
+    places: list[Tensor],
     group: Mapping[str, Any],
     clip: Tensor | None = None,
-) -> list[Tensor]:
-    """:func:`update_momentum` in one pass, of gradients that are clipped on the way."""
-    updates = [torch.empty_like(buffer) for buffer in buffers]
-    if updates[0].is_meta:  # a plan
-        return updates
+) -> None:
+    """:func:`update_momentum` in one pass, of gradients that are clipped on the way, with the
+    updates written to ``places``."""
+    if buffers[0].is_meta:  # a plan
+        return
     from shardwise.kernels.momentum import accumulate
 
-    accumulate(grads, buffers, updates, clip=clip, **_momentum_rule(group))
-    return updates
+    accumulate(grads, buffers, places, clip=clip, **_momentum_rule(group))
+
+
+def packed(values: Tensor) -> Packed:
+    """Matrices [count, rows, cols] in fp16, as kernels orthogonalise them."""
+    if values.is_meta:  # a plan
+        count, rows, columns = values.shape
+        norms = values.new_empty(count)
+        return Packed(values=values.half(), inverse_norms=norms, rows=rows, columns=columns)
+    from shardwise.kernels.normalise import normalise
+
+    return normalise(values)
+
+
+def orthogonalise(batch: Packed, polynomial: Polynomial) -> Tensor:
+    """The orthogonal factors [count, rows, cols] in fp16; the batch is consumed."""
+    if batch.values.is_meta:  # a plan
+        return batch.values
+    return batch.unpadded(newton_schulz.orthogonalise_packed(batch, polynomial))
 
 
 def apply_update_by_kernels(

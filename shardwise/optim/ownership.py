@@ -32,7 +32,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,7 +48,7 @@ SAVES = 1.1  # more rounds must save so much memory, where no number of rounds i
 WIDTH = 4  # bytes of an element of a matrix that is computed
 NUM_PARTS = 8  # of a step whose weights are gathered as soon as they are updated
 
-Load = Counter[tuple[int, int]]  # elements, by (replica, rank)
+Load = Counter[tuple[int, int]]  # elements or bytes, by (replica, rank)
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Ownership:
     rounds: tuple[tuple[int, ...], ...]
 
     step_bytes: int = 0  # the memory that one step may take on a rank, beside states
+    work: tuple[int, ...] = ()  # bytes in which each matrix is computed
+    result_width: int = WIDTH  # bytes of an element of a result
 
     def remote_pieces(self, index: int) -> list[Piece]:
         """The pieces of a matrix that its owner does not store."""
@@ -106,12 +108,16 @@ def assign_owners(
     num_replicas: int = 1,
     *,
     step_bytes: int | None = None,
+    work: Callable[[Matrix], int] | None = None,
+    result_width: int = WIDTH,
 ) -> Ownership:
     """Choose an owner for every matrix, and divide the work into rounds.
 
     ``step_bytes``: the memory that one step may take on a rank. A round has one matrix of each
     owner at least. None: the bytes by which AdamW's two states, stored like the weights, exceed one
     momentum that replicas divide, unless owners would wait for each other in so many rounds.
+    ``work``: the bytes in which a matrix is computed; ``result_width``: of an element that is sent
+    back.
     """
     stored = WIDTH * sum(matrix.numel for matrix in matrices) // num_shards
     chosen = max(LEAST_STEP_BYTES, 2 * stored - stored // num_replicas)
@@ -120,7 +126,14 @@ def assign_owners(
         for index, rank in _assign_ranks(matrices, members, num_shards).items():
             owners[index] = (replica, rank)
     plan = Ownership(
-        tuple(matrices), num_shards, num_replicas, tuple(owners), (), step_bytes or chosen
+        tuple(matrices),
+        num_shards,
+        num_replicas,
+        tuple(owners),
+        (),
+        step_bytes or chosen,
+        tuple(work(one) if work else COMPUTED * WIDTH * one.numel for one in matrices),
+        result_width,
     )
     return replace(plan, rounds=_rounds(plan, waits=step_bytes is not None))
 
@@ -144,7 +157,7 @@ def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
         limit = max(map(len, every)) if waits else min(busy)
         tried: list[tuple[int, list[tuple[int, ...]]]] = []
         while not tried or (tried[-1][0] > plan.step_bytes and count < limit):
-            count = count + 1 + count // 4 if tried else count
+            count = count + 1 + count // 8 if tried else count
             rounds = _cut(plan, members, min(count, limit))
             tried.append((_peak(plan, rounds), rounds))
         enough = plan.step_bytes if waits else max(plan.step_bytes, SAVES * min(tried)[0])
@@ -174,32 +187,32 @@ def _cut(
 def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
     """The bytes that ``Exchange.run`` has in memory at the highest, on the rank that needs most.
 
-    While a round is computed (COMPUTED times its matrices), the next goes to its owners, the one
-    before comes back, and the one before that goes to replicas.
+    While a round is computed, the next goes to its owners, the one before comes back, and the one
+    before that goes to replicas.
     """
     none: Load = Counter()
     computed: list[Load] = []
-    travels: list[Load] = []
-    shared: list[Load] = []
+    travels: list[Load] = []  # elements that are sent, received, or kept by their owner
+    shared: list[Load] = []  # elements that replicas have, or send and receive
     for members in rounds:
-        owned, sent, mine, stored = Load(), Load(), Load(), Counter[int]()
+        owned, moved, mine, stored = Load(), Load(), Load(), Counter[int]()
         for index in members:
             replica, owner = plan.owners[index]
-            owned[replica, owner] += COMPUTED * plan.matrices[index].numel
+            owned[replica, owner] += plan.work[index]
             for rank, lo, hi in plan.matrices[index].pieces:
-                # An owner keeps what it stores, and receives the rest.
-                (owned if rank == owner else sent)[replica, owner] += hi - lo
-                sent[replica, rank] += hi - lo
+                moved[replica, rank] += hi - lo
+                if rank != owner:
+                    moved[replica, owner] += hi - lo
                 mine[replica, rank] += hi - lo
                 stored[rank] += hi - lo
-        others = Load({(-1, rank): 2 * numel for rank, numel in stored.items()})
+        others = Load({(-1, rank): numel for rank, numel in stored.items()})
         for (replica, rank), numel in mine.items():
-            others[replica, rank] = plan.num_replicas * numel + 2 * (stored[rank] - numel)
+            others[replica, rank] = plan.num_replicas * numel + stored[rank] - numel
         computed.append(owned)
-        travels.append(sent)
+        travels.append(moved)
         shared.append(others if plan.num_replicas > 1 else none)
     if not plan.needs_exchange and plan.num_replicas == 1:  # rounds do not overlap
-        return WIDTH * max(max(owned.values()) for owned in computed)
+        return max(max(owned.values()) for owned in computed)
 
     def at(loads: list[Load], number: int) -> Load:
         return loads[number] if 0 <= number < len(loads) else none
@@ -211,9 +224,10 @@ def _peak(plan: Ownership, rounds: Sequence[Sequence[int]]) -> int:
         for worker in {*going, *now, *back, *recent, *last}:
             absent = (-1, worker[1])  # a replica that computes nothing of what is stored there
             returned = max(back[worker], recent.get(worker, recent[absent]))
-            together = going[worker] + now[worker] + returned + last.get(worker, last[absent])
+            returned += last.get(worker, last[absent])
+            together = WIDTH * going[worker] + now[worker] + plan.result_width * returned
             highest = max(highest, together)
-    return WIDTH * highest
+    return highest
 
 
 def update_order(buffers: Sequence[Hashable], sizes: Sequence[int]) -> list[int]:

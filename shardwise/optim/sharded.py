@@ -35,9 +35,9 @@ from shardwise.optim.gradients import (
     quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
+from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
 from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon import MuonSettings, convert_momentum
-from shardwise.optim.muon_step import MatrixGroup, matrix_groups
 from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (
     axes_of,
@@ -138,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if group["kind"] != "elementwise"
             for parameter in group["params"]
         ]
-        self._matrix_groups = matrix_groups(members, self._measured, group_class)
+        self._matrix_groups = matrix_groups(members, group_class, self._measured)
         for matrices in self._matrix_groups:
             for one in matrices.members:
                 before = self.state.get(one.parameter, {})

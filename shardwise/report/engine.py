@@ -27,8 +27,8 @@ from shardwise.memory import Ledger
 from shardwise.mesh import PretendedMesh, Ranks
 from shardwise.optim.adamw import AdamWSettings
 from shardwise.optim.functions import ANY
+from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
-from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.routing import Routed
 from shardwise.optim.sharded import ShardedOptimizer, group_of
 from shardwise.placements import SHARD

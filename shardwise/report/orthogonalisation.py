@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 from shardwise.comm import Call
+from shardwise.optim.matrix_group import MatrixGroup
 from shardwise.optim.muon import MuonSettings
-from shardwise.optim.muon_step import MatrixGroup
 from shardwise.optim.ownership import Ownership
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise.agreement import raise_together
 from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
 from shardwise.mesh import Ranks, data_mesh, init_mesh
+from shardwise.optim.matrix_group import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
-from shardwise.optim.muon_step import kernels_everywhere
 from shardwise.optim.presets import price
 from shardwise.optim.routing import Route, route_problems, routes_of
 from shardwise.optim.split import matrices_of

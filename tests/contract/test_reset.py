@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.optim.muon_step import MatrixGroup
+from shardwise.optim.matrix_group import MatrixGroup
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     Block,

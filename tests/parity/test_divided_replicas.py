@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import shardwise as sw
-from shardwise.optim import muon_step
+from shardwise.optim import matrix_group
 from shardwise.optim.split import Split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
 from shardwise.shard.diagnose import find_nonfinite, parameter_norms
@@ -37,7 +37,7 @@ WAYS = ("by matrix", "evenly", "repeat")
 
 def divided_by(way: str) -> str:
     """Have every optimizer that is built from now on divide matrices so, whatever it costs."""
-    muon_step.evenly_is_cheaper = lambda plan: way == "evenly"  # type: ignore[assignment]
+    matrix_group.evenly_is_cheaper = lambda plan: way == "evenly"  # type: ignore[assignment]
     return "repeat" if way == "repeat" else "spread"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, Item, plan
-from shardwise.optim.exchange import Exchange, Key, Span
+from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
@@ -293,13 +293,15 @@ def there_and_back(rank: int, world_size: int, rows: int, wire: str, exponent: i
     found = [torch.zeros_like(one) for one in stored]
     seen: list[Tensor] = []
 
-    def start(spans: Sequence[Span]) -> list[Tensor]:
+    def start(spans: Sequence[Span], places: Sequence[Tensor]) -> None:
         assert all(span.mine for span in spans)
-        return [stored[span.parameter][span.begin : span.end].clone() for span in spans]
+        for span, place in zip(spans, places, strict=True):
+            place.copy_(stored[span.parameter][span.begin : span.end])
 
-    def double(batch: Tensor, keys: list[Key]) -> Tensor:
-        seen.extend(batch.clone())
-        return batch * 2
+    def double(batch: Batch) -> Tensor:
+        values = batch.take()
+        seen.extend(values)
+        return (values * 2).to(exchange.results)
 
     for spans, values in exchange.run(start, double):
         for span, value in zip(spans, values, strict=True):

@@ -58,10 +58,13 @@ def apply(
 @contextmanager
 def definitions() -> Iterator[None]:
     """A CPU that seems to have kernels."""
-    from shardwise.kernels import momentum, update
+    from shardwise.kernels import momentum, normalise, update
+    from shardwise.optim import matrix_group
 
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (kernels, "uses_kernels", lambda device: True),
+        (matrix_group, "kernels_everywhere", lambda device, axes: True),
+        (normalise, "normalise", normalise.reference),
         (momentum, "pack", momentum.pack_reference),
         (momentum, "accumulate", accumulate),
         (kernels, "orthogonalise_packed", orthogonalise_packed),
@@ -168,14 +171,32 @@ def test_batches_are_cut_where_they_grow_too_long(monkeypatch: pytest.MonkeyPatc
 
 
 def sharded(rank: int, world_size: int) -> list[str]:
-    expected, _ = trained()
+    """Whole matrices and travelling ones, all rounds at once and one matrix at a time."""
+    plain, _ = trained()
+    kept: Any = None
     with definitions():
+        whole, _ = trained()
+        for stage, options in ((3, {}), (3, {"step_bytes": 1}), (0, {}), (0, {"step_bytes": 1})):
+            placements = sw.zero(stage)
+            found, optimizer = trained(
+                lambda model, placements=placements: sw.fully_shard(
+                    model, mesh=mesh_of(world_size), placements=placements
+                ),
+                **options,
+            )
+            (group,) = optimizer._matrix_groups
+            assert group.packs and group.exchange.results == torch.float16
+            assert group.exchange.moves
+            different = [name for name in whole if not torch.equal(found[name], whole[name])]
+            assert not different, (stage, options, different)
+            assert_close(found, plain)
+            kept = kept or group
         found, optimizer = trained(
-            lambda model: sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3))
+            lambda model: sw.fully_shard(model, mesh=mesh_of(world_size), placements=sw.zero(3)),
+            wire="fp16",
         )
-    assert_close(found, expected)
-    (group,) = optimizer._matrix_groups
-    return sorted(group.members[position].name for position in group.local)
+        assert_close(found, plain)
+    return sorted(kept.members[position].name for position in kept.local)
 
 
 def test_ranks_pack_what_stays_and_exchange_what_travels() -> None:

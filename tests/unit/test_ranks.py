@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.optim import muon_step
+from shardwise.optim import matrix_group
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
 from tests.train_runs import default_signals
@@ -285,8 +285,8 @@ def test_no_rank_outlives_an_interrupted_session(tmp_path: Path) -> None:
 
 
 def replace_one(rank: int, world_size: int) -> bool:
-    found = muon_step.evenly_is_cheaper
-    muon_step.evenly_is_cheaper = lambda plan: True
+    found = matrix_group.evenly_is_cheaper
+    matrix_group.evenly_is_cheaper = lambda plan: True
     return found.__name__ == "evenly_is_cheaper"
 
 
