@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -158,7 +159,34 @@ class Ranks:
         names = self.mesh.mesh_dim_names
         assert names is not None, "a mesh of several axes is named, checked at construction"
         chosen = tuple(itertools.compress(names, flags))
+        if problem := order_problem(self.mesh[chosen], joint=True):
+            raise ValueError(f"{' and '.join(chosen)} as one axis: {problem}")
         return comm.as_axis(flattened(self.mesh, chosen).get_group(), "+".join(chosen))
+
+
+def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
+    """The reason, in words, why the axes of a mesh (``joint``: or all of them as one) do not fit
+    together: torch sorts the ranks of every process group, so in a mesh of ranks in another order a
+    rank may have another place in its group than its neighbours on the other axes have."""
+    ranks = getattr(mesh, "mesh", None)  # None: a pretended one
+    if ranks is None:
+        return None
+    grid = ranks.cpu().numpy()
+    places = [grid.argsort(axis).argsort(axis) for axis in range(grid.ndim)]  # in the groups
+    agree = all(
+        (places[axis] == places[axis].take([0], other)).all()
+        for axis, other in itertools.permutations(range(grid.ndim), 2)
+    )
+    if agree and joint:
+        in_order = numpy.ravel_multi_index(places, grid.shape).flatten()[grid.flatten().argsort()]
+        agree = bool((in_order == numpy.arange(grid.size)).all())
+    if agree:
+        return None
+    return (
+        f"the mesh {grid.tolist()} has its ranks in an order that torch's process groups, which are "
+        f"sorted, do not keep, so replicas of a shard would not meet: let ranks ascend along every "
+        f"axis{' and from row to row' if joint else ''}, as init_device_mesh does"
+    )
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

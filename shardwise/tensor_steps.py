@@ -5,7 +5,8 @@
                     gradients are checked, and the step is noted for the ranks to compare; gathers
                     that read the weights end
     after a step    the write is counted, so that the next gather refreshes the weights
-    zero_grad       drops microbatches that wait to be reduced, too
+    zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
+                    to be computed; that of modules alike
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
     DTensor(...)    with our placements is a ShardedTensor
 
@@ -19,11 +20,12 @@ import functools
 import logging
 import sys
 import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
@@ -190,21 +192,33 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             version.count += 1
 
 
-_zero_grad = torch.optim.Optimizer.zero_grad
+# Called with the parameters whose gradients the user drops.
+on_zero_grad: list[Callable[[Iterable[Tensor]], None]] = []
+
+_zero_grad, _zero_grad_of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
 
 
 @functools.wraps(_zero_grad)
 def _drop_gradients(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     """torch's own, which passes over parameters whose ``.grad`` is None, also drops microbatches
     that wait to be reduced. torch has no hook for it."""
-    for group in self.param_groups:
-        for parameter in group["params"]:
-            if type(parameter) is ShardedTensor and parameter.version is not None:
-                parameter.version.waiting.discard(parameter.cut.index)
+    for parameter in _ours(self):
+        if parameter.version is not None:
+            parameter.version.waiting.discard(parameter.cut.index)
     _zero_grad(self, set_to_none)
+    for tell in on_zero_grad:
+        tell(parameter for group in self.param_groups for parameter in group["params"])
+
+
+@functools.wraps(_zero_grad_of_module)
+def _drop_gradients_of_module(self: nn.Module, set_to_none: bool = True) -> None:
+    _zero_grad_of_module(self, set_to_none)
+    for tell in on_zero_grad:
+        tell(self.parameters())
 
 
 torch.optim.Optimizer.zero_grad = _drop_gradients  # type: ignore[method-assign]
+nn.Module.zero_grad = _drop_gradients_of_module  # type: ignore[method-assign]
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -10,13 +10,14 @@ gradients exist. Their hooks are called here instead, once, after the last gradi
 leaf that every use of the module has among its inputs, tells when the last use is done.
 
 Two mistakes are refused: an optimizer step before ``backward_dw``, and parameters that were swapped
-for others after the forward, whose owner has already reduced the gradients it found.
+for others after the forward, whose owner has already reduced the gradients it found. Gradients that
+are pending when the user drops gradients (``zero_grad``) are dropped with them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.moe.weights import ExpertTensor, WriteGradient
+from shardwise.tensor import ShardedTensor
+from shardwise.tensor_steps import on_zero_grad
 
 
 class DelayedGradients:
@@ -78,7 +81,6 @@ class DelayedGradients:
         """Compute the pending gradients; after the last use of the module in a backward, complete
         each parameter once."""
         pending, self._pending = self._pending, []
-        _waiting.discard(self)
         self._refuse_swapped(pending)
         for position in range(max(map(len, pending), default=0)):
             for gradients in pending:
@@ -92,14 +94,14 @@ class DelayedGradients:
                 complete()
 
     def forget(self) -> None:
-        """Drop the pending gradients, after an exception in backward."""
+        """Drop the pending gradients: the user did, or backward raised an exception."""
         self._pending = []
-        _waiting.discard(self)
         self._done = True
         self._reset()
 
     def _reset(self) -> None:
         self._seen, self._completions = set(), {}
+        _waiting.discard(self)
 
     def _refuse_swapped(self, pending: list[list[tuple[ExpertTensor, WriteGradient]]]) -> None:
         """Raise for parameters that left the module and whose owner expects no delayed gradient."""
@@ -124,25 +126,41 @@ class DelayedGradients:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         return f"{type(module).__name__.removeprefix('FSDP')} ({shown})"
 
-    def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` updates parameters of the module."""
-        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    def belongs_to(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the module has some of these parameters."""
+        held = set(map(id, parameters))
         module = self._module() if self._module is not None else None
         return module is not None and any(id(one) in held for one in module.parameters())
 
 
-_waiting: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()  # those with pending gradients
+# Those with gradients to compute or to complete.
+_waiting: weakref.WeakSet[DelayedGradients] = weakref.WeakSet()
 _watching: list[Any] = []
 
 
+def drop_pending(parameters: Iterable[Tensor]) -> None:
+    """Forget the pending gradients of modules with some of these parameters."""
+    held = list(parameters) if _waiting else []
+    for delayed in [delayed for delayed in _waiting if delayed.belongs_to(held)]:
+        delayed.forget()
+
+
+def _drop_with_others(parameters: Iterable[Tensor]) -> None:
+    """A wrapped module's unit waits for its gradients, so only ``reset_iter_state`` drops them."""
+    drop_pending(one for one in parameters if not isinstance(one, ShardedTensor))
+
+
 def _watch_steps() -> None:
-    """Refuse, from now on, optimizer steps that come before pending gradients."""
+    """Refuse, from now on, optimizer steps that come before pending gradients, and drop these with
+    all others."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_refuse_early_step))
+        on_zero_grad.append(_drop_with_others)
 
 
 def _refuse_early_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    late = [delayed for delayed in _waiting if delayed.trained_by(optimizer)]
+    trained = [one for group in optimizer.param_groups for one in group["params"]]
+    late = [delayed for delayed in _waiting if len(delayed) and delayed.belongs_to(trained)]
     if late:
         raise RuntimeError(
             f"{type(optimizer).__name__}.step: the weight gradients of {', '.join(map(str, late))} "

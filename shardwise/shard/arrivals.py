@@ -104,7 +104,8 @@ class Arrivals:
             names = [self._groups[n].items[index].name for n, index in sorted(self.delayed)]
             raise RuntimeError(
                 f"the gradients of {names} in unit '{unit}' are still to come: call backward_dw() "
-                f"of their module after each backward, before the next forward"
+                f"of their module after each backward, before the next forward; or, to drop all "
+                f"gradients, reset_iter_state() on the root module"
             )
 
     def forget(self) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
 from shardwise.layout import Grain
-from shardwise.mesh import Ranks
+from shardwise.mesh import Ranks, order_problem
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
@@ -243,6 +243,8 @@ def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
         )
     if mesh.ndim > 2 and mesh.mesh_dim_names is None:
         problems.append("a mesh of more than two axes needs mesh_dim_names")
+    if disorder := order_problem(mesh):
+        problems.append(disorder)
     return problems
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
 
-from shardwise.moe.delayed import DelayedGradients
 from shardwise.shard.members import refuse
 from shardwise.shard.runtime import Runtime
 from shardwise.shard.unit import Unit
@@ -107,10 +106,6 @@ class ShardedModule(FSDPModule):
         if not unit.is_root:
             raise RuntimeError("reset_iter_state is for the root module: call it there")
         unit.runtime.reset()
-        for module in self.modules():  # type: ignore[attr-defined]
-            delayed = getattr(module, "delayed", None)
-            if isinstance(delayed, DelayedGradients):
-                delayed.forget()
 
     def _ready_unit(self) -> Unit:
         unit = self._shardwise_unit

@@ -26,6 +26,7 @@ from shardwise import comm
 from shardwise.agreement import any_rank_in_step
 from shardwise.memory import CACHING, Source, TracePool
 from shardwise.mesh import separate
+from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
@@ -423,6 +424,7 @@ class Runtime:
         self.order.begin_forward()
         for unit in self.units:
             unit.reset()
+        drop_pending(p for unit in self.units for group in unit.groups for p in group.sharded)
 
 
 def _refuse_missing(missing: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import unittest
@@ -69,6 +70,26 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     assert "mesh_dim_names" in found["unnamed"]
     assert "5 ranks" in found["too large"] and "2 ranks" in found["too small"]
     assert "dp=0" in found["no rank"] and "start 8 processes" in found["outside"]
+
+
+@on_ranks(4)
+def test_ranks_in_another_order_than_their_groups(rank: int, world_size: int) -> None:
+    """torch sorts the ranks of a group: where places of neighbours differ then, all is refused;
+    where rows and columns still fit, only Muon's exchange over both axes is."""
+    names = ("dp_outer", "dp")
+    mixed = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=names)
+    for placements in (sw.hsdp(), sw.hfsdp()):
+        bad = functools.partial(sw.fully_shard, Block(), mesh=mixed, placements=placements)
+        message = raised(bad, ValueError)
+        assert "[[3, 1], [0, 2]]" in message and "ascend along every axis" in message
+    for ranks in ([[2, 3], [0, 1]], [[0, 2], [1, 3]]):
+        net, plain = pair(Block)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        sw.fully_shard(net, mesh=mesh, placements=sw.hfsdp())
+        check_backward(net, plain, vector_loss, rank, world_size)
+    step = functools.partial(sw.optimizer, net, matrix=sw.muon(), elementwise=sw.adamw(lr=0.1))
+    message = raised(lambda: step().step(), ValueError)
+    assert "dp_outer and dp as one axis" in message and "from row to row" in message
 
 
 @on_ranks(4)

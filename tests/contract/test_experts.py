@@ -357,17 +357,41 @@ def test_delayed_gradients_under_torchs_own_units_are_right_or_refused() -> None
         assert "torch's own fully_shard" in message
 
 
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
 @on_ranks(2)
 def test_an_iteration_that_was_given_up_owes_nothing(rank: int, world_size: int) -> None:
-    net, plain = delayed_net("zero3", world_size), Delayed(False)
-    net(rows(rank) * 3).backward()  # an iteration that is given up
-    net.reset_iter_state()
-    net(rows(rank)).backward()
-    net.experts.backward_dw()
-    for each in range(world_size):
-        (plain(rows(each)) / world_size).backward()
-    for (name, one), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=name)
+    for wrapper, how in (("zero3", "reset"), ("zero3", "raised"), ("plain", "raised"),
+                         ("plain", "optimizer"), ("plain", "module")):  # fmt: skip
+        net, plain = delayed_net(wrapper, world_size), Delayed(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        if how == "raised":
+            hook = net.before.register_forward_hook(lambda _, __, x: Raises.apply(x))
+            with pytest.raises(ZeroDivisionError):
+                net(rows(rank) * 3).backward()
+            hook.remove()
+        else:
+            net(rows(rank) * 3).backward()  # an iteration that is given up
+        if how == "reset":
+            net.reset_iter_state()
+        else:
+            (net if how == "module" else optimizer).zero_grad()
+        for each in [rank] if wrapper == "zero3" else range(world_size):
+            (net(rows(each)) / (1 if wrapper == "zero3" else world_size)).backward()
+        net.experts.backward_dw()
+        for each in range(world_size):
+            (plain(rows(each)) / world_size).backward()
+        for (name, one), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+            got = one.grad.full_tensor() if wrapper == "zero3" else one.grad
+            torch.testing.assert_close(got, other.grad, msg=f"{wrapper} {how} {name}")
 
 
 @pytest.mark.parametrize("delay", [True, False])
