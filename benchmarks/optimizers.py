@@ -10,6 +10,7 @@ their cost, not what tuning could get out of each.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
@@ -49,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--optimizers", nargs="+", default=list(RATES), choices=list(RATES))
     add("--jobs", type=int, default=1, help="runs at a time; more than one: a core each, no GPU")
+    add("--add", action="store_true", help="keep other optimizers' rows of the results there are")
     add("--minutes", type=float, default=math.inf, help="what is not done by then is left out")
     return parser.parse_args(arguments)
 
@@ -90,8 +92,19 @@ COLUMNS = {
 }
 
 
+def known(path: Path) -> tuple[dict[str, report.Row], dict[str, Curve]]:
+    """The rows and curves of earlier results, by optimizer."""
+    found = json.loads(path.read_text())
+    rows = {row["case"]: row for row in found["tables"][0]["rows"]}
+    return rows, {one["name"]: Curve(**one) for one in found["curves"]}
+
+
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
+    name = f"optimizers-{options.recipe}"
+    before: tuple[dict[str, report.Row], dict[str, Curve]] = ({}, {})
+    if options.add:
+        before = known(options.results / f"{name}.json")
     facts = report.circumstances(arguments)
     facts["command"] = "shardwise bench optimizers " + shlex.join(arguments)
     words = [options.recipe, *(["--steps", str(options.steps)] if options.steps else [])]
@@ -99,27 +112,31 @@ def main(arguments: Sequence[str]) -> None:
     until = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as scratch:
         jobs = {
-            (name, seed): Job(
-                name=f"{name}, seed {seed}",
-                words=[*words, "--optimizer", name, *rate_words(name), "--seed", str(seed)],
-                folder=Path(scratch) / f"{name}-{seed}",
+            (one, seed): Job(
+                name=f"{one}, seed {seed}",
+                words=[*words, "--optimizer", one, *rate_words(one), "--seed", str(seed)],
+                folder=Path(scratch) / f"{one}-{seed}",
             )
-            for name in sorted(options.optimizers, key=SLOW.index)
+            for one in sorted(options.optimizers, key=SLOW.index)
             for seed in options.seeds
         }
         several = options.jobs > 1
         found = run_jobs(list(jobs.values()), at_once=options.jobs, pinned=several, until=until)
     if not found:
         raise RuntimeError("no run was evaluated: see above")
-    curves: list[Curve] = []
-    rows: list[report.Row] = []
-    for name in options.optimizers:
-        own = [job.name for (one, _), job in jobs.items() if one == name]
-        runs = [found[each] for each in own if each in found]
+    rows_by, curves_by = before
+    for one in options.optimizers:
+        runs = [found[job.name] for (of, _), job in jobs.items() if of == one and job.name in found]
         if runs:
-            curves.append(mean_of(name, runs))
-            rows.append(row_of(name, curves[-1], len(runs), options.recipe))
+            curves_by[one] = mean_of(one, runs)
+            rows_by[one] = row_of(one, curves_by[one], len(runs), options.recipe)
+    curves = [curves_by[one] for one in RATES if one in curves_by]
+    rows = [rows_by[one] for one in RATES if one in rows_by]
+    texts = sorted({round(curve.bigram, 3) for curve in curves})
+    if len(texts) > 1:
+        raise RuntimeError(f"the runs read different texts, whose bigram models have {texts}")
     core = f", {options.jobs} at a time, a core each" if several else ""
+    core += " (the last of several commands)" if options.add else ""
     note = (
         f"Recipe {options.recipe}, {options.steps or 'its'} steps, seeds "
         f"{', '.join(map(str, options.seeds))}{core}; bigram model of the text: "
@@ -127,8 +144,10 @@ def main(arguments: Sequence[str]) -> None:
         f"highest seed. *step ms*: the median. State of one rank with all parameters."
     )
     table = report.Table(title="Matrix optimizers", note=note, columns=COLUMNS, rows=rows)
-    paths = report.write([table], facts, f"optimizers-{options.recipe}", options.results)
-    drawing = options.results / f"optimizers-{options.recipe}.svg"
+    paths = report.write([table], facts, name, options.results)
+    stored = json.loads(paths[1].read_text()) | {"curves": [vars(curve) for curve in curves]}
+    paths[1].write_text(json.dumps(stored, indent=1) + "\n")
+    drawing = options.results / f"{name}.svg"
     best = min(curves, key=lambda curve: curve.bits[-1])
     about = f"held-out bits per byte, mean over seeds; lowest: {best.name} {best.bits[-1]:.3f}"
     coloured = dict(zip(COLOURS, curves, strict=False))

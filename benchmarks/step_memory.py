@@ -5,6 +5,8 @@ Every allocation of torch's CPU allocator during one step is added up (``CpuMete
 that needs most: states, which stay, and the highest of what comes and goes. Beside them the
 library's own count of the latter (the ledger, which plans read too), and Muon in as much memory as
 it likes.
+
+A second table has gpt_1b on GPUs by plan, for more ranks than there are here.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.workers import Options, in_processes
 LAYERS, WIDTH, HIDDEN = 12, 384, 1056
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)]
 UNBOUNDED = 1 << 40
+MIB = 2**20
 
 
 class Block(nn.Module):
@@ -155,6 +158,65 @@ def run(cases: Sequence[str], optimizers: Sequence[str], tiny: bool) -> report.T
     return report.Table(title=title, note=note, columns=COLUMNS, rows=rows)
 
 
+# Strategy, mesh, and options of the plan.
+PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("zero0", {"dp": 8}, {}),
+    ("zero0", {"dp": 64}, {}),
+    ("zero1", {"dp": 8}, {}),
+    *(("zero3", {"dp": ranks}, {}) for ranks in (1, 2, 8, 16, 64, 512)),
+    ("hsdp", {"dp_outer": 8, "dp": 8}, {}),
+    ("hfsdp", {"dp_outer": 8, "dp": 8}, {}),
+    ("zero0", {"dp": 8}, {"bucket_mb": 256}),
+    ("zero1", {"dp": 8}, {"bucket_mb": 256}),
+    ("zero1", {"dp": 64}, {"bucket_mb": 256}),
+]
+PLANNED = {
+    "case": ("strategy", "s"),
+    "mesh": ("mesh", "s"),
+    "adamw": ("AdamW's states MiB", ".0f"),
+    "state": ("Muon's states MiB", ".0f"),
+    "step": ("its step MiB", ".0f"),
+    "ratio": ("together, x AdamW", ".2f"),
+    "adamw_peak": ("peak of the run, AdamW MiB", ".0f"),
+    "peak": ("Muon MiB", ".0f"),
+    "peak_ratio": ("x AdamW", ".2f"),
+}
+
+
+def planned() -> report.Table:
+    from shardwise.models.gpt import GPT
+    from shardwise.report.plan import plan
+    from shardwise.train.recipes import gpt_1b
+
+    rows: list[report.Row] = []
+    for strategy, mesh, options in PLANS:
+        with torch.device("meta"):
+            model = GPT(gpt_1b().model)
+        adamw, muon = (
+            plan(model, mesh, strategy, optimizer=one, **options) for one in ("adamw", "muon")
+        )
+        step = muon.peak.get("step", 0)
+        rows.append(
+            {
+                "case": f"data_parallel, {strategy}" if options else strategy,
+                "mesh": " x ".join(map(str, mesh.values())),
+                "adamw": adamw.optimizer_bytes / MIB,
+                "state": muon.optimizer_bytes / MIB,
+                "step": step / MIB,
+                "ratio": (muon.optimizer_bytes + step) / adamw.optimizer_bytes,
+                "adamw_peak": adamw.total / MIB,
+                "peak": muon.total / MIB,
+                "peak_ratio": muon.total / adamw.total,
+            }
+        )
+    note = (
+        "gpt_1b, without activations, the rank that needs most. Where a rank owns few matrices, "
+        "those that it computes, the next and\nthe last ones are more than its share of a second "
+        "state; the peak of the run lies in backward, before the step."
+    )
+    return report.Table(title="By plan", note=note, columns=PLANNED, rows=rows)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.step_memory",
@@ -162,15 +224,17 @@ def main(arguments: Sequence[str]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    add("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     add("--tiny", action="store_true", help="dry run at toy size; no figure means much")
     add("--results", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)
     facts = report.circumstances(arguments)
     facts["command"] = "python -m benchmarks.step_memory " + shlex.join(arguments)
-    table = run(options.cases, OPTIMIZERS, options.tiny)
+    tables = [planned()]
+    if options.cases:
+        tables.insert(0, run(options.cases, OPTIMIZERS, options.tiny))
     name = "step-memory" + ("-tiny" if options.tiny else "")
-    paths = report.write([table], facts, name, options.results)
+    paths = report.write(tables, facts, name, options.results)
     print(paths[0].read_text())
     print("written:", *paths)
 

@@ -251,6 +251,22 @@ def test_planning_needs_no_process_group_and_both_sides_of_a_message_agree(
     assert (total > 0) == (ranks * replicas > 1)
 
 
+def test_neighbours_for_one_peer_are_one_span_if_they_are_of_one_shape() -> None:
+    """Kernels scale a whole span by the shape of its matrices."""
+    split = Split.stacked(4, 4, 2, 2, 2, 4, 4, 2, 2)
+    pieces = [(1, 0, 3 * 26)]  # rank 1 stores all, and rank 0 computes about half
+    matrices = stored_matrices(matrices_of((26, 3), split), pieces, PRICE, parameter=0)
+    exchange = Exchange(matrices, axis(2, 1), None, torch.device("meta"))
+    (only,) = exchange.rounds
+    covered: Counter[int] = Counter()
+    for span in only.spans:
+        inside = [m for m in matrices if span.begin <= m.start < span.end]
+        assert len({m.shapes for m in inside}) == 1 and inside[0] == matrices[span.matrix]
+        covered.update(range(span.begin, span.end))
+    assert covered == Counter(range(3 * 26)), "each element once"
+    assert only.to_owners is not None and only.num_sent < len(only.to_owners.sends), "some joined"
+
+
 # ------------------------------------------------------------------------------ on ranks
 
 
