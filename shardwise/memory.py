@@ -89,7 +89,7 @@ class Block:
     """A flat tensor whose memory can be given back and had again.
 
     ``lane`` names the stream on which the owner allocates and frees it: storages are shared within
-    one lane only. ``moved`` is called when the tensor got another storage, so that views can follow.
+    one lane only. ``moved`` is called when the tensor got another storage, for views to follow.
     """
 
     def __init__(
