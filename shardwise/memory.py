@@ -5,14 +5,14 @@ A :class:`Block` is a flat tensor whose memory comes and goes while the tensor, 
 that autograd saved, stays. A *source* decides where the memory comes from:
 
 - :class:`Caching`: the storage is resized, so torch's allocator recycles it. The default.
-- :class:`TracePool` (``memory="trace"``): the first step is traced, then gradients on their way to
-  a reduction and MXFP8 planes get fixed homes in one arena. Blocks that are never alive together
-  share a home:
+- :class:`TracePool` (``memory="trace"``): the first step finds out how many gradients on their way
+  to a reduction and MXFP8 planes are alive together, and how large these are. Their storages are
+  kept, and later steps use them again. Blocks that are never alive together share a storage:
 
       backward    | unit 3 | unit 2 | unit 1 |
-      gradients 3 ##########                        home A
-      gradients 2        ...#########               home B
-      gradients 1                ...##########      home A
+      gradients 3 ##########                        storage A
+      gradients 2        ...#########               storage B
+      gradients 1                ...##########      storage A
 
   It saves calls of the allocator and costs memory; docs/memory.md has the figures.
 """
@@ -23,7 +23,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -89,8 +88,8 @@ class Source(Protocol):
 class Block:
     """A flat tensor whose memory can be given back and had again.
 
-    ``lane`` names the stream on which the owner allocates and frees it: homes are shared within one
-    lane only. ``moved`` is called when the tensor got another storage, so that views can follow.
+    ``lane`` names the stream on which the owner allocates and frees it: storages are shared within
+    one lane only. ``moved`` is called when the tensor got another storage, for views to follow.
     """
 
     def __init__(
@@ -131,17 +130,13 @@ class Block:
             self.live = True
             self._counted.set(self._held)
 
-    def move(self, storage: torch.UntypedStorage, offset: int) -> None:
-        """Put the tensor into ``storage`` at byte ``offset``. It is no view of it for autograd, so
-        its version counter stays its own."""
+    def move(self, storage: torch.UntypedStorage) -> None:
+        """Put the tensor into ``storage``, which has memory: views cannot be made of none. It is no
+        view of it for autograd, so its version counter stays its own."""
         with torch.no_grad():
-            self.tensor.set_(storage, offset // self.tensor.element_size(), (self.numel,), (1,))
+            self.tensor.set_(storage, 0, (self.numel,), (1,))
         if self.moved is not None:
             self.moved()
-
-    def move_out(self) -> None:
-        """Put the tensor into a storage of its own, with memory: views cannot be made of none."""
-        self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device), 0)
 
 
 class _Counted:
@@ -200,114 +195,50 @@ class Caching:
 
     def release(self, block: Block) -> None:
         if not block.tensor.untyped_storage().resizable():
-            block.move_out()
+            block.move(torch.UntypedStorage(block.nbytes, device=block.tensor.device))
         block.tensor.untyped_storage().resize_(0)
 
 
 CACHING = Caching()
 
 
-@dataclass
-class _Home:
-    """A range of an arena that several blocks share, one at a time."""
-
-    size: int
-    offset: int = 0
-    lives: list[tuple[int, float]] = field(default_factory=list)
-    holder: Block | None = None
-
-
 class TracePool:
-    """Trace one step, then keep the blocks of later steps in one arena for each lane.
+    """Keep the storages of released blocks for the next blocks of their lane.
 
-    ``step_done`` is called at the end of every backward, and the first one plans: blocks whose
-    lives do not overlap share a home. From then on a block takes its home if it is free. Where it
-    is not (another order of units, an evaluation in the middle), the caching allocator serves it,
-    counted in ``fallbacks``. Autograd must hold no view of a block, because blocks move: whole bf16
-    weights never come here.
+    A block takes the free storage that is nearest in size, its own where several are, and enlarges
+    it if it must: so in steps that are alike each block has the place that it had in the last one.
+    Autograd must hold no view of a block, because blocks move: whole bf16 weights never come here.
     """
 
-    ALIGNMENT = 512  # bytes; what torch's CUDA allocator rounds to
-
     def __init__(self) -> None:
-        self.fallbacks = 0
-        self.planned = False
-        self.arena_bytes: dict[str, int] = {}
-        self._events: list[tuple[bool, weakref.ref[Block]]] = []  # whether acquired, or released
-        self._homes: weakref.WeakKeyDictionary[Block, _Home] = weakref.WeakKeyDictionary()
-        self._arenas: dict[str, torch.UntypedStorage] = {}
-        # What the arenas hold beyond the blocks that live in them, which count themselves.
+        self._free: dict[tuple[str, torch.device], list[torch.UntypedStorage]] = defaultdict(list)
+        # What the storages hold beyond the blocks that live in them, which count themselves.
         self._idle = _Counted("pool_idle")
         weakref.finalize(self, self._idle.set, 0).atexit = False
 
     def acquire(self, block: Block) -> None:
-        home = self._homes.get(block)
-        if home is not None and home.holder is None:
-            if not self._at_home(block):
-                block.move(self._arenas[block.lane], home.offset)
-            home.holder = block
-            self._idle.set(self._idle.nbytes - block.nbytes)
-            return
-        if self.planned:
-            self.fallbacks += 1
-        else:
-            self._events.append((True, weakref.ref(block)))
-        if self._at_home(block):
-            block.move_out()
-        else:
-            CACHING.acquire(block)
+        free, own = self._free[block.lane, block.tensor.device], block.tensor.untyped_storage()
+
+        def distance(number: int) -> tuple[int, bool]:
+            storage = free[number]
+            return abs(storage.nbytes() - block.nbytes), storage._cdata != own._cdata
+
+        nearest = min(range(len(free)), key=distance, default=None)
+        storage = torch.UntypedStorage(0, device=own.device)
+        if nearest is not None:
+            storage = free.pop(nearest)
+        idle = storage.nbytes()
+        if idle < block.nbytes:
+            storage.resize_(0)  # first, so that no contents are copied
+            storage.resize_(block.nbytes)
+        self._idle.set(self._idle.nbytes - min(idle, block.nbytes))
+        if storage._cdata != own._cdata:
+            block.move(storage)
 
     def release(self, block: Block) -> None:
-        home = self._homes.get(block)
-        if home is not None and home.holder is block:
-            home.holder = None
-            self._idle.set(self._idle.nbytes + block.nbytes)
-            return
-        if not self.planned:
-            self._events.append((False, weakref.ref(block)))
-        CACHING.release(block)
-
-    def step_done(self) -> None:
-        """The end of a backward: plan, if a step has been traced."""
-        if self.planned or not self._events:
-            return
-        lives: dict[Block, list[tuple[int, float]]] = {}
-        for time, (acquired, reference) in enumerate(self._events):
-            block = reference()
-            if block is not None and acquired:
-                lives.setdefault(block, []).append((time, float("inf")))
-            elif block is not None and block in lives:
-                lives[block][-1] = (lives[block][-1][0], time)
-        self._plan({block: spans for block, spans in lives.items() if not block.live})
-        self.planned, self._events = True, []
-
-    def _at_home(self, block: Block) -> bool:
-        arena = self._arenas.get(block.lane)
-        return arena is not None and block.tensor.untyped_storage()._cdata == arena._cdata
-
-    def _plan(self, lives: dict[Block, list[tuple[int, float]]]) -> None:
-        """Left-edge interval colouring, lane by lane."""
-        homes: dict[str, list[_Home]] = {}
-        for block, spans in sorted(lives.items(), key=lambda life: life[1][0]):
-            size = -(-block.nbytes // self.ALIGNMENT) * self.ALIGNMENT
-            mine = homes.setdefault(block.lane, [])
-            free = [home for home in mine if not _overlap(home.lives, spans)]
-            # The home nearest in size: growing a small one costs as much as wasting a large one.
-            home = min(free, key=lambda home: abs(home.size - size), default=None)
-            if home is None:
-                mine.append(home := _Home(size))
-            home.size = max(home.size, size)
-            home.lives += spans
-            self._homes[block] = home
-        devices = {block.lane: block.tensor.device for block in lives}
-        for lane, mine in homes.items():
-            offset = 0
-            for home in mine:
-                home.offset, offset = offset, offset + home.size
-            self.arena_bytes[lane] = offset
-            self._arenas[lane] = torch.UntypedStorage(offset, device=devices[lane])
-        self._idle.set(sum(self.arena_bytes.values()))
-
-
-def _overlap(first: list[tuple[int, float]], second: list[tuple[int, float]]) -> bool:
-    return any(a[0] < b[1] and b[0] < a[1] for a in first for b in second)
+        storage, idle = block.tensor.untyped_storage(), block.nbytes
+        if storage.resizable():
+            self._free[block.lane, block.tensor.device].append(storage)
+        else:  # numpy shows it: it stays with whoever looks at it
+            idle -= storage.nbytes()
+        self._idle.set(self._idle.nbytes + idle)

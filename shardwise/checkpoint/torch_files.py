@@ -42,7 +42,7 @@ from torch.storage import _dtype_to_storage_type_map
 from shardwise.checkpoint import pickles
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, UnsafeError, shown
 from shardwise.checkpoint.files import File, Window, check_name
-from shardwise.checkpoint.pickles import Name, Pairs, Record
+from shardwise.checkpoint.pickles import Pairs, Record, name_of
 from shardwise.layout import Shape
 
 MAX_DIMENSIONS = 64
@@ -134,7 +134,9 @@ def parse(data: bytes, where: str, files: Iterable[File]) -> Index:
     metadata = pickles.read(data, where, _INDEX_NAMES)
     try:
         return _index(metadata, where, {file.name: file.size for file in files})
-    except (TypeError, LookupError, AttributeError) as error:
+    except DamagedError:
+        raise
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
         raise DamagedError(f"{where} is not what shardwise writes: {error}") from error
 
 
@@ -163,7 +165,7 @@ def _index(metadata: Record, where: str, sizes: Mapping[str, int]) -> Index:
             raise UnsafeError(f"{where}: {shown(key)} is a {kind}; objects are never loaded")
         if key in index:
             raise DamagedError(f"{where} describes {shown(key)} twice")
-        dtype = DTYPES[_text(tensor.get("properties").state[0], Name)]
+        dtype = DTYPES[name_of(tensor.get("properties").state[0])]
         described = tensor.get("chunks")
         if type(described) is not list:
             raise TypeError(f"chunks {shown(described)}")
@@ -195,10 +197,10 @@ def _dictionary(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.entries()
 
 
-def _text(value: Any, kind: type = str) -> str:
-    if type(value) is not kind:
+def _text(value: Any) -> str:
+    if type(value) is not str:
         raise TypeError(f"{shown(value)} where a name stands")
-    return str(value)
+    return value
 
 
 def _number(value: Any) -> int:
@@ -209,7 +211,7 @@ def _number(value: Any) -> int:
 
 def _shape(value: Any) -> Shape:
     """A ``torch.Size``, or a tuple that stands for one."""
-    if type(value) is Record and value.name == _SIZE and len(value.args) == 1:
+    if isinstance(value, Record) and value.name == _SIZE and len(value.args) == 1:
         [value] = value.args
     if type(value) is not tuple or len(value) > MAX_DIMENSIONS:
         raise TypeError(f"{shown(value)} where a shape stands")
@@ -361,28 +363,25 @@ class _Directory(Window):
 
 def _described(value: Any) -> tuple[torch.dtype, Any, Any, str, int, int] | None:
     """(dtype, shape, strides, key, bytes of the storage, offset) of a pickled tensor, or None."""
-    if type(value) is not Record or value.name not in (_TYPED_TENSOR, _UNTYPED_TENSOR):
+    if not isinstance(value, Record) or value.name not in (_TYPED_TENSOR, _UNTYPED_TENSOR):
         return None
     untyped = value.name == _UNTYPED_TENSOR
     storage, offset, shape, strides, _, _, *more = value.args
-    if type(storage) is not Record or type(storage.args) is not tuple:
+    if not isinstance(storage, Record) or type(storage.args) is not tuple:
         return None
     word, kind, key, _, count = storage.args
-    if untyped:
-        if len(more) != 1 or kind != _UNTYPED:
-            return None
-        [dtype] = more
-    elif more:  # conjugated or negated: the stored numbers are not the values
+    # With more than a dtype it is conjugated or negated: the stored numbers are not the values.
+    if len(more) != untyped or (untyped and name_of(kind) != _UNTYPED):
         return None
-    names = (kind, dtype) if untyped else (kind,)
-    sound = word == "storage" and all(type(name) is Name for name in names) and type(key) is str
-    if not sound or any(type(number) is not int or number < 0 for number in (count, offset)):
+    dtype = DTYPES.get(name_of(more[0])) if untyped else _STORAGES.get(name_of(kind))
+    if word != "storage" or type(key) is not str or dtype is None:
+        return None
+    if any(type(number) is not int or number < 0 for number in (count, offset)):
         return None
     for sizes in (shape, strides):
         if type(sizes) is not tuple or any(type(size) is not int for size in sizes):
             return None
-    found = DTYPES[dtype] if untyped else _STORAGES[kind]
-    return found, shape, strides, key, count * (1 if untyped else found.itemsize), offset
+    return dtype, shape, strides, key, count * (1 if untyped else dtype.itemsize), offset
 
 
 def _is_contiguous(shape: Shape, strides: Shape) -> bool:

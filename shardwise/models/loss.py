@@ -13,19 +13,20 @@ Under tensor parallelism the vocabulary is cut over ranks, and no rank ever has 
 
     rank 0   logits of words 0 to 2     max, sum of exp, logit of the target or 0
     rank 1   logits of words 3 to 5     max, sum of exp, logit of the target or 0
-             -> log(sum over ranks) - (target's logit), per token
+             -> log(sum over ranks) - (target's logit), per token: three numbers are sent
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from shardwise import comm
 from shardwise.mesh import Ranks
@@ -36,6 +37,13 @@ IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 28  # logits of one chunk: 512 MiB in bf16, and their gradient
 
 Softmax = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+class Words(NamedTuple):
+    """The words that this rank of an axis has, from ``first`` on."""
+
+    first: int
+    axis: comm.Axis
 
 
 def linear_cross_entropy(
@@ -57,16 +65,27 @@ def linear_cross_entropy(
         z_coefficient: weight of the squared logarithm of the softmax's denominator, which keeps
             logits from drifting.
         chunk: logits that exist at a time. Without ``softmax``, fewer than that are computed
-            whole; so is this rank's part of a vocabulary that is cut over ranks (``head`` a
-            DTensor), and so are logits of a quantised head.
-        softmax: compiled :func:`softmax_and_gradient`, if there is one.
-        words_over: the axis over which the rows of a ``head`` that is no DTensor are cut.
+            whole; so are logits of a quantised head.
+        softmax: compiled :func:`softmax_and_gradient`, if there is one; for a whole vocabulary.
+        words_over: the axis over which the rows of a ``head`` that is no DTensor are cut (a plan).
+
+    A ``head`` that is a DTensor has its rows cut over the one axis of its mesh, and ``hidden`` is
+    replicated there (collective).
     """
-    if isinstance(head, DTensor) or words_over is not None:
-        return cut_cross_entropy(F.linear(hidden, head), targets, z_coefficient, words_over)
+    width = head.shape[0]  # of the first rank where ranks differ: all make as many chunks
+    if isinstance(head, DTensor):
+        [axis], [placement] = Ranks(head.device_mesh).axes, head.placements
+        assert placement.is_shard(0), f"the vocabulary is {placement}"
+        softmax = _of_words(chunk_range(width, [axis.size], [axis.rank])[0], axis)
+        width = chunk_range(width, [axis.size], [0])[1]
+        # Each rank brings the gradient of its own words.
+        assert isinstance(hidden, DTensor)
+        hidden, head = hidden.to_local(grad_placements=[Partial()]), head.to_local()
+    elif words_over is not None:
+        softmax = _of_words(0, words_over)
     rows, answers = hidden.flatten(0, -2), targets.flatten()
     scored = (answers != IGNORED).sum().clamp(min=1)
-    few = rows.shape[0] * head.shape[0] <= chunk and softmax is None
+    few = rows.shape[0] * width <= chunk and softmax is None
     if few or isinstance(head, QuantisedParameter):  # whose products are its own
         logits = F.linear(rows, head).float()
         total = F.cross_entropy(logits, answers, ignore_index=IGNORED, reduction="sum")
@@ -74,7 +93,7 @@ def linear_cross_entropy(
             squares = logits.logsumexp(-1).square()
             total = total + z_coefficient * squares.where(answers != IGNORED, 0).sum()
         return total / scored
-    pieces = -(-rows.shape[0] * head.shape[0] // chunk)
+    pieces = -(-rows.shape[0] * width // chunk)
     size = -(-rows.shape[0] // pieces)
     step = softmax or softmax_and_gradient
     return _Chunked.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -82,17 +101,40 @@ def linear_cross_entropy(
     )
 
 
+def _of_words(first: int, axis: comm.Axis) -> Softmax:
+    return partial(softmax_and_gradient, words=Words(first, axis))
+
+
 def softmax_and_gradient(
-    logits: Tensor, targets: Tensor, scored: Tensor, z_coefficient: float
+    logits: Tensor,
+    targets: Tensor,
+    scored: Tensor,
+    z_coefficient: float,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, divided by ``scored``, and its gradient by the logits in their dtype."""
+    """The loss of a chunk, divided by ``scored``, and its gradient by the logits in their dtype.
+    ``words``: where these are not all words, those of this rank (collective)."""
     x = logits.float()  # [n, V]
-    denominator = x.logsumexp(-1, keepdim=True)  # [n, 1], a logarithm
     counts = (targets != IGNORED).unsqueeze(1)  # [n, 1]
-    index = targets.clamp(min=0).unsqueeze(1)
-    losses = denominator - x.gather(1, index) + z_coefficient * denominator.square()
+    if words is None:
+        index = targets.clamp(min=0).unsqueeze(1)
+        denominator = x.logsumexp(-1, keepdim=True)  # [n, 1], a logarithm
+        answered = x.gather(1, index)
+    else:
+        index = (targets - words.first).unsqueeze(1)
+        here = counts & (index >= 0) & (index < x.shape[1])
+        index = index.clamp(0, x.shape[1] - 1)
+        largest = x.amax(-1, keepdim=True)
+        comm.all_reduce(largest, words.axis, "max").wait()  # a NaN that is lost comes in the sum
+        mine = x.gather(1, index).where(here, 0)
+        sums = torch.stack(((x - largest).exp().sum(-1, keepdim=True), mine))
+        comm.all_reduce(sums.view(-1), words.axis).wait()
+        denominator, answered = sums[0].log() + largest, sums[1]
+    losses = denominator - answered + z_coefficient * denominator.square()
     loss = losses.where(counts, 0).sum() / scored
     answer = torch.arange(x.shape[1], device=x.device) == index  # [n, V]
+    if words is not None:
+        answer &= here
     chances = (x - denominator).exp() * (1 + 2 * z_coefficient * denominator)
     gradient = (chances - answer.float()) * (counts / scored)
     return loss, gradient.to(logits.dtype)
@@ -155,60 +197,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
-# ------------------------------------------------------------------------------ a cut vocabulary
-
-
-def cut_cross_entropy(
-    logits: Tensor, targets: Tensor, z_coefficient: float = 0.0, axis: comm.Axis | None = None
-) -> Tensor:
-    """The mean over scored targets, in fp32; 0, not nan, where no target is scored (collective).
-
-    ``logits``: a DTensor [..., V] whose last dimension is cut over the one axis of its mesh, or the
-    first of the plain parts that ``axis`` cuts it into; ``z_coefficient``: weight of the squared
-    logarithm of the softmax's denominator.
-    """
-    first = 0
-    if isinstance(logits, DTensor):
-        [axis], [placement] = Ranks(logits.device_mesh).axes, logits.placements
-        assert placement.is_shard(logits.ndim - 1), f"the vocabulary is {placement}"
-        first, _ = chunk_range(logits.shape[-1], [axis.size], [axis.rank])
-        logits = logits.to_local()
-    assert axis is not None
-    rows, answers = logits.flatten(0, -2).float(), targets.flatten()
-    losses = _CutVocabulary.apply(rows, answers, first, axis, z_coefficient)  # type: ignore[no-untyped-call]
-    return losses.sum() / (answers != IGNORED).sum().clamp(min=1)  # type: ignore[no-any-return]
-
-
-class _CutVocabulary(torch.autograd.Function):
-    """The loss of every token, [N], of this rank's columns [N, V/t], which begin at ``first``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, answers: Tensor, first: int, axis: comm.Axis, z_coefficient: float
-    ) -> Tensor:
-        largest = rows.amax(-1)
-        comm.all_reduce(largest, axis, "max").wait()  # a NaN that is lost here comes in the sum
-        shifted = rows - largest[:, None]
-        scored = answers != IGNORED
-        at = answers - first
-        here = scored & (at >= 0) & (at < rows.shape[1])
-        at = at.clamp(0, rows.shape[1] - 1)[:, None]
-        mine = torch.where(here, shifted.gather(1, at)[:, 0], 0.0)
-        chances = shifted.exp_()  # shifted is read no more
-        both = torch.stack((chances.sum(-1), mine))
-        comm.all_reduce(both.view(-1), axis).wait()
-        chances.div_(both[0][:, None])
-        denominator = both[0].log() + largest  # a logarithm
-        ctx.save_for_backward(chances, at, here, scored * (1 + 2 * z_coefficient * denominator))
-        losses = both[0].log() - both[1] + z_coefficient * denominator.square()
-        return losses.where(scored, 0.0)
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        chances, at, here, weights = ctx.saved_tensors
-        found = chances * (grad * weights)[:, None]
-        found.scatter_add_(1, at, -(grad * here)[:, None])
-        return found, None, None, None, None

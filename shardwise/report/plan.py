@@ -173,11 +173,18 @@ def plan(
             (``dry_run``); without it, and without a batch, a sketch calls the units.
     """
     if batch is not None:
-        _check_batch(model, batch)
         tokens = math.prod(batch) if tokens is None else tokens
     ignored = set(ignored_params)
     shape = dict(mesh_shape) if isinstance(mesh_shape, Mapping) else mesh_shape
     tp = shape.pop("tp", 1) if isinstance(shape, dict) else 1
+    mesh = Mesh.of(shape)
+    problems = grain_problems(grain)
+    if batch is not None or loss is not None:
+        problems += _forward_problems(model)
+    if rank is not None and not 0 <= rank < mesh.num_ranks:
+        problems.append(f"rank {rank} of a mesh of {mesh.num_ranks}: name one that exists")
+    if problems:
+        raise ValueError(f"plan: {'; '.join(problems)}")
     label, whole = name or type(model).__name__, sum(p.numel() for p in model.parameters())
     if tp > 1:
         model = planned_tiles(model, tp)
@@ -191,14 +198,11 @@ def plan(
             "takes the whole model, and of grains 'tensor' alone: give one or the other"
         )
     precision = precision or Precision()
-    problems = grain_problems(grain)
-    if problems:
-        raise ValueError(f"plan: {problems[0]}")
     problems = precision.unmatched([one.name for owner in root.tree() for one in owner.found])
     if problems:
         raise ValueError(f"plan: {'; '.join(problems)}, by their names in the modules of wrap")
     options = Options(
-        mesh=Mesh.of(shape),
+        mesh=mesh,
         placements=as_placements(placements),
         precision=precision,
         microbatches=microbatches,
@@ -239,18 +243,23 @@ def plan(
     return replace(made, suggestions=tuple(suggest(made, again)))
 
 
-def _check_batch(model: nn.Module, batch: tuple[int, int]) -> None:
+def _forward_problems(model: nn.Module) -> list[str]:
+    """Why the model's own forward, which a batch and a dry run follow, cannot be run."""
+    problems = []
     plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
     if not plain or not all(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"plan: batch={batch} runs the model's own forward, which must be neither wrapped nor "
-            f"real: build another one under torch.device('meta')"
+        problems.append(
+            "the model, whose own forward is run, must be neither wrapped nor real, and some of "
+            "its parameters are not on the meta device: build another one under "
+            "torch.device('meta')"
         )
     if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
-        raise ValueError(
-            f"plan: batch={batch}, and experts are spread over ranks: rows without values cannot "
-            f"be routed between them. Give tokens instead, and activations as other_bytes"
+        problems.append(
+            "experts are spread over ranks, and rows without values cannot be routed between "
+            "them: plan without a dry run, give tokens instead of a batch, and activations as "
+            "other_bytes"
         )
+    return problems
 
 
 def _loss_of(batch: tuple[int, int], model: nn.Module) -> Tensor:

@@ -19,7 +19,6 @@ from shardwise.layout import Layout
 from shardwise.mesh import DATA_AXES
 from shardwise.optim.functions import ANY as FUNCTIONS
 from shardwise.placements import (
-    SHARD,
     STRATEGIES,
     Placement,
     Placements,
@@ -30,7 +29,12 @@ from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
 from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
 from shardwise.report.orthogonalisation import Orthogonalisation
-from shardwise.shard.checks import bucket_problems
+from shardwise.shard.checks import (
+    bucket_problems,
+    forward_problems,
+    mesh_problems,
+    step_problems,
+)
 
 Moment = Reads | Literal["step"]
 
@@ -104,18 +108,8 @@ class Options:
     batch: tuple[int, int] | None = None  # [sequences, tokens] of a microbatch; None: not followed
 
     def __post_init__(self) -> None:
-        problems = []
-        axes, entries = len(self.mesh.sizes), self.placements.num_axes
-        if axes != entries:
-            problems.append(
-                f"{self.placements} describes {entries} data-parallel axes, the mesh {self.mesh} "
-                f"has {axes}: use zero0 to zero3 on one axis, hsdp or hfsdp on two"
-            )
-        if self.gather_in_step and SHARD in self.placements.compute:
-            problems.append(
-                f"gather_in_step=True under {self.placements}: whole weights are not kept between "
-                f"steps; leave it out, or use zero1 or zero2"
-            )
+        problems = mesh_problems(self.mesh.names, self.mesh.sizes, self.placements)
+        problems += step_problems(self.gather_in_step, self.placements)
         if self.bucket_mb is not None:
             problems += bucket_problems(self.placements, self.bucket_mb)
             if self.reshard_after_forward is not None:
@@ -140,12 +134,11 @@ class Options:
                 f"experts are spread over ep={self.ep}, which does not divide the "
                 f"{self.mesh.sizes[-1]} ranks of axis '{self.mesh.names[-1]}'"
             )
-        k, inner = self.reshard_after_forward, self.mesh.sizes[-1] // self.ep
-        if k is not None and not isinstance(k, bool) and (k < 1 or inner % k):
-            problems.append(
-                f"reshard_after_forward={k} must divide the {inner} ranks of axis "
-                f"'{self.mesh.names[-1]}'" + (f" with ep={self.ep}" if self.ep > 1 else "")
-            )
+        inner, spread = self.mesh.names[-1], f" with ep={self.ep}" if self.ep > 1 else ""
+        size = self.mesh.sizes[-1] // self.ep
+        problems += forward_problems(
+            self.reshard_after_forward, f"'{inner}'{spread}", size, self.placements
+        )
         if problems:
             raise ValueError("plan: " + "; ".join(problems))
 

@@ -29,7 +29,13 @@ from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import Found, GrainChoice, grain_of, wrap_units
+from shardwise.shard.wrapping import (
+    Found,
+    GrainChoice,
+    grain_of,
+    parameters_and_units,
+    wrap_units,
+)
 
 
 @dataclass(eq=False)
@@ -86,41 +92,30 @@ def owners(model: nn.Module, wrap: Sequence[nn.Module] | None, ignored: set[nn.P
         raise ValueError(f"{len(strangers)} of the modules in wrap are not part of the model")
     root = Owner(type(model).__name__, model)
     keepers: dict[int, Owner] = {}
-    entries: dict[int, Found] = {}
-    skipped = {id(parameter) for parameter in ignored}
-    seen: set[int] = set()
     tied: list[str] = []
 
-    def descend(module: nn.Module, path: str, prefix: str, owner: Owner) -> None:
-        """The order and the names of ``find_parameters``, for all units in one walk."""
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in skipped:
-                continue
-            keeper = keepers.setdefault(id(parameter), owner)
-            if keeper is not owner:
-                tied.append(f"'{path}{name}' belongs to unit '{keeper.name}' too")
-                continue
-            entry = entries.get(id(parameter))
-            if entry is None:
-                entry = entries[id(parameter)] = Found(prefix + name, parameter, [])
-                if not owner.parts or isinstance(owner.parts[-1], Owner):
-                    owner.parts.append([])
-                owner.parts[-1].append(len(owner.found))  # type: ignore[union-attr]
-                owner.found.append(entry)
-            entry.places.append((module._parameters, name))
-            entry.modules.append(module)
-        for name, child in module.named_children():
-            if id(child) in wrapped:
-                inner = Owner(f"{path}{name}", child, ep=getattr(child, "ep", 1))
-                owner.parts.append(inner)
-                descend(child, f"{path}{name}.", "", inner)
-            else:
-                descend(child, f"{path}{name}.", f"{prefix}{name}.", owner)
+    def fill(owner: Owner, prefix: str) -> None:
+        """Find what one unit owns; ``prefix``: of the names in the model."""
 
-    descend(model, "", "", root)
+        def is_inner(module: nn.Module) -> bool:
+            return id(module) in wrapped and module is not owner.module
+
+        for one in parameters_and_units([owner.module], ignored, is_inner):
+            if not isinstance(one, Found):
+                path, module = one
+                inner = Owner(f"{prefix}{path}"[:-1], module, ep=getattr(module, "ep", 1))
+                owner.parts.append(inner)
+                fill(inner, f"{prefix}{path}")
+                continue
+            keeper = keepers.setdefault(id(one.parameter), owner)
+            if keeper is not owner:
+                tied.append(f"'{prefix}{one.name}' belongs to unit '{keeper.name}' too")
+            if not owner.parts or isinstance(owner.parts[-1], Owner):
+                owner.parts.append([])
+            owner.parts[-1].append(len(owner.found))  # type: ignore[union-attr]
+            owner.found.append(one)
+
+    fill(root, "")
     if tied:
         raise ValueError(
             f"{'; '.join(tied)} (tied weights in two units): wrap neither, so that the root owns "

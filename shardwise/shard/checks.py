@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise import comm
 from shardwise.agreement import UNSUPPORTED
 from shardwise.layout import Grain
-from shardwise.mesh import Ranks, order_problem
+from shardwise.mesh import order_problem
 from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
@@ -76,7 +76,8 @@ def wrapping_problems(
     """Problems that any wrapping may have; ``homes``: of all meshes, that of each parameter."""
     problems = module_problems(roots, found, homes)
     for mesh in meshes:
-        problems += mesh_problems(mesh, placements)
+        problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
+        problems += filter(None, [order_problem(mesh)])
     problems += expert_problems(roots, found, homes)
     native = native_problem(device) if precision.products == "native" else None
     return problems + ([] if native is None else [f"Precision(products='native'): {native}"])
@@ -233,18 +234,18 @@ def share_of(found: Found) -> str:
     return f"experts {first} to {last} of {linear.total_experts}"
 
 
-def mesh_problems(mesh: DeviceMesh, placements: Placements) -> list[str]:
+def mesh_problems(
+    names: Sequence[str] | None, sizes: Sequence[int], placements: Placements
+) -> list[str]:
     problems = []
-    if mesh.ndim != placements.num_axes:
+    if len(sizes) != placements.num_axes:
         problems.append(
             f"{placements} describes {placements.num_axes} data-parallel axes, but the mesh "
-            f"{mesh.mesh_dim_names or ''} has {mesh.ndim}: use zero(0..3) on one axis, hsdp() or "
-            f"hfsdp() on two, or Placements with {mesh.ndim} entries each"
+            f"{names or ''} has {len(sizes)}: use zero(0..3) on one axis, hsdp() or hfsdp() on "
+            f"two, or Placements with {len(sizes)} entries each"
         )
-    if mesh.ndim > 2 and mesh.mesh_dim_names is None:
+    if len(sizes) > 2 and names is None:
         problems.append("a mesh of more than two axes needs mesh_dim_names")
-    if disorder := order_problem(mesh):
-        problems.append(disorder)
     return problems
 
 
@@ -265,22 +266,28 @@ def option_problems(unused: Any, memory: Any, offload: Any) -> list[str]:
     return problems
 
 
-def forward_problems(wanted: Any, ranks: Ranks, placements: Placements) -> list[str]:
+def step_problems(gather_in_step: bool, placements: Placements) -> list[str]:
+    if not gather_in_step or SHARD not in placements.compute:
+        return []
+    return [
+        f"gather_in_step=True under {placements}: whole weights are not kept between steps, so "
+        f"there is nothing to gather early; leave it out, or use zero(1) or zero(2)"
+    ]
+
+
+def forward_problems(wanted: Any, axis: str, size: int, placements: Placements) -> list[str]:
+    """Problems of ``reshard_after_forward``; ``axis``: the innermost one, in words."""
     if wanted is None or isinstance(wanted, bool):
         return []
     if not isinstance(wanted, int):
         return [f"reshard_after_forward={wanted!r}: a bool, a number of ranks, or None"]
-    axis = ranks.axes[-1]
     if placements.compute[-1] != SHARD:
         return [
             f"reshard_after_forward={wanted}: compute weights are replicated under {placements}, "
             f"there is nothing to reshard; pass None"
         ]
-    if wanted < 1 or axis.size % wanted:
-        return [
-            f"reshard_after_forward={wanted} must divide the {axis.size} ranks of axis "
-            f"'{axis.name}'"
-        ]
+    if wanted < 1 or size % wanted:
+        return [f"reshard_after_forward={wanted} must divide the {size} ranks of axis {axis}"]
     return []
 
 

@@ -33,6 +33,7 @@ from shardwise.shard.checks import (
     option_problems,
     placement_problems,
     share_of,
+    step_problems,
     wrapping_problems,
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
@@ -121,14 +122,10 @@ def fully_shard(
     homes, stored = [mesh] * len(found), [stored_as(f, precision) for f in found]
     problems = wrapping_problems(roots, found, [mesh], homes, placements, precision, device)
     problems += option_problems(unused_parameters, memory, offload_policy)
-    problems += forward_problems(reshard_after_forward, ranks, placements)
+    inner = ranks.axes[-1]
+    problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
     problems += placement_problems(shard_placement_fn, found)
-    problems += grain_problems(grain)
-    if gather_in_step and SHARD in placements.compute:
-        problems.append(
-            f"gather_in_step=True under {placements}: whole weights are not kept between steps, so "
-            f"there is nothing to gather early; leave it out, or use zero(1) or zero(2)"
-        )
+    problems += grain_problems(grain) + step_problems(gather_in_step, placements)
     description = [
         f"{placements} {precision} unused={unused_parameters} memory={memory} "
         f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -234,18 +234,30 @@ class Members:
             )
 
 
-def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a unit and those below that no inner unit owns, with the paths to them."""
-    roots = [root for reference in unit.modules if (root := reference()) is not None]
-    waiting = [("", root) for root in roots][::-1]
+def modules_below(
+    roots: Iterable[tuple[str, nn.Module]], is_apart: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(path, module, whether it stands apart) of the modules ``roots`` and those below them, each
+    once, in the order of registration. What is below a module that stands apart is left out."""
+    waiting = [*roots][::-1]
     seen: set[int] = set()
     while waiting:
         path, module = waiting.pop()
-        if id(module) in seen or vars(module).get("_shardwise_unit", unit) is not unit:
+        if id(module) in seen:
             continue
         seen.add(id(module))
-        yield path, module
-        waiting += [(f"{path}{name}.", child) for name, child in module.named_children()][::-1]
+        apart = is_apart(module)
+        yield path, module, apart
+        if not apart:
+            inside = module.named_children()
+            waiting += [(f"{path}{name}.", child) for name, child in inside][::-1]
+
+
+def _below(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a unit and those below that no inner unit owns, with the paths to them."""
+    roots = [("", root) for reference in unit.modules if (root := reference()) is not None]
+    found = modules_below(roots, lambda one: vars(one).get("_shardwise_unit", unit) is not unit)
+    return ((path, module) for path, module, apart in found if not apart)
 
 
 def refuse(error: Exception | None) -> None:

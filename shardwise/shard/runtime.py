@@ -349,8 +349,6 @@ class Runtime:
         self.answered = max(self.answered, *self.walked)
         self.walked = {0}
         self.wait_on_host()
-        if isinstance(self.source, TracePool):
-            self.source.step_done()
 
     def finish_late(self) -> None:
         """A unit has completed. After backward nobody else will wait for its reduction."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
-from shardwise.shard.members import Members
+from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
 from shardwise.shard.unit import Unit
@@ -101,24 +101,31 @@ def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def find_parameters(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
     """Parameters below ``roots`` that no inner unit owns, in registration order, tied ones once."""
+    found = parameters_and_units(roots, ignored, lambda module: unit_of(module) is not None)
+    return [one for one in found if isinstance(one, Found)]
+
+
+def parameters_and_units(
+    roots: Sequence[nn.Module], ignored: set[nn.Parameter], is_unit: Callable[[nn.Module], bool]
+) -> Iterator[Found | tuple[str, nn.Module]]:
+    """The same, and (path, module) of each inner unit in its place."""
     found: dict[int, Found] = {}
     skipped = {id(parameter) for parameter in ignored}
-    seen: set[int] = set()
     several = len(roots) > 1
-    waiting = [(root, f"{number}." if several else "") for number, root in enumerate(roots)][::-1]
-    while waiting:
-        module, path = waiting.pop()
-        if id(module) in seen or unit_of(module) is not None:
+    named = [(f"{number}." if several else "", root) for number, root in enumerate(roots)]
+    for path, module, inner in modules_below(named, is_unit):
+        if inner:
+            yield path, module
             continue
-        seen.add(id(module))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in skipped:
                 continue
-            entry = found.setdefault(id(parameter), Found(f"{path}{name}", parameter, []))
-            entry.places.append((module._parameters, name))
-            entry.modules.append(module)
-        waiting += [(child, f"{path}{name}.") for name, child in module.named_children()][::-1]
-    return list(found.values())
+            if new := id(parameter) not in found:
+                found[id(parameter)] = Found(f"{path}{name}", parameter, [])
+            found[id(parameter)].places.append((module._parameters, name))
+            found[id(parameter)].modules.append(module)
+            if new:
+                yield found[id(parameter)]
 
 
 def grain_of(found: Found, choice: GrainChoice | None) -> Grain:

@@ -153,8 +153,8 @@ def dump_weights(rank: int, world_size: int, strategy: str, options: dict[str, A
             optimizer.step()
             optimizer.zero_grad()
     assert_parameters_equal(net, plain)
-    # Weights that stay whole between steps are the parameters themselves, and the arena of a trace
-    # pool is shared by all units: there a copy is the way to keep values.
+    # Weights that stay whole between steps are the parameters themselves, and all units share the
+    # storages of a trace pool: there a copy is the way to keep values.
     if strategy in ("zero3", "hsdp", "hfsdp") and "memory" not in options:
         assert all((array == copied).all() for array, copied in shown)
     return len(shown)

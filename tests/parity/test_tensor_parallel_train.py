@@ -12,9 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
@@ -22,7 +21,7 @@ from shardwise import comm
 from shardwise.memory import separate_ledger
 from shardwise.models.gpt import GPT, generate
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.models.loss import IGNORED, cut_cross_entropy
+from shardwise.models.loss import IGNORED, linear_cross_entropy
 from shardwise.models.tensor_parallel import cut_over
 from shardwise.placements import STRATEGIES
 from shardwise.train.config import TrainConfig
@@ -37,28 +36,33 @@ MODEL = GPTConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, context=16,
 
 @on_ranks(2, timeout=PATIENCE)
 def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
-    """An uneven vocabulary, targets on either rank and unscored ones, logits that overflow."""
-    logits = 200 * torch.randn(2, 3, 7)
+    """An uneven vocabulary, targets on either rank and unscored ones, logits that overflow, chunks
+    of rows."""
+    mesh = grid(1, 2)["tp"]
+    hidden, head = torch.randn(2, 3, 5), 200 * torch.randn(7, 5)
     targets = torch.tensor([[0, 3, 6], [IGNORED, 4, IGNORED]])
-    for z in (0.0, 0.01):
-        plain = logits.clone().requires_grad_()
-        squares = plain.logsumexp(-1).square().where(targets != IGNORED, 0)
-        expected = F.cross_entropy(plain.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        expected = expected + z * squares.sum() / 4
+    for z, chunk in ((0.0, 1 << 20), (0.01, 1 << 20), (0.01, 8)):
+        plain = [one.clone().requires_grad_() for one in (hidden, head)]
+        expected = linear_cross_entropy(*plain, targets, z_coefficient=z)
         expected.backward()
-        mine = distribute_tensor(logits, grid(1, 2)["tp"], [Shard(2)]).requires_grad_()
+        mine = [
+            distribute_tensor(one, mesh, [how]).requires_grad_()
+            for one, how in ((hidden, Replicate()), (head, Shard(0)))
+        ]
         with comm.record() as calls:
-            loss = cut_cross_entropy(mine, targets, z)
+            loss = linear_cross_entropy(*mine, targets, z_coefficient=z, chunk=chunk)
         sent = sum(call.nbytes for call in calls)
         assert sent == 3 * targets.numel() * 4, "three numbers for each token"
+        assert len(calls) == (2 if chunk > 8 else 6), "two for each chunk"
         torch.testing.assert_close(loss, expected)
         loss.backward()
-        torch.testing.assert_close(mine.grad.full_tensor(), plain.grad)
-    assert cut_cross_entropy(mine, torch.full_like(targets, IGNORED)).item() == 0
+        for one, its in zip(mine, plain, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), its.grad)
+    assert linear_cross_entropy(*mine, torch.full_like(targets, IGNORED)).item() == 0
     with torch.no_grad():
-        broken = torch.where(torch.arange(7) == 5, float("nan"), logits)  # on the second rank
-        cut = distribute_tensor(broken, grid(1, 2)["tp"], [Shard(2)])
-        assert cut_cross_entropy(cut, targets).isnan()
+        broken = torch.where(torch.arange(7)[:, None] == 5, float("nan"), head)  # on the second rank
+        cut = distribute_tensor(broken, mesh, [Shard(0)])
+        assert linear_cross_entropy(mine[0], cut, targets).isnan()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
