@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
-from shardwise.placements import STRATEGIES, Placements
+from shardwise.placements import REPLICATE, STRATEGIES, Placements
 from shardwise.words import choice_problems
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
@@ -26,7 +26,7 @@ OptimizerName = Literal[
     "spectral_lion",
 ]
 PrecisionName = Literal["auto", "fp32", "bf16", "mxfp8", "mxfp8_2d", "fp8_block"]
-CompileChoice = Literal["auto", "on", "off"]
+Choice = Literal["auto", "on", "off"]
 Schedule = Literal["wsd", "cosine"]
 DocumentChoice = Literal["auto", "apart", "joined"]
 
@@ -81,6 +81,9 @@ class TrainConfig:
         microbatches: pieces in which a rank computes its share of a batch, one after another;
             ``auto``: as few as fit the card by plan (see :mod:`shardwise.train.fit`), 1 on CPU.
         strategy: how parameters, gradients and optimizer states are spread over the ranks.
+        keep_weights: whether the weights that a rank computes with stay there between their uses, as
+            under ``zero2``; ``auto``: on one rank, which gathers nothing and saves the casts from
+            main weights, where they fit the card by plan.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
         ep: number of neighbouring ranks over which experts are spread.
@@ -127,6 +130,7 @@ class TrainConfig:
     batch: int = 32
     microbatches: int | Literal["auto"] = "auto"
     strategy: Strategy = "zero3"
+    keep_weights: Choice = "auto"
     replicas: int | None = None
     ep: int = 1
     tp: int = 1
@@ -141,7 +145,7 @@ class TrainConfig:
     clip: float = 1.0
     precision: PrecisionName = "auto"
     final_bf16: float = 0.0
-    compile: CompileChoice = "auto"
+    compile: Choice = "auto"
     seed: int = 0
     eval_every: int = 50
     eval_windows: int = 128
@@ -235,7 +239,10 @@ class TrainConfig:
 
     @property
     def placements(self) -> Placements:
-        return STRATEGIES[self.strategy]
+        chosen = STRATEGIES[self.strategy]
+        if self.keep_weights != "on":
+            return chosen
+        return dataclasses.replace(chosen, compute=(REPLICATE,) * chosen.num_axes)
 
     def compiles(self, device: str) -> bool:
         """Whether the model runs through torch.compile on this type of device. ``auto`` leaves

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit: ``microbatches="auto"`` and ``recompute="auto"`` become what the card can hold.
+"""Fit: "auto" for ``microbatches``, ``recompute`` and ``keep_weights`` becomes what the card holds.
 
     the plan of one microbatch --> the most sequences that fit --> the fewest microbatches
 
@@ -26,7 +26,7 @@ from shardwise import comm
 from shardwise.moe import mixtures_of
 from shardwise.precision import Precision
 from shardwise.report.plan import plan
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import Choice, TrainConfig
 from shardwise.train.module import make_model
 from shardwise.train.world import World
 from shardwise.words import size_text
@@ -37,18 +37,41 @@ HEADROOM = 0.93  # of the memory that is free at the start: the rest is for frag
 
 def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainConfig, str | None]:
     """The configuration without "auto", and a line that says what was decided (collective)."""
-    recompute = config.model.recompute
-    if config.microbatches != "auto" and recompute != "auto":
+    asked = "auto" in (config.microbatches, config.model.recompute)
+    if not asked and config.keep_weights != "auto":
         return config, None
     memory = free_memory(world)
-    if config.module is not None and memory is not None:
-        made = decided(config, config.num_microbatches, "none")
-        return made, (
+    if memory is None or config.module is not None:
+        made = decided(config, microbatches=config.num_microbatches, recompute="none")
+        return made, None if memory is None or not asked else (
             f"activations are not planned with module={config.module!r}: microbatches "
             f"{made.microbatches}, recompute {made.model.recompute}; set both if that does not fit"
         )
-    if memory is None:
-        return decided(config, config.num_microbatches, "none"), None
+    made = _sized(config, precision, world, memory) if asked else config
+    sequences, recompute = made.share(world.size), made.model.recompute
+    kept = decided(made, keep_weights="on")
+    # One rank gathers nothing: to keep what it computes with saves a cast for each use.
+    if kept != made and config.data_ranks(world.size) == 1:
+        count = made.num_microbatches
+        if bytes_held(kept, recompute, precision, world, sequences, count) <= memory:
+            made = kept
+    made = decided(made)
+    again = {
+        "none": "nothing is recomputed",
+        "pointwise": "norms and gated products are recomputed in backward",
+        "block": "blocks are recomputed in backward",
+    }[recompute]
+    line = (
+        f"{made.num_microbatches} microbatches of {sequences} x {config.model.context} tokens on "
+        f"each rank, {again}{', weights are kept' * (made.keep_weights == 'on')}: fits "
+        f"{size_text(memory)}"
+    )
+    return made, line if asked else None
+
+
+def _sized(config: TrainConfig, precision: Precision, world: World, memory: int) -> TrainConfig:
+    """The fewest microbatches, and the least recomputation with which a microbatch is large."""
+    recompute = config.model.recompute
     least = "pointwise" if config.compiles(world.device.type) else "none"
     choices = (least, "block") if recompute == "auto" else (recompute,)
     each = config.share(world.size) * config.num_microbatches  # sequences of a step on a rank
@@ -70,24 +93,25 @@ def fit(config: TrainConfig, precision: Precision, world: World) -> tuple[TrainC
             f"{'too' if 'block' in found else 'or not'}: use more ranks, a strategy that shards "
             f"more, a shorter context or a smaller model ('shardwise plan' shows what each takes)"
         )
-    made = decided(config, each // found[best], best)
-    again = {
-        "none": "nothing is recomputed",
-        "pointwise": "norms and gated products are recomputed in backward",
-        "block": "blocks are recomputed in backward",
-    }[best]
-    line = (
-        f"{made.num_microbatches} microbatches of {found[best]} x {config.model.context} tokens "
-        f"on each rank, {again}: fits {size_text(memory)}"
-    )
-    return made, line
+    return decided(config, microbatches=each // found[best], recompute=best, keep_weights="auto")
 
 
-def decided(config: TrainConfig, microbatches: int, recompute: str) -> TrainConfig:
-    if config.model.recompute == "auto":
-        model = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
-        config = dataclasses.replace(config, model=model)
-    return dataclasses.replace(config, microbatches=microbatches)
+def decided(
+    config: TrainConfig,
+    *,
+    microbatches: int | None = None,
+    recompute: str | None = None,
+    keep_weights: Choice = "off",
+) -> TrainConfig:
+    """The configuration with these values where it says "auto"."""
+    values: dict[str, Any] = {}
+    if recompute is not None and config.model.recompute == "auto":
+        values["model"] = dataclasses.replace(config.model, recompute=recompute)  # type: ignore[arg-type]
+    if microbatches is not None:
+        values["microbatches"] = microbatches
+    if config.keep_weights == "auto":
+        values["keep_weights"] = keep_weights
+    return dataclasses.replace(config, **values)
 
 
 def bytes_held(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.models.gpt_config import GPTConfig
+from shardwise.placements import STRATEGIES
 from shardwise.report.suggest import largest
 from shardwise.train import fit
 from shardwise.train.build import named_precision, with_vocabulary
@@ -67,8 +68,25 @@ def test_what_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, recompute="none"))
     made = fitted(monkeypatch, held(CONFIG, "none", 4), keep)
     assert (made.microbatches, made.model.recompute) == (8, "none")
-    both = dataclasses.replace(keep, microbatches=8)
+    both = dataclasses.replace(keep, microbatches=8, keep_weights="off")
     assert fit.fit(both, PRECISION, world()) == (both, None)
+
+
+def test_one_rank_keeps_the_weights_it_computes_with_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under zero3 a rank that is alone would cast them anew for each use."""
+    config = dataclasses.replace(CONFIG, microbatches=8)
+    kept = dataclasses.replace(config, keep_weights="on")
+    assert kept.placements == STRATEGIES["zero2"] and config.placements == STRATEGIES["zero3"]
+    released, more = held(config, "none", 4), held(kept, "none", 4)
+    assert released < more
+    assert fitted(monkeypatch, more, config).keep_weights == "on"
+    assert fitted(monkeypatch, more - 1, config).keep_weights == "off"
+    given = dataclasses.replace(config, model=dataclasses.replace(MODEL, recompute="none"))
+    monkeypatch.setattr(fit, "free_memory", lambda world: more)
+    assert fit.fit(given, PRECISION, world())[0].keep_weights == "on"  # nothing else was asked
+    assert fit.fit(given, PRECISION, world(size=2))[0].keep_weights == "off"  # two ranks gather
 
 
 def test_a_cpu_computes_a_batch_whole() -> None:
