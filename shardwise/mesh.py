@@ -183,9 +183,9 @@ def order_problem(mesh: DeviceMesh, joint: bool = False) -> str | None:
     if agree:
         return None
     return (
-        f"the mesh {grid.tolist()} has its ranks in an order that torch's process groups, which are "
-        f"sorted, do not keep, so replicas of a shard would not meet: let ranks ascend along every "
-        f"axis{' and from row to row' if joint else ''}, as init_device_mesh does"
+        f"the mesh {grid.tolist()} has its ranks in an order that torch's process groups, which "
+        f"are sorted, do not keep, so replicas of a shard would not meet: let ranks ascend along "
+        f"every axis{' and from row to row' if joint else ''}, as init_device_mesh does"
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
@@ -82,6 +82,10 @@ def read(data: bytes, where: str, names: Container[str]) -> Any:
 class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
     """Python's own reader, with the instructions of torch's files alone."""
 
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
     def __init__(self, data: bytes, where: str, names: Container[str]) -> None:
         super().__init__(io.BytesIO(data))
         self.where, self.names = where, names
@@ -118,7 +122,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
             raise TypeError("a key of no dictionary")
         self.stack[-1].extend(items)
 
-    dispatch = {
+    dispatch: dict[int, Any] = {
         code[0]: pickle._Unpickler.dispatch[code[0]]  # type: ignore[attr-defined]
         for code in (
             *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
