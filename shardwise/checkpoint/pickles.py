@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
@@ -122,7 +122,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
             raise TypeError("a key of no dictionary")
         self.stack[-1].extend(items)
 
-    dispatch: dict[int, Any] = {
+    dispatch: ClassVar[dict[int, Any]] = {
         code[0]: pickle._Unpickler.dispatch[code[0]]  # type: ignore[attr-defined]
         for code in (
             *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
