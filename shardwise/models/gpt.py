@@ -222,7 +222,7 @@ class GPT(nn.Module):
         device = torch.get_default_device()
         with torch.device("meta"):  # without torch's own initial values, which would be overwritten
             words = torch.empty(config.vocab_size, config.dim)  # torch draws values on meta too
-            self.embedding = nn.Embedding(*words.shape, _weight=words)
+            self.embedding = nn.Embedding(config.vocab_size, config.dim, _weight=words)
             self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
             self.norm = RMSNorm(config.dim, eps=config.norm_eps)
             # A tied head has no module: `to_empty` would give two modules that share a parameter
