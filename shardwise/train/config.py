@@ -81,9 +81,9 @@ class TrainConfig:
         microbatches: pieces in which a rank computes its share of a batch, one after another;
             ``auto``: as few as fit the card by plan (see :mod:`shardwise.train.fit`), 1 on CPU.
         strategy: how parameters, gradients and optimizer states are spread over the ranks.
-        keep_weights: whether the weights that a rank computes with stay there between their uses,
-            as under ``zero2``; ``auto``: on one rank, which gathers nothing and saves the casts
-            from main weights, where they fit the card by plan.
+        keep_weights: whether the weights that a rank computes with stay between their uses, as with
+            ``zero2``; ``auto``: on one rank, which gathers nothing and saves the casts from main
+            weights, where they fit the card by plan.
         replicas: size of the outer axis of ``hsdp`` and ``hfsdp``; ``None``: one per node, or two
             on a single node.
         ep: number of neighbouring ranks over which experts are spread.
