@@ -10,6 +10,7 @@ import the other modules for the first CUDA tensor.
     iterate         the direct and Gram iterations over the two products below
     symmetric       a·A·Bᵀ + b·C + d·I where the result is symmetric: half the tiles, mirrored
     product         Q·X and X·Q
+    factors         the numbers of each matrix that an iteration begins with
     normalise       sum of squares, then scaling into the packed 16-bit batch
     block           a whole Newton-Schulz of a small matrix in one program
     momentum        momentum, Nesterov, norm, cast and pack in one pass (two for fp16)

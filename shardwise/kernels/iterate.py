@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.kernels.factors import Factors, factors
 from shardwise.kernels.forms import (
     GRAM_SCALE,
     VALUE_SCALE,
@@ -66,23 +67,24 @@ class Products:
         gram: Tensor,
         out: Tensor,
         step: Step,
-        rescale: Tensor | None,
+        rescale: Factors | None,
         inner: Tensor | None,
         *,
         constant: bool = True,
     ) -> Tensor:
-        """out = a + b·R + c·R² (+ d·R³ + e·R⁴), where R = gram · rescale / GRAM_SCALE.
+        """out = a + b·R + c·R² (+ d·R³ + e·R⁴), where R = gram · f / GRAM_SCALE.
 
         ``inner`` is memory for the square inside; ``constant=False`` leaves ``a`` out.
         """
         *before, (shift, linear, square) = stages(step, constant=constant)
         if square == 0:
             factor = linear / GRAM_SCALE
-            torch.mul(gram, factor if rescale is None else rescale[:, None, None] * factor, out=out)
+            lacks = 1.0 if rescale is None else rescale.linear[:, None, None]
+            torch.mul(gram, lacks * factor, out=out)
             if shift:
                 out.diagonal(dim1=1, dim2=2).add_(shift)
             return out
-        scales = None if rescale is None else torch.stack([rescale.square(), rescale], dim=1)
+        scales = None if rescale is None else rescale.square
         if not before:
             return self._stage(gram, gram, out, (shift, linear, square), GRAM_SCALE, scales)
         assert inner is not None, "a place for what is squared"
@@ -90,7 +92,7 @@ class Products:
         wide = (first * VALUE_SCALE, second * VALUE_SCALE, third * VALUE_SCALE)
         self._stage(gram, gram, inner, wide, GRAM_SCALE, scales)
         if rescale is not None:  # the squared matrix is rescaled already
-            scales = torch.stack([torch.ones_like(rescale), rescale], dim=1)
+            scales = rescale.inner
         return self._stage(inner, gram, out, (shift, linear, square), VALUE_SCALE, scales)
 
     def _stage(
@@ -117,16 +119,16 @@ class Products:
         )
 
     def shifted(
-        self, a: Tensor, b: Tensor, shift: float, out: Tensor, rescale: Tensor | None = None
+        self, a: Tensor, b: Tensor, shift: float, out: Tensor, rescale: Factors | None = None
     ) -> Tensor:
-        """out = rescale · a·(b + shift), a and b polynomials of one Gram."""
-        scales = None if rescale is None else torch.stack([rescale, rescale], dim=1)
+        """out = f · a·(b + shift), a and b polynomials of one Gram."""
+        scales = None if rescale is None else rescale.both
         return symmetric_product(a, b, out, self.tile, beta=shift, scales=scales)
 
     def moved(
-        self, r: Tensor, z: Tensor, shift: float, half: Tensor, rescale: Tensor | None
+        self, r: Tensor, z: Tensor, shift: float, half: Tensor, rescale: Factors | None
     ) -> Tensor:
-        """r = rescale · (z + shift)·r·(z + shift), with ``half`` as scratch.
+        """r = f · (z + shift)·r·(z + shift), with ``half`` as scratch.
 
         Multiplied from both sides: r·(z + shift)² would lose up to two bits more by rounding.
         """
@@ -142,42 +144,26 @@ class Products:
 
 def first_gram(
     products: Products, packed: Packed, polynomial: Polynomial
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(R·GRAM_SCALE, the factor that R still lacks, the factor that X still lacks)."""
+) -> tuple[Tensor, Factors]:
+    """R·GRAM_SCALE, and the factors that R and X still lack."""
     inverse = packed.inverse_norms  # [n]
-    scales = inverse.square()[:, None].expand(-1, 2).contiguous()
+    scales = inverse[:, None].expand(-1, 2).square().contiguous()
     squares = None
     if polynomial.norm == "schatten4":
         tiles = tiles_per_matrix(products.size, products.tile)
         squares = inverse.new_empty(products.count, tiles)
     gram = products.gram(packed.values, products.empty_gram(), GRAM_SCALE, scales, squares)
-    if squares is None:
-        if polynomial.safety == 1.0:
-            return gram, None, inverse
-        rescale = torch.full_like(inverse, polynomial.safety**-2)
-    else:
-        # A fixed tree for each matrix: its sum does not depend on the others.
-        norm = tree_sum(squares).sqrt() / GRAM_SCALE
-        rescale = torch.where(norm > 0, polynomial.safety**-2 / norm, 0.0)
-    return gram, rescale, inverse * rescale.sqrt()
-
-
-def tree_sum(columns: Tensor) -> Tensor:
-    """Sums [n] of [n, k] by pairwise additions, in an order that no reduction kernel chooses."""
-    while (count := columns.shape[1]) > 1:
-        half = count // 2
-        pairs = columns[:, :half] + columns[:, half : 2 * half]
-        columns = torch.cat([pairs, columns[:, 2 * half :]], dim=1) if count % 2 else pairs
-    return columns[:, 0]
+    return gram, factors(inverse, squares, GRAM_SCALE, polynomial.safety)
 
 
 def direct(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     products = Products(packed.values, tile)
-    gram, rescale, scale = first_gram(products, packed, polynomial)
+    gram, first = first_gram(products, packed, polynomial)
+    rescale: Factors | None = first
     middle = products.empty_gram()
     inner = products.empty_gram() if polynomial.nested else None
     x, spare = packed.values, torch.empty_like(packed.values)
-    scales: Tensor | None = scale
+    scales: Tensor | None = first.x
     alpha = 1.0
     for index, step in enumerate(polynomial.coefficients):
         if index:
@@ -200,9 +186,10 @@ def gram(packed: Packed, polynomial: Polynomial, tile: Tile = WIDE) -> Tensor:
     z + a instead would lose two bits where the tile above the diagonal is a mirror image.
     """
     products = Products(packed.values, tile)
-    r, rescale, scale = first_gram(products, packed, polynomial)
+    r, lacks = first_gram(products, packed, polynomial)
+    rescale: Factors | None = lacks
     x, spare, alpha = packed.values, torch.empty_like(packed.values), 1.0
-    scales: Tensor | None = scale
+    scales: Tensor | None = lacks.x
     first = polynomial.first_steps("gram")
     # A run of k iterations keeps k - 1 polynomials and needs one more buffer at its peak.
     free = [products.empty_gram() for _ in range(max(first, polynomial.steps - first))]

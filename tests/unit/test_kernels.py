@@ -23,6 +23,7 @@ if INSIDE:
     from shardwise.kernels import (
         adamw,
         block,
+        factors,
         iterate,
         momentum,
         normalise,
@@ -116,6 +117,20 @@ def test_product(tile: int, tall: bool) -> None:
     product.product(q, x, out, TILES[tile], alpha=0.3, scales=scales, tall=tall)
     expected = product.reference(q, x, alpha=0.3, scales=scales, tall=tall)
     assert relative(out, expected) < TOLERANCE[torch.float16]
+
+
+@inside
+@pytest.mark.parametrize("tiles", [0, 1, 5, 72])
+def test_factors(tiles: int) -> None:
+    inverse, squares = torch.rand(3), torch.rand(3, tiles) + 1.0 if tiles else None
+    inverse[2] = 0
+    if squares is not None:
+        squares[2] = 0
+    found = factors.factors(inverse, squares, 4096.0, 1.01)
+    for name, expected in vars(factors.reference(inverse, squares, 4096.0, 1.01)).items():
+        value = getattr(found, name)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
+        assert value.data_ptr() % 16 == 0 and value.is_contiguous(), name
 
 
 @inside

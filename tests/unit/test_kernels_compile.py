@@ -22,6 +22,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from shardwise.kernels import (  # noqa: E402
     adamw,
     block,
+    factors,
     fp8_block,
     momentum,
     product,
@@ -136,6 +137,10 @@ def test_fused_passes() -> None:
         "cautious": True,
     }
     check(compiled(update._update_kernel, constants, types), products=False)
+    wide = {"out_ptr": "*fp32", "scale": "fp32", "bound": "fp32"}
+    for squares in (True, False):
+        constants = {"has_squares": squares, "width": 128}
+        check(compiled(factors._factors_kernel, constants, wide), products=False)
     constants = {"grad_type": tl.float32, "aligned": True, "block": adamw.BLOCK}
     scalars = dict.fromkeys(("beta_1", "beta_2", "fresh_1", "fresh_2", "eps"), "fp32")
     types |= scalars | {"rates_ptr": "*fp32"}

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels are an extra: pip install shar
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("no kernel runs here", allow_module_level=True)
 
-from shardwise.kernels import iterate, normalise, product, symmetric
+from shardwise.kernels import factors, iterate, normalise, product, symmetric
 from shardwise.kernels.forms import WIDE, Form, Polynomial, Tile
 from tests.kernel_cases import (
     PRESETS,
@@ -51,6 +51,7 @@ def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(iterate, "symmetric_product", symmetric_product)
     monkeypatch.setattr(iterate, "product", multiplied)
+    monkeypatch.setattr(iterate, "factors", factors.reference)
 
 
 def run(form: Form, matrix: Tensor, polynomial: Polynomial) -> Tensor:
