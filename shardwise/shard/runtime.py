@@ -121,6 +121,7 @@ class Runtime:
             if inner is not None:
                 units.setdefault(inner, name)
         for inner in units:
+            inner.follow_moves()
             if inner.members is not None:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
@@ -365,8 +366,10 @@ class Runtime:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
         also raise for parameters that only some of them train."""
         units = [unit for unit in units if unit.groups]
+        if self.for_inputs:
+            return []
         absent = _joined(unit.arrivals.absent() & (unit.unused == "error") for unit in units)
-        if any(unit.sync for unit in units) and not self.for_inputs:
+        if any(unit.sync for unit in units):
             trained = _joined(unit.arrivals.trained for unit in units)
             used, unused = (
                 _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)
