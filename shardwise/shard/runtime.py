@@ -29,6 +29,7 @@ from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
+from shardwise.shard.initial_values import same_over_tiles
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
@@ -125,6 +126,7 @@ class Runtime:
             if inner.members is not None:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
+        same_over_tiles(list(units))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),
