@@ -169,7 +169,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if lost:
             raise RuntimeError(
                 f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
-                f"reduced to where that one needs them: step that one, or build this one anew"
+                f"reduced to where that one needs them: step that one, or build this one anew. (Or "
+                f"a module inside the model was moved alone, between backward and step: call .to() "
+                f"on the whole model.)"
             )
 
     def _name(self, parameter: Tensor) -> str:

@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
             ctx.save_for_backward(named, *kept)
             y = _product(codes, scales, named, weight, matmul, None, "forward", x.dtype, place)
             y = y[:tokens] if bias is None else y[:tokens] + bias
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return shaped(y, *x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
@@ -193,6 +193,12 @@ class _Linear(torch.autograd.Function):
             of_bias,
             *(None, None, None, None),
         )
+
+
+def shaped(result: Tensor, *shape: int) -> Tensor:
+    """``result.view(shape)`` of values that nobody else holds. No view to autograd, which would
+    refuse ``relu_`` and ``+=`` on what a function returns."""
+    return torch.ops.aten._unsafe_view.default(result, shape)  # type: ignore[no-any-return]
 
 
 def _traced_quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Any:
@@ -370,7 +376,7 @@ def lookup(plane: Plane, ids: Tensor, *, dtype: torch.dtype = torch.bfloat16) ->
     flat = ids.reshape(-1)
     whole_blocks = F.pad(flat, (0, -flat.numel() % side_of([plane.block])))
     rows = decode(rows_of(plane, whole_blocks), dtype=dtype)[: flat.numel()]
-    return rows.view(*ids.shape, plane.codes.shape[1])
+    return shaped(rows, *ids.shape, plane.codes.shape[1])
 
 
 class _Embedding(torch.autograd.Function):

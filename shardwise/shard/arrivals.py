@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.shard.gradient import Gradients
 from shardwise.shard.group import Group
 
 if TYPE_CHECKING:
@@ -127,21 +126,22 @@ class Arrivals:
         return [item.name for group in self._groups for item in group.items]
 
     def absent(self) -> comm.Facts:
-        """Whether the reduction of this backward had no gradient, for each parameter. False
-        where there was no reduction: frozen, not reached, or delayed ones are to come."""
-        return self._reduced(lambda gradients: gradients.came, False)
+        """Whether this backward brought no gradient, for each trained parameter: where it did not
+        come to the unit, for all of them; delayed ones are to come."""
+        groups, late = self._groups, bool(self.delayed)
+        came = [g.gradients.came or [late] * len(g.items) for g in groups]
+        found: comm.Facts = self.trained & ~numpy.array([*chain.from_iterable(came)], bool)
+        return found
 
     def shown(self, has: bool) -> comm.Facts:
-        """Whether it had one (or had none: ``has``), those of waiting microbatches included."""
-        return self._reduced(lambda gradients: gradients.brought, has)
-
-    def _reduced(self, which: Callable[[Gradients], list[bool]], wanted: bool) -> comm.Facts:
+        """Whether the reduction of this backward had one (or had none: ``has``), those of waiting
+        microbatches included. False where there was no reduction."""
         found = numpy.zeros(len(self._sizes), bool)
         first = 0
         for group in self._groups:
-            if group.gradients.came and wanted in which(group.gradients):
+            if group.gradients.came and has in group.gradients.brought:
                 here = slice(first, first + len(group.items))
-                found[here] = numpy.array(which(group.gradients)) == wanted
+                found[here] = numpy.array(group.gradients.brought) == has
             first += len(group.items)
         return found & self.trained
 

@@ -22,8 +22,9 @@ from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
+from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import Found, install, same_values
+from shardwise.shard.wrapping import Found, install
 from shardwise.tile import Tile, tile_of
 
 U = TypeVar("U", bound=Unit)

@@ -103,7 +103,8 @@ def fully_shard(
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
         unused_parameters: what a parameter without a gradient means: ``.grad`` stays None ("none";
-            the same on every rank, or it is an error), "zeros", or an "error" on all ranks. With
+            the same on every rank, or it is an error), "zeros", or an "error" on all ranks. A unit
+            that no rank calls has None under "zeros" too, and is named under "error". With
             "zeros" ranks may differ in what their losses depend on. They must not where a unit is
             inside a reentrant checkpoint or has one inside, where a checkpoint around several units
             has several outputs, and where the weight gradients of a unit are delayed.

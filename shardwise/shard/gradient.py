@@ -89,6 +89,22 @@ class Gradients:
         self._in_flight = False
         self._stamp: Any = None
 
+    def take_over(self, before: Gradients) -> None:
+        """Go on where ``before`` ended: the same parameters, in memory of another dtype or device.
+        ``.grad`` of each was converted with it."""
+        self.divisor, self.sum_only, self.label = before.divisor, before.sum_only, before.label
+        for name in ("_partial", "_inner"):
+            old = getattr(before, name)
+            if old is not None and old.block.live:
+                dtype = self.main_weight.dtype
+                made = self._buffer(dtype, "grad_accumulator", old.placements)
+                made.block.acquire(CACHING)
+                made.flat.copy_(old.flat)
+                setattr(self, name, made)
+        if before._waited:
+            self._waited, self._stamp = before._waited, self.main_weight.state
+            self.main_weight.version.waiting = before.main_weight.version.waiting
+
     # ------------------------------------------------------------------ where gradients go
 
     def begin(self, *, sync: bool, last: bool, zeros: bool) -> None:

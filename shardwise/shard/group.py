@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -218,6 +219,11 @@ class Group:
         for parameter, view in zip(self.unsharded, self._views, strict=True):
             parameter.show(view)
 
+    @property
+    def moved(self) -> bool:
+        """Whether parameters at rest are in other memory than the buffer."""
+        return not all(map(is_, map(_WRITES, self.sharded), repeat(self.main.version)))
+
     def adopt(self) -> None:
         """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
         buffer."""
@@ -255,14 +261,12 @@ class Group:
                 self.main.view(index).copy_(local)
         for index, parameter in enumerate(self.sharded):
             fresh = self.main.dtensor(index, self.tiles[index])
-            parameter.grad = None
             parameter._local_tensor = fresh._local_tensor  # type: ignore[attr-defined]
             parameter._spec = fresh._spec  # type: ignore[attr-defined]
             parameter.version = fresh.version  # type: ignore[attr-defined]
         self._build_compute()
         before, self.gradients = self.gradients, self._build_gradients()
-        self.gradients.divisor, self.gradients.sum_only = before.divisor, before.sum_only
-        self.gradients.label = before.label
+        self.gradients.take_over(before)
         self._point_at_whole()
         self._rest()
 
@@ -483,6 +487,7 @@ class Group:
 
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+_WRITES = attrgetter("version")  # counts the writes to what a parameter at rest lies in
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -89,6 +89,7 @@ class ShardedModule(FSDPModule):
         """Gather this module's own parameters (not those of wrapped modules inside it)."""
         unit = self._ready_unit()
         unit.runtime.lanes.refuse_capture(f"unshard() of '{unit.name}'")
+        unit.follow_moves()
         unit.refuse_changes()
         if not async_op:
             unit.expose("forward")

@@ -29,6 +29,7 @@ from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
+from shardwise.shard.initial_values import same_over_tiles
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
@@ -121,9 +122,11 @@ class Runtime:
             if inner is not None:
                 units.setdefault(inner, name)
         for inner in units:
+            inner.follow_moves()
             if inner.members is not None:
                 inner.members.refuse_replaced(inner)
         check_first_forward(list(units), list(units.values()))
+        same_over_tiles(list(units))
         groups = [group for inner in units for group in inner.groups]
         runtime = Runtime(
             groups[0].device if groups else torch.device("cpu"),
@@ -365,8 +368,10 @@ class Runtime:
         """Parameters without a gradient that should have one, on any rank: all ranks raise. They
         also raise for parameters that only some of them train."""
         units = [unit for unit in units if unit.groups]
+        if self.for_inputs:
+            return []
         absent = _joined(unit.arrivals.absent() & (unit.unused == "error") for unit in units)
-        if any(unit.sync for unit in units) and not self.for_inputs:
+        if any(unit.sync for unit in units):
             trained = _joined(unit.arrivals.trained for unit in units)
             used, unused = (
                 _joined(unit.arrivals.shown(has) & (unit.unused == "none") for unit in units)

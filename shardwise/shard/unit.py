@@ -211,8 +211,8 @@ class Unit(Wrapped):
             self._rest()  # writes to the whole weights are dropped with what failed
 
     def tidy(self) -> None:
-        """Prepare for a forward: follow ``requires_grad_``, give back gradients that were
-        dropped."""
+        """Prepare for a forward: follow ``.to()`` and ``requires_grad_``, drop what was dropped."""
+        self.follow_moves()
         self.refuse_changes()
         if self.members is not None:
             self.members.refuse_added(self)

@@ -23,7 +23,7 @@ from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import look_into
 from shardwise.shard.group import Group, storage_of
-from shardwise.shard.members import Members
+from shardwise.shard.members import Members, refuse
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.whole_parameter import LOST, Whole
 from shardwise.streams import annotate
@@ -199,6 +199,13 @@ class Wrapped:
             group.gradients.source = runtime.source
             if group.offload:
                 runtime.offloads = True
+
+    def follow_moves(self) -> None:
+        """Take over parameters at rest that a module inside the unit moved to other memory by
+        itself: ``model.head.to(dtype)``, ``to_empty(recurse=False)``."""
+        if any(group.moved for group in self.groups):
+            refuse(self._rest())  # type: ignore[attr-defined]
+            self.adopt()  # type: ignore[attr-defined]
 
     def refuse_changes(self) -> None:
         """Raise where the modules hold other parameters than they were wrapped with, or moved only

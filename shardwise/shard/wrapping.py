@@ -19,10 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
-from shardwise.mesh import Ranks
-from shardwise.notices import warn_once
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -155,59 +152,10 @@ def wrap_units(model: nn.Module) -> list[nn.Module]:
     return [*outermost(blocks), model]
 
 
-# ------------------------------------------------------------------------------ initial values
-
-
 def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
-
-
-def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
-    """The initial values, the same on every rank: where ranks differ, those of the first rank."""
-    values: list[Tensor] = [f.local for f in found]
-    sums = [_checksum(value) for value in values]
-    for axis in ranks.axes:
-        everyone = comm.agree(sums, axis)
-        differing = [
-            position
-            for position in range(len(values))
-            if any(theirs[position] != everyone[0][position] for theirs in everyone)
-        ]
-        if differing:
-            warn_once(
-                logger,
-                "ranks of axis '%s' initialised parameters differently (first: '%s'); taking the "
-                "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
-                "avoid the broadcast",
-                axis.name,
-                found[differing[0]].name,
-                about="initial values",  # a model has many units
-                first=axis.rank == 0,  # other ranks of this axis' number may be alike
-            )
-        for position in differing:
-            original = values[position]
-            value = original.detach().to(device, copy=True).contiguous()
-            comm.broadcast(value, axis).wait()
-            values[position] = value.requires_grad_(original.requires_grad)
-            carry_attributes(original, values[position])
-        sums = everyone[0]
-    return values
-
-
-def _checksum(value: Tensor) -> int:
-    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
-    if value.is_meta:
-        return 0
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
-    total, first = 0, 1
-    for part in bits.split(1 << 22):  # in parts: the positions take memory too
-        places = torch.arange(first, first + part.numel(), device=part.device)
-        total += int((part.to(torch.int64) * places).sum().item())
-        first += part.numel()
-    return total % (1 << 63)
 
 
 # ------------------------------------------------------------------------------ class and hooks

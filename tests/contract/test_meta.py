@@ -13,10 +13,13 @@ import shardwise as sw
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     Net,
+    assert_gradients_equal,
     assert_parameters_equal,
+    average_gradients,
     check_backward,
     full,
     options_for,
+    pair,
     raised,
     ranks_for,
     word_loss,
@@ -149,3 +152,63 @@ def moved(rank: int, world_size: int, stage: int) -> Tensor:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_without_elements_take_over_new_tensors_too(stage: int) -> None:
     assert [float(each) for each in run_ranks(moved, 2, stage, timeout=30)] == [16.0, 16.0]
+
+
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_module_inside_a_unit_moves_alone(rank: int, world_size: int, strategy: str) -> None:
+    """Its parameters leave the flat buffer, which forward gathers: the next one takes them over."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.1))]
+    pairs += [(plain, torch.optim.SGD(plain.parameters(), lr=0.1))]
+    for step in range(3):
+        check_backward(net, plain, word_loss, rank, world_size, step)
+        for model, optimizer in pairs:
+            inner = model.blocks[0].up
+            inner.double()
+            inner._apply(lambda tensor: 2 * tensor)
+            inner.float()  # with the gradients that the optimizer reads next
+            optimizer.step()
+            optimizer.zero_grad()
+            model.head._apply(lambda tensor: 2 * tensor)
+        assert_parameters_equal(net, plain)
+    net.head.double()
+    message = raised(lambda: net(words(rank)), ValueError)
+    assert "'head.weight' to torch.float64" in message and "together" in message
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+@on_ranks(ranks_for)
+def test_gradients_move_with_their_parameters(rank: int, world_size: int, strategy: str) -> None:
+    """Those of microbatches that wait to be reduced too."""
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    for step in range(3):
+        net.set_is_last_backward(step == 2)
+        word_loss(net, rank, step).backward()
+        average_gradients(
+            plain, lambda model, each, step=step: word_loss(model, each, step), world_size
+        )
+        for model in (net, plain):
+            model.double() if step % 2 == 0 else model.float()
+    assert assert_gradients_equal(net, plain) > 10
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_modules_may_be_materialised_one_by_one(rank: int, world_size: int, strategy: str) -> None:
+    torch.manual_seed(3)
+    plain = Net()
+    torch.manual_seed(3)
+    reset_parameters(plain)
+    net = meta_net(world_size, strategy)
+    torch.manual_seed(3)
+    for module in net.modules():
+        module.to_empty(device="cpu", recurse=False)
+        if module is net.blocks[0].up:
+            assert "head.weight" in raised(lambda: net(words(rank)), RuntimeError)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert_parameters_equal(net, plain, tolerance=0.0)
+    check_backward(net, plain, word_loss, rank, world_size)

@@ -74,6 +74,28 @@ def test_an_unused_parameter_is_named_where_told(rank: int, world_size: int, str
     assert "zeros" in message, "and how to allow it"
 
 
+@pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
+@on_ranks(ranks_for)
+def test_a_unit_without_gradients_is_named_where_told(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """One that is not called, and one whose output the loss does not depend on."""
+
+    class Without(ChoiceNet):
+        called = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[1](self.blocks[0](self.entry(x)))
+            return x + self.blocks[2](x).detach() if self.called else x
+
+    net = wrap(Without(), world_size, strategy, unused_parameters="error")
+    for _ in range(2):
+        message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+        assert "of unit 'blocks.2'" in message and "blocks.1" not in message
+        net.reset_iter_state()
+        net.called = True
+
+
 @on_ranks(2)
 def test_training_goes_on_after_the_error_about_an_unused_parameter(
     rank: int, world_size: int

@@ -10,6 +10,7 @@ import unittest
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +154,24 @@ def test_initialisation_after_wrapping_draws_one_models_numbers(rank: int, world
 
 
 # ------------------------------------------------------------------------------ state dicts
+
+
+@on_ranks(4, timeout=PATIENCE)
+def test_copies_over_tp_are_those_of_its_first_rank(rank: int, world_size: int) -> None:
+    """Norms, embedding and head are plain tensors, which ranks with seeds of their own make each
+    for itself: wrapped with values, and filled after wrapping."""
+    mesh = grid(2, 2)
+    for wrap, after in ((sharded, False), (sharded, True), (bucketed, True)):
+        torch.manual_seed(rank)
+        with mock.patch("torch.manual_seed"):  # by the model itself
+            model = wrap(mesh, sw.zero(3 if wrap is sharded else 1), sequence=False)
+        if after:
+            for module in model.modules():
+                module.to_empty(device="cpu", recurse=False)
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        loss_of(model, 0).backward()
+        whole_parameters(model)  # asserts that copies are equal
 
 
 @on_ranks(4, timeout=PATIENCE)

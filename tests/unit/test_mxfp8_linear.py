@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.memory import ledger
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import COLUMN, FP8Error, encode
-from shardwise.precision.fp8_functions import fp8_linear, weight_gradient
+from shardwise.precision.fp8_functions import fp8_embedding, fp8_linear, weight_gradient
 from shardwise.precision.fp8_products import (
     Emulated,
     Native,
@@ -44,6 +44,24 @@ def spread(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
 
 
 # ------------------------------------------------------------------------------- the products
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "fp8_block"])
+def test_results_may_be_changed_in_place(format: Format) -> None:
+    """``nn.ReLU(inplace=True)`` after a linear, positions added to what an embedding looked up."""
+    stored = FP8Tensor.encode(made(128, 128), format)
+    recipe = sw.Precision(weights=format).recipe
+    found = []
+    for inplace in (True, False):
+        parameter = nn.Parameter(made(128, 128))
+        x = fp8_embedding(torch.arange(TOKENS), stored, parameter=parameter, dtype=torch.float32)
+        x = x.add_(1) if inplace else x + 1
+        for shape in ((TOKENS, 128), (2, TOKENS // 2, 128)):
+            x = fp8_linear(x.view(shape), stored, parameter=parameter, recipe=recipe)
+            x = F.relu(x, inplace=inplace)
+        x.sum().backward()
+        found.append(parameter.grad)
+    assert torch.equal(*found)
 
 
 @formats

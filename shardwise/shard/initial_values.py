@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model on all ranks: values that ranks initialised differently become those of the first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.mesh import Ranks
+from shardwise.notices import warn_once
+from shardwise.shard.whole_parameter import carry_attributes
+
+if TYPE_CHECKING:
+    from shardwise.shard.unit import Unit
+    from shardwise.shard.wrapping import Found
+
+logger = logging.getLogger(__name__)
+
+
+def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> list[Tensor]:
+    """The values of parameters that are to be wrapped, the same on every data-parallel rank."""
+    names, values = [f.name for f in found], [f.local for f in found]
+    sums: Sequence[int] = [_checksum(value) for value in values]
+    for axis in ranks.axes:
+        differing, sums = _compare(names, sums, axis)
+        for position in differing:
+            original = values[position]
+            value = original.detach().to(device, copy=True).contiguous()
+            comm.broadcast(value, axis).wait()
+            values[position] = value.requires_grad_(original.requires_grad)
+            carry_attributes(original, values[position])
+    return values
+
+
+def same_over_tiles(units: Sequence[Unit]) -> None:
+    """Make main weights the same on ranks of tensor parallelism that hold copies of them: plain
+    tensors that it left alone, and replicated DTensors whose values were made after wrapping."""
+    groups = [g for unit in units for g in unit.groups if g.ranks.others is None]
+    tiles = [tile for group in groups for tile in group.tiles if tile is not None]
+    axes = [axis for tile in tiles for cut in (True, False) for axis in tile.axes(cut=cut)]
+    for axis in dict.fromkeys(axes):
+        copies = [
+            (group, index)
+            for group in groups
+            for index, tile in enumerate(group.tiles)
+            if tile is None or axis in tile.axes(cut=False)
+        ]
+        names = [group.items[index].name for group, index in copies]
+        values = [group.main.view(index) for group, index in copies]
+        for position in _compare(names, [_checksum(value) for value in values], axis)[0]:
+            comm.broadcast(values[position], axis).wait()
+            copies[position][0].main.version.write()
+
+
+def _compare(
+    names: Sequence[str], sums: Sequence[int], axis: comm.Axis
+) -> tuple[list[int], Sequence[int]]:
+    """The positions whose checksums are not the same on all ranks of the axis, and the checksums of
+    its first rank. One warning."""
+    everyone = comm.agree(sums, axis)
+    differing = [
+        position
+        for position in range(len(sums))
+        if any(theirs[position] != everyone[0][position] for theirs in everyone)
+    ]
+    if differing:
+        warn_once(
+            logger,
+            "ranks of axis '%s' initialised parameters differently (first: '%s'); taking the "
+            "values of its rank 0, in this unit and those that follow. Seed all ranks alike to "
+            "avoid the broadcast",
+            axis.name,
+            names[differing[0]],
+            about="initial values",  # a model has many units
+            first=axis.rank == 0,  # other ranks of this axis' number may be alike
+        )
+    return differing, everyone[0]
+
+
+def _checksum(value: Tensor) -> int:
+    """A checksum of the bits and their order; 0 for a parameter that has no values yet."""
+    if value.is_meta:
+        return 0
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().contiguous().view(-1).view(width[value.element_size()])
+    total, first = 0, 1
+    for part in bits.split(1 << 22):  # in parts: the positions take memory too
+        places = torch.arange(first, first + part.numel(), device=part.device)
+        total += int((part.to(torch.int64) * places).sum().item())
+        first += part.numel()
+    return total % (1 << 63)
