@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import comm
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
+from shardwise.lockstep import STEP
 from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
 from shardwise.shard.members import Members
@@ -312,6 +313,8 @@ def _before_load(
     if unit is not None:
         unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
+        for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
+            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}'")
     _refuse_codes(module, state_dict, prefix)
 
 
