@@ -36,7 +36,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-STEP = "step"  # of an optimizer: no collective, but ranks must do it alike too
+# What writes the weights is no collective, but ranks must do it alike too: steps of optimizers and
+# loads, and the settings of these steps.
+STEP, SETTINGS = "step", "step settings"
 _REMEMBERED = 64  # collectives of each operation; prefetching is never that far ahead
 _NUMBERS = 1 << 12  # messages of one operation that are told apart by their number
 _PRIME = 1_000_003
@@ -66,6 +68,7 @@ class Journal:
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
         self._issued: dict[str, _Issued] = {}  # by operation
+        self._asked = 0  # how often for a difference
 
     def add(self, operation: str, purpose: str) -> Ticket:
         """Note one more collective, or one more step of an optimizer."""
@@ -87,7 +90,8 @@ class Journal:
     def first_difference(self) -> str:
         """The error message for ranks whose trails differ. Every rank of the group asks at once."""
         store = dist.distributed_c10d._get_default_store()
-        where = f"shardwise/issued/{self.group.group_name}"
+        self._asked += 1
+        where = f"shardwise/issued/{self.group.group_name}/{self._asked}"
         mine = {"issued": self.issued()}
         store.set(f"{where}/{self.rank}", json.dumps(mine))
         for peer in range(self.size):
@@ -98,12 +102,18 @@ class Journal:
                     first, second = (_purpose(each, operation, number) for each in (mine, theirs))
                     if first != second:
                         pair = sorted([(self.rank, first), (peer, second)])
-                        if operation == STEP:
+                        if operation in (STEP, SETTINGS):
                             return _stepped_apart(*pair)
                         return _out_of_step(
                             " and ".join(f"rank {who} issued {operation} of {p}" for who, p in pair)
                         )
         return _out_of_step("they issued different collectives, longer ago than is remembered")
+
+    def writes(self) -> tuple[int, int, str]:
+        """How often the weights were written, a checksum over it, and the last time in words: the
+        same on ranks whose weights belong together."""
+        steps = self._issued.get(STEP) or _Issued()
+        return steps.count, steps.trail, steps.recent[-1] if steps.recent else "nothing"
 
     def issued(self) -> dict[str, Any]:
         """How many of each operation, and the last ones, as JSON knows it."""
@@ -299,6 +309,21 @@ def _out_of_step(where: str) -> str:
         f"has to call it (unused_parameters='zeros' reduces zeros for it). The process group "
         f"cannot be used any more: end this run"
     )
+
+
+def refuse_other_writes(everyone: Sequence[dict[str, tuple[int, int, str]]]) -> None:
+    """Raise where ranks of a group have written its weights differently; by rank: the
+    :meth:`Journal.writes` of its groups, by their names."""
+    first: dict[str, tuple[int, tuple[int, int, str]]] = {}
+    for rank, groups in enumerate(everyone):
+        for group, writes in groups.items():
+            other, theirs = first.setdefault(group, (rank, writes))
+            if writes[:2] != theirs[:2]:
+                pair = [
+                    (who, f"{what[0]} of them, {what[2]} last")
+                    for who, what in ((other, theirs), (rank, writes))
+                ]
+                raise RuntimeError(_stepped_apart(*pair))
 
 
 def _stepped_apart(*ranks: tuple[int, str]) -> str:

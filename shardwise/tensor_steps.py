@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from shardwise.cut import Cut, Rows, Version
-from shardwise.lockstep import STEP
+from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 from shardwise.uncompiled import skip_frames, uncompiled
@@ -175,9 +175,28 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     if lacking and not getattr(optimizer, "compares_gradients", False):
         known = zlib.crc32(repr(lacking).encode())
         kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
+    settings = _settings_by_mesh(optimizer)
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
         for axis in Ranks(mesh).axes:
             axis.journal.add(STEP, kind)
+            axis.journal.add(SETTINGS, f"{type(optimizer).__name__}.step() with {settings[mesh]}")
+
+
+def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
+    """The numbers that an optimizer steps with, in words, by the mesh of the parameters: shards of
+    one weight must take one step. A rank may have groups for parameters that it alone holds."""
+    found: dict[Any, list[str]] = {}
+    for group in optimizer.param_groups:
+        numbers = [
+            f"{name}={value}"
+            for name, value in group.items()
+            if isinstance(value, bool | int | float)
+            or (isinstance(value, tuple) and all(isinstance(one, int | float) for one in value))
+        ]
+        ours = (p.cut.full_mesh for p in group["params"] if type(p) is ShardedTensor)
+        for mesh in dict.fromkeys(ours):
+            found.setdefault(mesh, []).append(" ".join(numbers))
+    return {mesh: "; ".join(dict.fromkeys(groups)) for mesh, groups in found.items()}
 
 
 # Optimizers that have had a gradient in a step; whether a step without one was spoken of since.

@@ -45,7 +45,10 @@ from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
 from shardwise.checkpoint.state import json_state, model_state, placements_of
 from shardwise.checkpoint.torch_files import Chunk, Entry, Index, dump
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
+from shardwise.lockstep import refuse_other_writes
+from shardwise.mesh import Ranks
 from shardwise.notices import warn_once
+from shardwise.tensor import ShardedTensor
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class Snapshot:
     pieces: list[Piece]
     keys: frozenset[str]  # of the tensors of all ranks
     buffers: dict[str, int]  # by key: a checksum, as ranks may differ
+    writes: dict[str, tuple[int, int, str]]  # by process group: see ``Journal.writes``
     rank_values: bytes
     state_values: bytes
     placements: list[str]
@@ -144,6 +148,7 @@ def take_snapshot(
         pieces=stored,
         keys=state.stored_keys,
         buffers={key: _checksum(state.tensors[key]) for key in state.buffers & {*state.tensors}},
+        writes=_writes_of(model),
         rank_values=to_bytes({"random": random_states(), "extra": dict(extra or {})}, "extra"),
         state_values=to_bytes(values, "the state"),
         placements=placements_of(model),
@@ -181,12 +186,17 @@ def begin(
         return made
 
     try:
-        taken, everyone = together(
+        taken, told = together(
             work,
             ranks,
-            facts=lambda made: (str(folder), str(final), step, made.digest, made.buffers),
+            facts=lambda made: (
+                (str(folder), str(final), step, made.digest, made.buffers),
+                made.writes,
+            ),
         )
+        everyone = [place for place, _ in told]
         _check_agreement(everyone)
+        refuse_other_writes([writes for _, writes in told])
     except Exception:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -198,6 +208,12 @@ def begin(
         timeout=timeout,
     )
     return attempt, taken
+
+
+def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
+    meshes = {p.cut.full_mesh for p in model.parameters() if type(p) is ShardedTensor}
+    axes = [axis for mesh in meshes for axis in Ranks(mesh).axes if axis.group is not None]
+    return {axis.group.group_name: axis.journal.writes() for axis in axes}
 
 
 def _checksum(buffer: Tensor) -> int:

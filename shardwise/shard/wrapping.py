@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.layout import ROW, TENSOR, Grain, tensor_fraction
+from shardwise.lockstep import STEP
 from shardwise.shard.members import Members, modules_below
 from shardwise.shard.module import ShardedModule, unit_of
 from shardwise.shard.state_dict import full_state_dict
@@ -267,6 +268,8 @@ def _before_load(
     if unit is not None:
         unit.put_away(release=False)  # writes to whole weights are overwritten
         unit.assigns = metadata.get("assign_to_params_buffers", False)
+        for axis in dict.fromkeys(axis for group in unit.groups for axis in group.ranks.axes):
+            axis.journal.add(STEP, f"load_state_dict() of '{unit.name}'")
     _refuse_codes(module, state_dict, prefix)
 
 

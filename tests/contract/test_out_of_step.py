@@ -5,15 +5,19 @@ weights."""
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise import lockstep
+from shardwise.mesh import Ranks
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
@@ -370,6 +374,38 @@ def test_optimizers_that_step_apart_are_named(
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
     without = "SGD.step() without the gradients of ['entry.weight']"
     assert f"rank 0 ran SGD.step() and rank 1 ran {without if drops else 'nothing'}" in message
+
+
+@on_ranks(2, fresh=True)
+def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_size: int) -> None:
+    """Another rate, perhaps of a schedule that looks at this rank's loss; a load on one rank; a
+    save while a step is missing on one rank."""
+    net = wrap(Skipping(), world_size, "zero3")
+    plain = {name: torch.zeros(value.shape) for name, value in net.state_dict().items()}
+    settings: list[tuple[Any, str]] = [
+        (lambda: torch.optim.SGD(net.parameters(), lr=0.1 + rank), "lr=1.1"),
+        (lambda: torch.optim.AdamW(net.parameters(), weight_decay=0.1 + rank), "weight_decay=1.1"),
+        (lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)), "betas=(0.9, 0.7"),
+    ]
+    journals = [axis.journal for axis in Ranks(net.entry.weight.device_mesh).axes]
+    for build, expected in settings:
+        vector_loss(net, rank).backward()
+        build().step()
+        message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+        assert expected in message and "rank 0 ran" in message, message
+        net.reset_iter_state()
+        for journal in journals:
+            journal._issued.clear()
+    if rank == 0:
+        net.load_state_dict(plain)
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    assert "rank 0 ran load_state_dict() of 'Skipping' and rank 1 ran nothing" in message, message
+    net.reset_iter_state()
+    with tempfile.TemporaryDirectory() as folder:
+        shared: list[Any] = [folder]
+        dist.broadcast_object_list(shared)
+        message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
+    assert "rank 1 ran 0 of them, nothing last" in message, message
 
 
 @pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
