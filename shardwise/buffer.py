@@ -12,7 +12,8 @@ one list of placements to another; a gather runs them here, a reduction in ``sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +47,28 @@ class Part(Gathered):
         super().__init__(Block(length, flat.dtype, flat.device, "compute", lane="gather"))
         self.whole, self.axis = whole, axis
         self.here = slice(axis.rank * length, (axis.rank + 1) * length)
+
+
+class Beside:
+    """Whole weights of a rank that holds all of main and keeps them: an optimizer that writes both
+    in one pass saves the next gather, which would read main again to cast it."""
+
+    def __init__(self, main: Buffer, whole: Buffer, copy: Gathered) -> None:
+        # Weakly: main's version holds this object.
+        self._main, self._whole, self._copy = weakref.proxy(main), whole, copy
+
+    def views(self, items: Collection[int]) -> dict[int, Tensor] | None:
+        """The whole weight of each of ``items``; None where some are left out, which only a gather
+        would bring up to date, or where these weights are older than main already."""
+        copy, every = self._copy, range(len(self._whole.layout.items))
+        if not copy.memory.live or copy.filled != self._main.state or set(items) != set(every):
+            return None
+        return {item: self._whole.view(item) for item in every}
+
+    def written(self) -> None:
+        """Both were written alike; the step counts it as one write to main."""
+        count, version = self._main.state
+        self._copy.filled = (count + 1, version)
 
 
 class GatherPlan:

@@ -65,10 +65,9 @@ class Version:
     waited for it.
 
     ``unanswered`` says whether a forward was recorded to which no backward has come, ``failed``
-    whether the last backward raised.
-
-    ``unsynced``: the values were made after wrapping (meta device), and may differ between replicas
-    until the first forward takes the first one's.
+    whether the last backward raised. ``unsynced``: the values were made after wrapping (meta
+    device), and may differ between replicas until the first forward takes the first one's.
+    ``beside``: whole weights that an optimizer may write together with these (``buffer.Beside``).
     """
 
     count: int = 0
@@ -79,6 +78,7 @@ class Version:
     failed: Callable[[], bool] = bool
     waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
+    beside: Any = None
 
     def await_readers(self) -> None:
         """Wait, before a write, for gathers that still read the buffer."""

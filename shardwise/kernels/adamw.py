@@ -38,20 +38,22 @@ def step_rates(
 @triton.jit
 def _adamw_kernel(
     table_ptr, rates_ptr, clip_ptr, count, beta_1, beta_2, fresh_1, fresh_2, eps,
-    grad_type: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr,
+    grad_type: tl.constexpr, beside_type: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
+    chunk: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(1).to(tl.int64)
     weight_ptr = tl.load(table_ptr + piece).to(tl.pointer_type(tl.float32))
     grad_ptr = tl.load(table_ptr + count + piece).to(tl.pointer_type(grad_type))
     average_ptr = tl.load(table_ptr + 2 * count + piece).to(tl.pointer_type(tl.float32))
     square_ptr = tl.load(table_ptr + 3 * count + piece).to(tl.pointer_type(tl.float32))
-    length = tl.load(table_ptr + 4 * count + piece)
+    beside_ptr = tl.load(table_ptr + 4 * count + piece).to(tl.pointer_type(beside_type))
+    length = tl.load(table_ptr + 5 * count + piece)
     factor = tl.load(clip_ptr)
     length = tl.where(tl.load(clip_ptr + 1) == 0.0, length, 0)
     if aligned:
         weight_ptr, grad_ptr = tl.multiple_of(weight_ptr, 16), tl.multiple_of(grad_ptr, 16)
         average_ptr, square_ptr = tl.multiple_of(average_ptr, 16), tl.multiple_of(square_ptr, 16)
-        length = tl.multiple_of(length, 16)
+        beside_ptr, length = tl.multiple_of(beside_ptr, 16), tl.multiple_of(length, 16)
     size = tl.load(rates_ptr + piece)
     root = tl.load(rates_ptr + count + piece)
     keep = tl.load(rates_ptr + 2 * count + piece)
@@ -64,7 +66,10 @@ def _adamw_kernel(
         w = tl.load(weight_ptr + place, mask=mask, other=0.0) * keep
         tl.store(average_ptr + place, m, mask=mask)
         tl.store(square_ptr + place, v, mask=mask)
-        tl.store(weight_ptr + place, w - size * m / (tl.sqrt(v) * root + eps), mask=mask)
+        w -= size * m / (tl.sqrt(v) * root + eps)
+        tl.store(weight_ptr + place, w, mask=mask)
+        if beside_type != tl.float32:  # else it is the weight itself
+            tl.store(beside_ptr + place, w.to(beside_type), mask=mask)
 
 
 def fits(*pieces: Sequence[Tensor]) -> bool:
@@ -88,25 +93,27 @@ def step(
     eps: float,
     weight_decay: float,
     clip: Tensor,
+    besides: Sequence[Tensor | None] | None = None,
 ) -> None:
     """Step all pieces in place, as torch's AdamW does with clipped gradients; count their steps.
 
-    ``clip`` [2]: the factor of the gradients; and 1 where nothing may change, else 0.
+    ``clip`` [2]: the factor of the gradients; and 1 where nothing may change, else 0. ``besides``:
+    16-bit copies of some weights, which are written too.
     """
     # As a list: torch would read a single tensor, a scalar to it, on the host.
     torch._foreach_add_(list(steps), [1 - clip[1]] * len(steps))
-    columns = (weights, grads, averages, squares)
+    copies = [b if b is not None else w for b, w in zip(besides or weights, weights, strict=True)]
+    columns = (weights, grads, averages, squares, copies)
     # A launch has as many programs for each piece as the longest needs: vectors go by themselves.
-    for long in (True, False):
-        chosen = [at for at, one in enumerate(weights) if (one.numel() > CHUNK) == long]
-        if not chosen:
-            continue
+    kinds = [(one.numel() > CHUNK, copy.dtype) for one, copy in zip(weights, copies, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        chosen = [at for at, one in enumerate(kinds) if one == kind]
         table = addresses([[column[at] for at in chosen] for column in columns])
         numbers = torch.stack([steps[at] for at in chosen])
         rates = step_rates(numbers, lr=lr, betas=betas, weight_decay=weight_decay)
         run(
             _adamw_kernel, (-(-table.longest // CHUNK), len(chosen)),
             table.entries, rates, clip, len(chosen), *betas, 1 - betas[0], 1 - betas[1], eps,
-            grad_type=TYPES[grads[0].dtype], aligned=table.aligned, block=BLOCK, chunk=CHUNK,
-            num_warps=8,
+            grad_type=TYPES[grads[0].dtype], beside_type=TYPES[kind[1]], aligned=table.aligned,
+            block=BLOCK, chunk=CHUNK, num_warps=8,
         )  # fmt: skip

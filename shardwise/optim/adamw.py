@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from shardwise.buffer import Beside
 from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
-from shardwise.optim.storage import local_of
+from shardwise.optim.storage import local_of, version_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ def step(
         from shardwise.kernels import adamw as kernel
 
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        kernel.step(weights, grads, averages, squares, steps, clip=clip, **options)
+        besides, done = _besides([p for p in stepped if local_of(p).numel()])
+        kernel.step(weights, grads, averages, squares, steps, clip=clip, besides=besides, **options)
+        for one in done:
+            one.written()
     elif weights:
         torch_adamw(
             weights,
@@ -119,6 +123,23 @@ def step(
             found_inf=None if clip is None else clip[1],
         )
     return stepped
+
+
+def _besides(parameters: list[Tensor]) -> tuple[list[Tensor | None], list[Beside]]:
+    """The whole weight of each parameter that may be written beside it, and whose they are."""
+    items: dict[Beside, dict[int, Tensor]] = {}
+    for parameter in parameters:
+        version = version_of(parameter)
+        if version is not None and version.beside is not None:
+            items.setdefault(version.beside, {})[parameter.cut.index] = parameter  # type: ignore[attr-defined]
+    found: dict[int, Tensor] = {}
+    done = []
+    for beside, members in items.items():
+        views = beside.views(members)
+        if views is not None:
+            found |= {id(member): views[item] for item, member in members.items()}
+            done.append(beside)
+    return [found.get(id(parameter)) for parameter in parameters], done
 
 
 def _kernel_fits(*pieces: list[Tensor]) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.buffer import Buffer, Gathered, GatherPlan, Part
+from shardwise.buffer import Beside, Buffer, Gathered, GatherPlan, Part
 from shardwise.layout import Layout
 from shardwise.memory import CACHING, Block, weakly
 from shardwise.mesh import Ranks
@@ -163,6 +163,9 @@ class Group:
                 self.layout, self.ranks, self.placements.compute, dtype, device, "compute"
             )
         self.whole.block.moved = weakly(self._point_at_whole)
+        narrow = dtype.itemsize == 2 and self.format is None
+        if held_whole and self.persistent and narrow and not self.offload:
+            self.main.version.beside = Beside(self.main, self.whole, self.copies[0])
 
     @property
     def _whole_device(self) -> torch.device:
