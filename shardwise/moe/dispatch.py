@@ -15,8 +15,14 @@ exact-size all-to-alls.
                                                   then sorted by expert: | e0: 0, 1 | e1: 0, 1 |
 
 An exchange is two autograd nodes, one that starts it and one that waits for it: work between the
-two (a shared expert) overlaps with the messages, in forward and in backward. The host must know the
-exact sizes and waits for them; this is the only wait here, and only where experts are spread.
+two (a shared expert) overlaps with the messages, in forward and in backward.
+
+The host must know the sizes. Without a capacity it waits for the device to count the rows, once in
+each forward of a layer. With a capacity ranks send each other as many rows as experts take at most,
+padded, and the host waits for no device; its ranks compare their numbers of tokens among hosts.
+Where that would more than double the rows (a capacity factor over 2), sizes are exact.
+
+    rank 0   sorted | to 0: e0 e1 .. | to 1: e2 e3 . |       ..  rows of no token, of weight zero
 
 The rows of an expert are in the order of ranks and tokens, as on one rank with the whole batch.
 """
@@ -29,10 +35,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise import comm
+from shardwise.agreement import differ
 from shardwise.kernels import has_triton
 from shardwise.moe.router import Routes
 from shardwise.streams import Lanes
@@ -44,7 +52,7 @@ class DispatchPlan:
 
     order: Tensor  # [rows]: index into tokens x choices, sorted by expert
     num_choices: int
-    num_slots: int  # tokens x choices
+    num_slots: int  # tokens x choices; of padding, those of one token more
     ends: Tensor  # [local experts] int32: where each expert's rows end
     sizes: list[int] | None = None  # rows sent to each rank
     out_sizes: list[int] | None = None  # rows received from each rank
@@ -77,6 +85,8 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
     comm.all_to_all(received, routes.counts, each, each, axis).wait()
     going = routes.counts.view(axis.size, local).sum(1)
     coming = received.view(axis.size, local)  # [source, expert]
+    if (block := _block(routes, axis, local)) is not None:
+        return _padded(order, choices, going, coming, block)
     numbers = torch.cat([going, coming.sum(1)]).tolist()  # the host waits here
     sizes, out_sizes = numbers[: axis.size], numbers[axis.size :]
     expert = torch.arange(local, device=received.device).repeat(axis.size)
@@ -89,6 +99,43 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
         sizes=sizes,
         out_sizes=out_sizes,
         by_expert=arriving.sort(stable=True).indices,
+    )
+
+
+PADDED = 2  # times as many rows as there are choices may be sent to spare the host a wait
+
+
+def _block(routes: Routes, axis: comm.Axis, local: int) -> int | None:
+    """The most rows that a rank sends to another; None where the host had better wait for their
+    number, or where ranks have different numbers of tokens (collective, among hosts)."""
+    if routes.capacity is None:
+        return None
+    if differ(len(routes.experts), axis):
+        return None
+    slots = routes.experts.numel()
+    block = min(slots, local * routes.capacity)
+    return block if block * axis.size <= PADDED * slots else None
+
+
+def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: int) -> DispatchPlan:
+    """Every rank sends ``block`` rows to every rank: those of a token more fill them up. Arrived,
+    they go to the last expert, behind its rows."""
+    num_ranks = len(coming)
+    slots, place = len(order), torch.arange(block, device=order.device)
+    behind = (going.cumsum(0) - going).unsqueeze(1) + place  # [rank, block]: index into order
+    sent = order[behind.clamp_max(slots - 1)].masked_fill(place >= going.unsqueeze(1), slots)
+    ends = coming.cumsum(1).contiguous()
+    expert = torch.searchsorted(ends, place.expand(num_ranks, block).contiguous(), right=True)
+    last = coming.sum(0).cumsum(0).int()
+    last[-1:].fill_(num_ranks * block)  # an assignment would copy from the host, and wait
+    return DispatchPlan(
+        order=sent.flatten(),
+        num_choices=choices,
+        num_slots=slots + choices,
+        ends=last,
+        sizes=[block] * num_ranks,
+        out_sizes=[block] * num_ranks,
+        by_expert=expert.flatten().sort(stable=True).indices,
     )
 
 
@@ -144,8 +191,11 @@ class Dispatcher:
 
     def send(self, tokens: Tensor, routes: Routes, plan: DispatchPlan) -> PendingRows:
         """Begin to send tokens [tokens, hidden] to their experts."""
-        rows = _Spread.apply(tokens, plan.order, plan.num_choices)
-        weights = _Pick.apply(routes.weights.flatten(), plan.order)
+        rows = _Spread.apply(tokens, plan.order, plan.num_choices, plan.num_slots)
+        weights = routes.weights.flatten()
+        if plan.num_slots > len(weights):  # padding weighs nothing
+            weights = F.pad(weights, (0, plan.num_choices))
+        weights = _Pick.apply(weights, plan.order)
         if plan.sizes is None or plan.out_sizes is None:
             return PendingRows(plan, rows, weights, None)
         exchanges = (
@@ -157,7 +207,8 @@ class Dispatcher:
         return PendingRows(plan, rows, weights, exchanges)
 
     def collect(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Send the experts' rows back and sum them per token: [tokens, hidden]."""
+        """Send the experts' rows back and sum them per token: [tokens, hidden], and a row of
+        padding where the plan has one."""
         if plan.sizes is not None and plan.out_sizes is not None:
             rows = _Place.apply(rows, plan.by_expert, len(rows))
             exchange = self._exchange(plan.out_sizes, plan.sizes)
@@ -255,15 +306,19 @@ class _Spread(torch.autograd.Function):
     """Repeat each token's row for every choice that was kept, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.choices, ctx.num_slots = choices, len(tokens) * choices
-        return tokens.index_select(0, order // choices)
+        ctx.choices, ctx.num_slots, ctx.num_tokens = choices, num_slots, len(tokens)
+        index = order // choices
+        if num_slots > len(tokens) * choices:  # padding is a copy of some token
+            index.clamp_max_(len(tokens) - 1)
+        return tokens.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (order,) = ctx.saved_tensors
-        return _sums(grad, order, ctx.choices, ctx.num_slots), None, None
+        summed = _sums(grad, order, ctx.choices, ctx.num_slots)
+        return summed[: ctx.num_tokens], None, None, None
 
 
 class _Sum(torch.autograd.Function):

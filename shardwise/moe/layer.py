@@ -126,6 +126,8 @@ class MixtureOfExperts(nn.Module):
         delay = delayed if self.axis is not None else None
         rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delay)
         mixed = self._dispatcher.collect(rows, plan)
+        if len(mixed) > len(tokens):  # the last row is padding's
+            mixed = mixed[:-1]
         if beside is not None:
             mixed = mixed + beside
         return mixed.view_as(hidden), routes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
 from shardwise import comm
+from shardwise.moe import dispatch
 from shardwise.moe.activation import swiglu
 from shardwise.moe.layer import MixtureOfExperts
 from shardwise.moe.router import Routing
@@ -190,6 +192,48 @@ def test_capacity_over_ranks(rank: int, world_size: int) -> None:
     dropped = routes.dropped.clone()
     comm.all_reduce(dropped, axis).wait()
     assert dropped > 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.6])
+@on_ranks(4)
+def test_with_a_capacity_no_host_waits_for_rows_and_nothing_else_changes(
+    rank: int, world_size: int, factor: float
+) -> None:
+    """Padded to what experts take at most, beside exact sizes: outputs, gradients, bytes. Ranks
+    with other numbers of tokens go back to exact sizes together."""
+    axis = comm.as_axis(torch.distributed.group.WORLD, "ep")
+    x, target = batch(world_size)
+    mine = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    found, sent = [], []
+    for most in (dispatch.PADDED, 0):
+        with pytest.MonkeyPatch.context() as patch, comm.record() as calls:
+            patch.setattr(dispatch, "PADDED", most)
+            layer = build(axis, {"capacity_factor": factor}, shared=True)
+            out, gradient, _ = run(layer, x[mine], target[mine])
+            found.append([out, gradient, *(p.grad for p in layer.parameters())])
+            sent.append(sum(one.wire_bytes for one in calls if one.operation == "all_to_all"))
+    for padded, exact in zip(*found, strict=True):
+        torch.testing.assert_close(padded, exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[0][0], found[1][0]) and all(one.abs().sum() > 0 for one in found[0])
+    block = EXPERTS // world_size * math.ceil(factor * 2 * TOKENS / EXPERTS)
+    each = 2 * 4 * (2 * HIDDEN + 1)  # bytes: rows there and back, their weights; both ways
+    counts = 8 * EXPERTS // world_size  # bytes of the numbers that a rank tells another
+    assert sent[0] == (world_size - 1) * (block * each + counts) >= sent[1]
+    routes = layer.router(x[mine])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "tolist", _no_wait)
+        patch.setattr(Tensor, "item", _no_wait)
+        plan = dispatch.plan_dispatch(routes, axis)  # the negative control: PADDED = 0 waits
+        patch.setattr(dispatch, "PADDED", 0)
+        with pytest.raises(AssertionError, match="the host waits"):
+            dispatch.plan_dispatch(routes, axis)
+    assert plan.sizes == plan.out_sizes and len(set(plan.sizes or ())) == 1
+    fewer = x[mine][: TOKENS - rank]
+    assert dispatch.plan_dispatch(layer.router(fewer), axis).num_slots == 2 * len(fewer)
+
+
+def _no_wait(self: Tensor) -> None:
+    raise AssertionError("the host waits")
 
 
 # ------------------------------------------------------------------------------ under strategies
