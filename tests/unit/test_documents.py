@@ -300,4 +300,4 @@ def test_figures_come_from_result_files(page: Path) -> None:
 
 
 def test_figures_of_nowhere_are_found() -> None:
-    assert untraced("replicas", "1.045 and 3.21x and 12.27 GiB and 77 ms") == ["3.21", "77"]
+    assert untraced("replicas", "1.020 and 3.21x and 12.27 GiB and 77 ms") == ["3.21", "77"]
