@@ -69,18 +69,6 @@ _EXPERTS = {
         ],
         "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
     },
-    "dots1": {
-        "feed_forward.router.weight": ["mlp.gate.weight"],
-        "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
-        "feed_forward.experts.fc1.weight": [
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ],
-        "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
-        "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
-        "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
-        "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
-    },
     "mixtral": {
         "feed_forward.router.weight": ["block_sparse_moe.gate.weight"],
         "feed_forward.experts.fc1.weight": [
@@ -89,6 +77,12 @@ _EXPERTS = {
         ],
         "feed_forward.experts.fc2.weight": ["block_sparse_moe.experts.{}.w2.weight"],
     },
+}
+_EXPERTS["dots1"] = _EXPERTS["qwen3_moe"] | {
+    "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
+    "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
+    "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
+    "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
 }
 _QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _FC1 = "feed_forward.experts.fc1."

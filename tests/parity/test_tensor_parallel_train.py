@@ -60,9 +60,8 @@ def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
             torch.testing.assert_close(one.grad.full_tensor(), its.grad)
     assert linear_cross_entropy(*mine, torch.full_like(targets, IGNORED)).item() == 0
     with torch.no_grad():
-        broken = torch.where(
-            torch.arange(7)[:, None] == 5, float("nan"), head
-        )  # on the second rank
+        second = torch.arange(7)[:, None] == 5  # of the second rank
+        broken = torch.where(second, float("nan"), head)
         cut = distribute_tensor(broken, mesh, [Shard(0)])
         assert linear_cross_entropy(mine[0], cut, targets).isnan()
 
