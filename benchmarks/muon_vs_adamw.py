@@ -25,7 +25,6 @@ from shardwise.report.svg import (
     Key,
     draw_axes,
     draw_title,
-    title_height,
 )
 from shardwise.words import count_text, tick_text
 
@@ -60,9 +59,9 @@ def picture(title: str, about: str, curves: Mapping[str, Curve]) -> Canvas:
     are by colour, the last drawn on top."""
     keys = [Key(curve.name, colour) for colour, curve in curves.items()]
     keys.append(Key("bigram", GREEN, dashed=True))
-    top = title_height(about, keys, WIDTH)
-    canvas = Canvas(WIDTH, top + 2 * (PANEL + 70), about)
-    draw_title(canvas, title, about, keys)
+    canvas = Canvas(WIDTH, 0, about)
+    top = draw_title(canvas, title, about, keys)
+    canvas.height = top + 2 * (PANEL + 70)
     bigram = next(iter(curves.values())).bigram
     values = [bits for curve in curves.values() for bits in curve.bits] + [bigram]
     panels: list[tuple[Callable[[Curve], list[float]], str, Callable[[float], str]]] = [

@@ -21,7 +21,7 @@ from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.placements import STRATEGIES
 from shardwise.report import plan as planning
 from shardwise.report.activations import Follower
-from shardwise.report.shard_map import draw_unit, shard_map, unit_height
+from shardwise.report.shard_map import draw_unit, shard_map
 from shardwise.report.step_pictures import lanes_canvas
 from shardwise.report.svg import (
     BLUE,
@@ -41,7 +41,6 @@ from shardwise.report.svg import (
     draw_title,
     draw_x_axis,
     ink_on,
-    title_height,
 )
 from shardwise.report.table import KINDS
 from shardwise.words import size_text, tick_text
@@ -78,14 +77,13 @@ def two_strategies() -> Canvas:
         ("fully_shard, zero(3): each block cut between rows", shard_map(cut)["units"][1]),
         ("data_parallel, zero(1): each matrix whole on one rank", shard_map(whole)["units"][0]),
     ]
-    heights = [unit_height(unit["rows"]) for _, unit in panels]
     about = "main weights of two transformer blocks on 4 ranks; one colour a parameter, to scale"
-    canvas = Canvas(WIDTH, 76 + sum(heights), "One model, two strategies")
+    canvas = Canvas(WIDTH, 0, "One model, two strategies")
     at = draw_title(canvas, "One model, two strategies", about, [Key("padding", "")]) + 4
-    for (name, unit), height in zip(panels, heights, strict=True):
+    for name, unit in panels:
         items = [item | {"name": short(item["name"])} for item in unit["items"]]
-        draw_unit(canvas, unit | {"name": name, "items": items}, unit["rows"], at, 70)
-        at += height
+        at = draw_unit(canvas, unit | {"name": name, "items": items}, unit["rows"], at, 70)
+    canvas.height = at - 6
     return canvas
 
 
@@ -124,14 +122,14 @@ def bars_canvas(bars: Mapping[str, Mapping[str, int]]) -> Canvas:
     """Stacked bars, one a strategy."""
     keys = [Key(words, _BAR_COLOURS[kind]) for kind, words in BARS.items()]
     about = "peak of one step by the plan, activations not counted"
-    height = title_height(about, keys, WIDTH) + 320
-    canvas = Canvas(WIDTH, height, "bytes per rank by strategy")
+    canvas = Canvas(WIDTH, 0, "bytes per rank by strategy")
     top = draw_title(canvas, "Bytes per rank by strategy", about, keys)
+    canvas.height = top + 320
     highest = max(sum(bar.values()) for bar in bars.values())
     frame = draw_axes(
         canvas,
         top=top + 14,
-        height=height - top - 14 - 44,
+        height=262,
         x_range=(0, 1),
         y_range=(0, highest * 1.08),
         x_label="",
@@ -185,10 +183,11 @@ def memory() -> Canvas:
     peak = max(sum(one.values()) for one in held)
     about = "6 blocks of width 512 under zero(3), rank 0 of 8, 4 x 512 tokens: "
     about += f"{size_text(peak)} at the peak, {size_text(plan.optimizer_bytes)} of momentum besides"
-    canvas = Canvas(WIDTH, title_height(about, keys, WIDTH) + 300, "Memory over one step")
+    canvas = Canvas(WIDTH, 0, "Memory over one step")
     top = draw_title(canvas, "Memory over one step", about, keys)
+    canvas.height = top + 300
     frame = draw_axes(
-        canvas, top=top, height=canvas.height - top - 52, x_range=(0, len(held) - 1),
+        canvas, top=top, height=248, x_range=(0, len(held) - 1),
         y_range=(0, peak * 1.06), x_label="operations of one step, in order",
         y_label="bytes on this rank", x_text=lambda value: f"{value:,.0f}",
         y_text=lambda value: tick_text(size_text(value)), y_base=2,
@@ -249,9 +248,9 @@ def replicas() -> Canvas:
         ("sent_ratio", "bytes sent / AdamW", (0.95, 1.06)),
         ("peak_ratio", "peak memory / AdamW", (0.0, 1.1)),
     ]
-    top = title_height(about, keys, WIDTH)
-    canvas = Canvas(WIDTH, top + 2 * 230, "Muon over AdamW, 2 to 4096 replicas")
-    draw_title(canvas, canvas.title, about, keys)
+    canvas = Canvas(WIDTH, 0, "Muon over AdamW, 2 to 4096 replicas")
+    top = draw_title(canvas, canvas.title, about, keys)
+    canvas.height = top + 2 * 230
     for number, (field, words, y_range) in enumerate(panels):
         frame = draw_axes(
             canvas, top=top + number * 230, height=170, x_range=(1, 12), y_range=y_range,

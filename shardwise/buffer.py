@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,20 +71,19 @@ class Beside:
         self._copy.filled = (count + 1, version)
 
 
-class GatherPlan:
+class GatherPlan(NamedTuple):
     """The views that one gather reads and writes: cast into place, then one collective per axis."""
 
-    def __init__(
-        self, source: Tensor, mine: Tensor | None, stages: list[tuple[Tensor, Tensor, comm.Axis]]
-    ) -> None:
-        self._source, self._mine, self._stages = source, mine, stages
+    source: Tensor
+    mine: Tensor | None  # its place; None: nothing is cast
+    stages: list[tuple[Tensor, Tensor, comm.Axis]]
 
     def run(self) -> comm.Pending:
         """Every stage but the last is waited for: the next one sends what it brought."""
-        if self._mine is not None:
-            self._mine.copy_(self._source, non_blocking=True)
+        if self.mine is not None:
+            self.mine.copy_(self.source, non_blocking=True)
         pending = comm.Pending()
-        for whole, shard, axis in self._stages:
+        for whole, shard, axis in self.stages:
             pending.wait()
             pending = comm.all_gather(whole, shard, axis)
         return pending

@@ -254,7 +254,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def _named(mesh: DeviceMesh) -> DeviceMesh:
     """The same ranks and groups with names, made once for each mesh."""
-    kept = mesh.__dict__.setdefault("_shardwise_named", _Kept())
+    _, kept = _kept_on_root(mesh)
     names = tuple(DATA_AXES)
     if names not in kept:
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]

@@ -125,13 +125,13 @@ class Operations:
     def _refuse(self, func: Any, args: Any, kwargs: Any, why: str = "", fix: str = "") -> NoReturn:
         _refuse_cut(func, next(self._cuts((args, kwargs))), why, fix)
 
-    def _gather(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> Any:
+    def _gather(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute on gathered operands what only reads them, or fills an ``out=`` of ours."""
         cut = next(self._cuts((args, kwargs)))
         written = [each for each in func._schema.arguments if _is_written(each)]
         outs = [each.name for each in written if each.kwarg_only]
         if len(outs) != len(written) or cut.ranks.others is not None or recorded_with_plain(args):
-            _refuse_cut(func, cut, why)
+            _refuse_cut(func, cut)
         mesh = next(self._ours((args, kwargs))).device_mesh
         return on_the_whole(func, cut.name, args, kwargs, outs, mesh)
 

@@ -19,10 +19,8 @@ def size_text(nbytes: float) -> str:
     >>> size_text(0), size_text(1536), size_text(80 * 2**30)
     ('0 B', '1.50 KiB', '80.0 GiB')
     """
-    value, step = float(nbytes), 0
-    while abs(value) >= 1024 and step < len(_BINARY) - 1:
-        value, step = value / 1024, step + 1
-    return f"{int(value)} B" if step == 0 else f"{_three_digits(value)} {_BINARY[step]}"
+    value, unit = _scaled(nbytes, 1024, _BINARY)
+    return f"{int(value)} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
 def count_text(count: float) -> str:
@@ -30,10 +28,8 @@ def count_text(count: float) -> str:
     >>> count_text(17), count_text(405_000_000_000)
     ('17', '405B')
     """
-    value, step = float(count), 0
-    while abs(value) >= 1000 and step < len(_LARGE) - 1:
-        value, step = value / 1000, step + 1
-    return f"{int(value)}" if step == 0 else f"{_three_digits(value)}{_LARGE[step]}"
+    value, unit = _scaled(count, 1000, _LARGE)
+    return f"{_three_digits(value)}{unit}" if unit else f"{int(value)}"
 
 
 def flops_text(flops: float) -> str:
@@ -41,10 +37,16 @@ def flops_text(flops: float) -> str:
     >>> flops_text(2.5e12)
     '2.50 TFLOP'
     """
-    value, step, names = float(flops), 0, ("", "K", "M", "G", "T", "P", "E")
-    while abs(value) >= 1000 and step < len(names) - 1:
-        value, step = value / 1000, step + 1
-    return f"{_three_digits(value)} {names[step]}FLOP"
+    value, unit = _scaled(flops, 1000, ("", "K", "M", "G", "T", "P", "E"))
+    return f"{_three_digits(value)} {unit}FLOP"
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> tuple[float, str]:
+    """The value in the largest unit of which there is at least one."""
+    value, step = float(value), 0
+    while abs(value) >= base and step < len(units) - 1:
+        value, step = value / base, step + 1
+    return value, units[step]
 
 
 def seconds_text(seconds: float) -> str:

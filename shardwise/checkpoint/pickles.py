@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any, ClassVar
 
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 MAX_BYTES = 1 << 27
 _MAX_FIELDS = 32
+# Instructions of one byte that make a value: less than every other byte of a file (torch's: 0.33).
+_VALUES = (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.MEMOIZE, pickle.NEWOBJ)
+_VALUES += (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE)
 
 
 class Pairs(list[Any]):
@@ -37,13 +40,14 @@ class Record:
     """A call that did not happen: the name, the arguments, and the state set afterwards. A class or
     a function that is named and not called is a subclass, and so is a constant."""
 
+    __slots__ = ("args", "state")
     name = ""
     args: Any
-    state: Any = None
+    state: Any
 
     def __new__(cls, *args: Any) -> Record:
         made = object.__new__(cls)
-        made.args = args
+        made.args, made.state = args, None
         return made
 
     def __setstate__(self, state: Any) -> None:
@@ -70,6 +74,8 @@ def read(data: bytes, where: str, names: Container[str]) -> Any:
     """
     if len(data) > MAX_BYTES:
         raise DamagedError(f"{where} has {len(data)} bytes, more than the {MAX_BYTES} it may have")
+    if 2 * sum(map(data.count, _VALUES)) > len(data) + 128:
+        raise DamagedError(f"{where} holds more values than one of its size can")
     try:
         return _Reader(data, where, names).load()
     except DamagedError:
@@ -79,12 +85,11 @@ def read(data: bytes, where: str, names: Container[str]) -> Any:
 
 
 # In Python: the one in C makes room for any number that a pickle gives to a value.
-class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
-    """Python's own reader, with the instructions of torch's files alone."""
+_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
-    stack: list[Any]
-    append: Callable[[Any], None]
-    pop_mark: Callable[[], list[Any]]
+
+class _Reader(_Unpickler):  # type: ignore[misc]
+    """Python's own reader, with the instructions of torch's files alone."""
 
     def __init__(self, data: bytes, where: str, names: Container[str]) -> None:
         super().__init__(io.BytesIO(data))
@@ -99,7 +104,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
                 f"it was not written by shardwise, and loading it elsewhere could run code"
             )
         if whole not in self.known:
-            self.known[whole] = type("Record", (Record,), {"name": whole})
+            self.known[whole] = type("Record", (Record,), {"name": whole, "__slots__": ()})
         return self.known[whole]
 
     def persistent_load(self, key: Any) -> Record:
@@ -123,7 +128,7 @@ class _Reader(pickle._Unpickler):  # type: ignore[name-defined,misc]
         self.stack[-1].extend(items)
 
     dispatch: ClassVar[dict[int, Any]] = {
-        code[0]: pickle._Unpickler.dispatch[code[0]]  # type: ignore[attr-defined]
+        code[0]: _Unpickler.dispatch[code[0]]
         for code in (
             *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
             *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
 }
-# The defaults of each class for keys that a config.json leaves out.
-_THETA = {"mixtral": 1e6}
-_EPS = {"mixtral": 1e-5}
+_THETA = {"mixtral": 1e6}  # where a config.json leaves it out; of the others 1e4
 
 _OUTER = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -69,18 +67,6 @@ _EXPERTS = {
         ],
         "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
     },
-    "dots1": {
-        "feed_forward.router.weight": ["mlp.gate.weight"],
-        "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
-        "feed_forward.experts.fc1.weight": [
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ],
-        "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
-        "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
-        "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
-        "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
-    },
     "mixtral": {
         "feed_forward.router.weight": ["block_sparse_moe.gate.weight"],
         "feed_forward.experts.fc1.weight": [
@@ -89,6 +75,12 @@ _EXPERTS = {
         ],
         "feed_forward.experts.fc2.weight": ["block_sparse_moe.experts.{}.w2.weight"],
     },
+}
+_EXPERTS["dots1"] = _EXPERTS["qwen3_moe"] | {
+    "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],
+    "feed_forward.shared.gate.weight": ["mlp.shared_experts.gate_proj.weight"],
+    "feed_forward.shared.up.weight": ["mlp.shared_experts.up_proj.weight"],
+    "feed_forward.shared.down.weight": ["mlp.shared_experts.down_proj.weight"],
 }
 _QK_NORMS = ("q_norm.weight", "k_norm.weight")
 _FC1 = "feed_forward.experts.fc1."
@@ -246,6 +238,52 @@ def _check_names(given: Any, expected: Any, what: str) -> None:
 
 # ---------------------------------------------------------------------------------- configurations
 
+_NEEDED: Any = object()
+
+
+class _Field(NamedTuple):
+    """A value of config.json, the argument of GPTConfig that it is, the property that it is written
+    from where that is another, and what it is where it is left out."""
+
+    theirs: str
+    ours: str
+    written: str | None = None
+    default: Any = _NEEDED
+
+
+_FIELDS = (
+    _Field("vocab_size", "vocab_size"),
+    _Field("hidden_size", "dim"),
+    _Field("num_hidden_layers", "num_layers"),
+    _Field("num_attention_heads", "num_heads"),
+    _Field("max_position_embeddings", "context"),
+    _Field("num_key_value_heads", "num_kv_heads", "kv_heads", None),
+    _Field("head_dim", "head_dim", "head_width", None),
+    _Field("intermediate_size", "hidden_dim", "hidden_width", None),
+    _Field("rms_norm_eps", "norm_eps", default=1e-6),
+    _Field("tie_word_embeddings", "tied", default=False),
+)
+_CHOICES = _Field("num_experts_per_tok", "experts_per_token")
+_WIDTH = _Field("moe_intermediate_size", "expert_hidden_dim", "expert_width")
+_NORMALISED = _Field("norm_topk_prob", "normalise_scores", default=False)
+_EXPERT_FIELDS = {
+    "qwen3_moe": (_Field("num_experts", "num_experts"), _CHOICES, _WIDTH, _NORMALISED),
+    "dots1": (
+        _Field("n_routed_experts", "num_experts"),
+        *(_CHOICES, _WIDTH, _NORMALISED),
+        _Field("routed_scaling_factor", "expert_scale", default=1.0),
+        _Field("n_group", "expert_groups", default=1),
+        _Field("topk_group", "groups_per_token", default=1),
+        _Field("first_k_dense_replace", "num_dense_layers", default=0),
+    ),
+    "mixtral": (
+        _Field("num_local_experts", "num_experts"),
+        _CHOICES,
+        _Field("intermediate_size", "expert_hidden_dim", "expert_width"),
+        _Field("rms_norm_eps", "norm_eps", default=1e-5),
+    ),
+}
+
 
 def hf_config(
     config: GPTConfig, *, dtype: str = "float32", end_token: int | None = None
@@ -271,20 +309,12 @@ def hf_config(
             "high_freq_factor": config.rope_scaling.high_frequency_factor,
             "original_max_position_embeddings": config.rope_scaling.original_context,
         }
+    fields = (*_FIELDS, *_EXPERT_FIELDS.get(kind, ()))
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
+        **{one.theirs: getattr(config, one.written or one.ours) for one in fields},
         "hidden_act": "silu",
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": end_token,
@@ -295,38 +325,17 @@ def hf_config(
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
     }
     if kind == "qwen3_moe":
-        values |= {
-            "num_experts": config.num_experts,
-            "moe_intermediate_size": config.expert_width,
-            "norm_topk_prob": config.normalise_scores,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(config.num_dense_layers)),
-        }
+        dense = list(range(config.num_dense_layers))
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     elif kind == "dots1":
-        values |= {
-            "n_routed_experts": config.num_experts,
-            "n_shared_experts": config.shared_hidden_dim // config.expert_width,
-            "moe_intermediate_size": config.expert_width,
-            "norm_topk_prob": config.normalise_scores,
-            "routed_scaling_factor": config.expert_scale,
-            "n_group": config.expert_groups,
-            "topk_group": config.groups_per_token,
-            "first_k_dense_replace": config.num_dense_layers,
-            "sliding_window": None,
-            "layer_types": ["full_attention"] * config.num_layers,
-        }
-    elif kind == "mixtral":
-        values |= {
-            "num_local_experts": config.num_experts,
-            "intermediate_size": config.expert_width,
-            "sliding_window": None,
-        }
+        values["n_shared_experts"] = config.shared_hidden_dim // config.expert_width
+        values["layer_types"] = ["full_attention"] * config.num_layers
+    if kind in ("dots1", "mixtral"):
+        values["sliding_window"] = None
     if config.num_experts:
-        values |= {
-            "num_experts_per_tok": config.experts_per_token,
-            # Theirs counts tokens per expert, ours choices: it is experts_per_token times as large.
-            "router_aux_loss_coef": config.balance_coefficient / config.experts_per_token,
-        }
+        # Theirs counts tokens per expert, ours choices: it is experts_per_token times as large.
+        share = config.balance_coefficient / config.experts_per_token
+        values["router_aux_loss_coef"] = share
     return values
 
 
@@ -340,62 +349,40 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         raise ValueError(
             f"model_type {kind!r} can't be a GPT here: {', '.join(_ARCHITECTURES)} and mistral can"
         )
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((values[name] for name in names if values.get(name)), None)
-    width = "intermediate_size" if kind == "mixtral" else "moe_intermediate_size"
-    width = width if kind in _EXPERTS else "intermediate_size"
-    needed = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", width]
-    needed += ["max_position_embeddings"]
-    needed += ["num_experts_per_tok"] if kind in _EXPERTS else []
-    problems = [f"{key} is missing" for key in needed if values.get(key) is None]
-    if kind in _EXPERTS and not num_experts:
-        problems.append("num_experts (num_local_experts) is missing")
+    experts = _EXPERT_FIELDS.get(kind, ())
+    if experts:  # by whichever name
+        known = (values.get(fields[0].theirs) for fields in _EXPERT_FIELDS.values())
+        values = {**values, experts[0].theirs: next(filter(None, known), None)}
+    arguments = {one.ours: one for one in (*_FIELDS, *experts)}
+    if not experts:
+        arguments["hidden_dim"] = _Field("intermediate_size", "hidden_dim")
+    found = {name: values.get(one.theirs) for name, one in arguments.items()}
+    problems = [
+        f"{one.theirs} is missing"
+        for name, one in arguments.items()
+        if found[name] is None and one.default is _NEEDED
+    ]
     problems += _unlike(values, kind)
     # The older key wins, as in transformers: people add it to a config.json by hand.
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     scaling = _scaling(rope, problems)
     if problems:
         raise ValueError(f"this {kind} configuration can't be a GPT here: {'; '.join(problems)}")
-    experts: dict[str, Any] = {}
-    if kind in _EXPERTS:
-        experts = {
-            "num_experts": num_experts,
-            "experts_per_token": values["num_experts_per_tok"],
-            "expert_hidden_dim": values[width],
-            "balance_coefficient": values.get("router_aux_loss_coef", 0.001)
-            * values["num_experts_per_tok"],
-        }
+    for name, one in arguments.items():
+        found[name] = one.default if found[name] is None else found[name]
+    if experts:
+        share = values.get("router_aux_loss_coef", 0.001)
+        found["balance_coefficient"] = share * found["experts_per_token"]
     if kind == "qwen3_moe":
-        experts |= {
-            "normalise_scores": bool(values.get("norm_topk_prob", False)),
-            "num_dense_layers": len(values.get("mlp_only_layers") or ()),
-        }
+        found["num_dense_layers"] = len(values.get("mlp_only_layers") or ())
     if kind == "dots1":
-        experts |= {
-            "expert_score": "sigmoid",
-            "bias_rate": 0.001,
-            "normalise_scores": bool(values.get("norm_topk_prob", False)),
-            "num_dense_layers": values.get("first_k_dense_replace", 0),
-            "shared_hidden_dim": (values.get("n_shared_experts") or 0) * values[width],
-            "expert_groups": values.get("n_group", 1),
-            "groups_per_token": values.get("topk_group", 1),
-            "expert_scale": values.get("routed_scaling_factor", 1.0),
-        }
+        width = (values.get("n_shared_experts") or 0) * found["expert_hidden_dim"]
+        found |= {"expert_score": "sigmoid", "bias_rate": 0.001, "shared_hidden_dim": width}
     return GPTConfig(
-        vocab_size=values["vocab_size"],
-        dim=values["hidden_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=values["num_attention_heads"],
-        num_kv_heads=values.get("num_key_value_heads"),
-        head_dim=values.get("head_dim"),
-        hidden_dim=values.get("intermediate_size"),
-        context=values["max_position_embeddings"],
         rope_theta=float(rope.get("rope_theta", values.get("rope_theta", _THETA.get(kind, 1e4)))),
         rope_scaling=scaling,
-        norm_eps=values.get("rms_norm_eps", _EPS.get(kind, 1e-6)),
         qk_norm=kind in ("qwen3", "qwen3_moe", "dots1"),
-        tied=values.get("tie_word_embeddings", False),
-        **experts,
+        **found,
     )
 
 

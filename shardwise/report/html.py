@@ -49,11 +49,6 @@ def write_report(run_directory: str | Path) -> Path:
     """
     folder = Path(run_directory)
     path = folder / EVENTS
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} holds no {EVENTS}: name the directory of a run, the one that was printed "
-            f"when it began"
-        )
     events, notes = _read(path)
     if not events:
         raise ValueError(f"{path} holds no events yet: let the run begin first")
@@ -78,6 +73,11 @@ def read_events(path: Path) -> list[Event]:
 def _read(path: Path) -> tuple[list[Event], list[str]]:
     """The sound events, and a note about lines that hold none."""
     found, damaged = [], []
+    if not path.exists():
+        raise ValueError(
+            f"{path.parent} holds no {path.name}: name the directory of a run, the one that was "
+            f"printed when it began"
+        )
     if not path.is_file():  # a pipe would be waited for
         raise ValueError(f"{path} is no regular file: move it away")
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -173,25 +173,14 @@ def report_html(
     ]
     if sample is not None:
         parts.append(f"<h2>A sample</h2><pre>{escape(str(sample.get('text', '')))}</pre>")
-    parts += [
-        part("the collectives", _collectives, profile or planned),
-        part("Configuration", _table, "Configuration", run.get("config") or {}),
-        part("Weights in MXFP8", _table, "Weights in MXFP8", run.get("weights") or {}),
-        part("the weights", _weights, planned),
-        part("Corpus", _table, "Corpus", run.get("corpus") or {}),
-        part("Versions", _table, "Versions", run.get("versions") or {}),
-        part(
-            "Run",
-            _table,
-            "Run",
-            {
-                key: value
-                for key, value in run.items()
-                if key not in ("kind", "config", "weights", "corpus", "versions")
-            },
-        ),
-        part("what happened", _happenings, events),
-    ]
+    parts.append(part("the collectives", _collectives, profile or planned))
+    parts.append(part("the weights", _weights, planned))
+    apart = {"config": "Configuration", "weights": "Weights in MXFP8", "corpus": "Corpus"}
+    apart["versions"] = "Versions"
+    rest = {key: value for key, value in run.items() if key not in (*apart, "kind")}
+    for title, values in [*((apart[key], run.get(key)) for key in apart), ("Run", rest)]:
+        parts.append(part(title, _table, title, values or {}))
+    parts.append(part("what happened", _happenings, events))
     parts += [f"<p>{escape(note)}</p>" for note in notes]
     return _page(name, parts)
 
@@ -215,15 +204,9 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     runs: dict[str, list[Event]] = {}
     notes: list[str] = []
     for folder in map(Path, folders):
-        path = folder / EVENTS
-        if not path.is_file():
-            raise ValueError(
-                f"{folder} holds no {EVENTS}: name the directories of runs, those that were "
-                f"printed when they began"
-            )
         name = folder.resolve().name
         name = name if name not in runs else str(folder)
-        runs[name], found = _read(path)
+        runs[name], found = _read(folder / EVENTS)
         notes += [f"{name}: {note}" for note in found]
     # All runs by the same loss: the held-out one where each has a curve of it.
     evaluated = all(len(events_of(events, "eval")) > 1 for events in runs.values())

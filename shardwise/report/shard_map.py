@@ -27,7 +27,6 @@ from shardwise.report.svg import (
     draw_title,
     ink_on,
     text_width,
-    title_height,
 )
 from shardwise.words import size_text
 
@@ -131,29 +130,17 @@ def map_canvas(shard_map: Mapping[str, Any]) -> Canvas:
     units = [(unit, unit["rows"]) for unit in shard_map["units"]]
     shown = units[:MAX_UNITS]
     margin = 24 + max(text_width(row["ranks"], 12) for _, rows in units for row in rows)
-    heights = [unit_height(rows) for _, rows in shown]
     about = f"main weights over {shard_map['num_ranks']:,} ranks in {shard_map['num_shards']:,} "
     about += "shards; one colour a parameter, to scale"
-    keys = [Key("padding", "")]
     hidden = len(units) - len(shown)
-    height = title_height(about, keys, WIDTH) + sum(heights) + (20 if hidden else 0) + 8
-    canvas = Canvas(WIDTH, height, "shard map")
-    at = draw_title(canvas, "Shard map", about, keys) + 6
-    for (unit, rows), block in zip(shown, heights, strict=True):
-        draw_unit(canvas, unit, rows, at, margin)
-        at += block
+    canvas = Canvas(WIDTH, 0, "shard map")
+    at = draw_title(canvas, "Shard map", about, [Key("padding", "")]) + 6
+    for unit, rows in shown:
+        at = draw_unit(canvas, unit, rows, at, margin)
     if hidden:
         canvas.text(16, at + 8, f"and {hidden} more kinds of units", class_="faint")
+    canvas.height = at + (20 if hidden else 0) + 2
     return canvas
-
-
-def unit_height(rows: Sequence[Mapping[str, Any]]) -> float:
-    gaps = sum(_skips(rows, position) for position in range(len(rows)))
-    return 22 + len(rows) * (ROW + ROW_GAP) + gaps * 14 + 26
-
-
-def _skips(rows: Sequence[Mapping[str, Any]], position: int) -> bool:
-    return position > 0 and rows[position]["shard"] != rows[position - 1]["shard"] + 1
 
 
 def draw_unit(
@@ -162,7 +149,8 @@ def draw_unit(
     rows: Sequence[Mapping[str, Any]],
     top: float,
     margin: float,
-) -> None:
+) -> float:
+    """Draw one unit; returns where the next may begin."""
     size, width = unit["shard_size"], unit["itemsize"]
     share = 100 * unit["padding"] / unit["numel"]
     canvas.text(16, top + 10, unit["name"], size=13, font_weight=600)
@@ -177,7 +165,7 @@ def draw_unit(
     x = Scale(0, size, margin, canvas.width - 24)
     y = top + 22
     for position, row in enumerate(rows):
-        if _skips(rows, position):
+        if position and row["shard"] != rows[position - 1]["shard"] + 1:
             canvas.text(margin - 8, y + 8, "...", anchor="end", class_="faint")
             y += 14
         canvas.text(margin - 8, y + 14, row["ranks"], size=12, anchor="end")
@@ -186,6 +174,7 @@ def draw_unit(
         )
         _draw_row(canvas, unit, row, x, y)
         y += ROW + ROW_GAP
+    return y + 26
 
 
 def _draw_row(

@@ -29,7 +29,6 @@ from shardwise.report.svg import (
     draw_title,
     draw_x_axis,
     text_width,
-    title_height,
 )
 from shardwise.report.table import KINDS
 from shardwise.report.trace import LANES
@@ -62,14 +61,14 @@ def memory_canvas(profile: Profile) -> Canvas | None:
     if profile.get("clock") == "device":
         about += " by the host's clock, which runs ahead of the device"
     about += "; the library's own buffers, no activations"
-    height = title_height(about, keys, WIDTH) + 300
-    canvas = Canvas(WIDTH, height, f"memory by kind over one step, {about}")
+    canvas = Canvas(WIDTH, 0, f"memory by kind over one step, {about}")
     top = draw_title(canvas, "Memory over one step", about, keys)
+    canvas.height = top + 300
     unit, name = _time_unit(seconds)
     frame = draw_axes(
         canvas,
         top=top,
-        height=height - top - 52,
+        height=248,
         x_range=(0, seconds / unit),
         y_range=(0, peak * 1.06 or 1),
         x_label=f"time in the step ({name})",
@@ -151,11 +150,10 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
     title = f"Exposed communication: {100 * exposed:.1f} % of the step"
     about = f"one step of {seconds_text(seconds)} on this rank, times of the "
     about += str(profile.get("clock", "host"))
-    top_height = title_height(about, keys, WIDTH)
-    height = top_height + len(lanes) * (LANE_HEIGHT + LANE_GAP) + 52 + 16 * len(EXPOSED) + 10
-    canvas = Canvas(WIDTH, height, title)
+    canvas = Canvas(WIDTH, 0, title)
     top = draw_title(canvas, title, about, keys)
     bottom = top + len(lanes) * (LANE_HEIGHT + LANE_GAP)
+    canvas.height = bottom + 52 + 16 * len(EXPOSED) + 10
     unit, name = _time_unit(seconds)
     x = Scale(0, seconds / unit, LEFT, WIDTH - RIGHT)
     draw_x_axis(
@@ -288,10 +286,10 @@ def memory_bars_canvas(
     kinds += sorted({kind for _, _, bar in rows for kind in bar} - set(_WORDS))
     keys = [Key(_WORDS.get(kind, kind), _BAR_COLOURS.get(kind, GREY)) for kind in kinds]
     title, about = "Memory of one rank", "from what is planned to what is used"
-    top = title_height(about, keys, WIDTH)
+    canvas = Canvas(WIDTH, 0, f"{title}, {about}")
+    top = draw_title(canvas, title, about, keys)
     bottom = top + len(rows) * (ROW + GAP)
-    canvas = Canvas(WIDTH, bottom + 44, f"{title}, {about}")
-    draw_title(canvas, title, about, keys)
+    canvas.height = bottom + 44
     most = float(max(sum(bar.values()) for _, _, bar in rows))
     # A process holds Python and torch too. Where these are most of it, their bar is cut short.
     least = max(sum(bar.values()) for _, _, bar in rows if "measured" not in bar)

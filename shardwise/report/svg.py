@@ -66,7 +66,7 @@ def text_width(text: str, size: float = 12) -> float:
 
 @dataclass
 class Canvas:
-    """Shapes in the order in which they are drawn."""
+    """Shapes in the order in which they are drawn. The height may be set when all are."""
 
     width: float
     height: float
@@ -274,11 +274,6 @@ class Frame:
     y: Scale
     top: float
     bottom: float
-
-
-def title_height(subtitle: str, keys: Sequence[Key], width: float) -> float:
-    rows = len(_legend_rows(keys, width)) if keys else 0
-    return 30 + (18 if subtitle else 0) + 20 * rows + 10
 
 
 def draw_title(canvas: Canvas, title: str, subtitle: str, keys: Sequence[Key] = ()) -> float:

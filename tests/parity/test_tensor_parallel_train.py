@@ -41,7 +41,7 @@ def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
     mesh = grid(1, 2)["tp"]
     hidden, head = torch.randn(2, 3, 5), 200 * torch.randn(7, 5)
     targets = torch.tensor([[0, 3, 6], [IGNORED, 4, IGNORED]])
-    for z, chunk in ((0.0, 1 << 20), (0.01, 1 << 20), (0.01, 8)):
+    for z, chunk in ((0.0, 1 << 20), (0.01, 1 << 20), (0.01, 4)):
         plain = [one.clone().requires_grad_() for one in (hidden, head)]
         expected = linear_cross_entropy(*plain, targets, z_coefficient=z)
         expected.backward()
@@ -53,16 +53,16 @@ def test_the_loss_of_a_cut_vocabulary(rank: int, world_size: int) -> None:
             loss = linear_cross_entropy(*mine, targets, z_coefficient=z, chunk=chunk)
         sent = sum(call.nbytes for call in calls)
         assert sent == 3 * targets.numel() * 4, "three numbers for each token"
-        assert len(calls) == (2 if chunk > 8 else 6), "two for each chunk"
+        # Two for each chunk: of 6 rows, though the second rank's words would fit in fewer.
+        assert len(calls) == (2 if chunk > 4 else 12)
         torch.testing.assert_close(loss, expected)
         loss.backward()
         for one, its in zip(mine, plain, strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), its.grad)
     assert linear_cross_entropy(*mine, torch.full_like(targets, IGNORED)).item() == 0
     with torch.no_grad():
-        broken = torch.where(
-            torch.arange(7)[:, None] == 5, float("nan"), head
-        )  # on the second rank
+        second = torch.arange(7)[:, None] == 5  # of the second rank
+        broken = torch.where(second, float("nan"), head)
         cut = distribute_tensor(broken, mesh, [Shard(0)])
         assert linear_cross_entropy(mine[0], cut, targets).isnan()
 

@@ -291,6 +291,8 @@ def test_all_problems_are_named_at_once() -> None:
         (lambda: plan(small(), (2, 2, 2)), "name each axis"),
         (lambda: plan(small(), {"dp": 2}, "zero4"), "zero4.*zero0, zero1"),
         (lambda: plan(small(), {"dp": 6}, reshard_after_forward=4), "must divide the 6 ranks"),
+        (lambda: plan(small(), {"dp": 2}, rank=2), "rank 2 of a mesh of 2"),
+        (lambda: plan(small(), {"dp": 2}, "zero1", reshard_after_forward=2), "nothing to reshard"),
         (lambda: plan(nn.Identity(), {"dp": 2}), "no parameters"),
         (lambda: plan(small(), {"dp": 2}, wrap=[nn.Linear(2, 2)]), "not part of the model"),
     ):
