@@ -25,7 +25,13 @@ from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 MAX_BYTES = 1 << 27
 _MAX_FIELDS = 32
 # Instructions of one byte that make a value: less than every other byte of a file (torch's: 0.33).
-_VALUES = (pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.MEMOIZE, pickle.NEWOBJ)
+_VALUES: tuple[bytes, ...] = (
+    pickle.MARK,
+    pickle.EMPTY_LIST,
+    pickle.EMPTY_DICT,
+    pickle.MEMOIZE,
+    pickle.NEWOBJ,
+)
 _VALUES += (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.REDUCE)
 
 

@@ -211,7 +211,8 @@ def begin(
 
 
 def _writes_of(model: nn.Module) -> dict[str, tuple[int, int, str]]:
-    meshes = {p.cut.full_mesh for p in model.parameters() if type(p) is ShardedTensor}
+    parameters: list[Any] = list(model.parameters())
+    meshes = {p.cut.full_mesh for p in parameters if type(p) is ShardedTensor}
     axes = [axis for mesh in meshes for axis in Ranks(mesh).axes if axis.group is not None]
     return {axis.group.group_name: axis.journal.writes() for axis in axes}
 

@@ -356,7 +356,7 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     arguments = {one.ours: one for one in (*_FIELDS, *experts)}
     if not experts:
         arguments["hidden_dim"] = _Field("intermediate_size", "hidden_dim")
-    found = {name: values.get(one.theirs) for name, one in arguments.items()}
+    found: dict[str, Any] = {name: values.get(one.theirs) for name, one in arguments.items()}
     problems = [
         f"{one.theirs} is missing"
         for name, one in arguments.items()

@@ -385,7 +385,10 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     settings: list[tuple[Any, str]] = [
         (lambda: torch.optim.SGD(net.parameters(), lr=0.1 + rank), "lr=1.1"),
         (lambda: torch.optim.AdamW(net.parameters(), weight_decay=0.1 + rank), "weight_decay=1.1"),
-        (lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)), "betas=(0.9, 0.7"),
+        (
+            lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)),
+            "betas=(0.9, 0.7",
+        ),
     ]
     journals = [axis.journal for axis in Ranks(net.entry.weight.device_mesh).axes]
     for build, expected in settings:
