@@ -19,20 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import grouped_mlp, report
-from benchmarks.measure import GIB, StepClock, step_row
+from benchmarks import fp8_grouped, report
+from benchmarks.measure import GIB, StepClock, milliseconds, step_row
 from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
-from shardwise.moe.weights import ExpertTensor
-from shardwise.precision.fp8 import SQUARE_128, Plane, empty_planes, encode
-from shardwise.precision.fp8_experts import expert_codes
+from shardwise.precision.fp8 import SQUARE_128, empty_planes, encode
 
 WARMUPS, STEPS = 5, 8
 MODELS = {
@@ -264,22 +262,6 @@ def step_tables(
 # ---------------------------------------------------------------------------------------- kernels
 
 
-def milliseconds(run: Callable[[], object], rounds: int = 20) -> float:
-    """Median over events; between runs, 256 MB are written so that nothing is left in the cache."""
-    flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
-    run()
-    found = []
-    for _ in range(rounds):
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        found.append((begin, end))
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in found)
-
-
 SHAPES = ((16384, 2048), (16384, 5632), (16384, 14336), (16384, 28672))
 
 
@@ -405,75 +387,12 @@ def product_table() -> Table:
     )
 
 
-class CodedTensor(ExpertTensor):
-    """Weights of experts as a gather leaves them: codes, encoded beforehand."""
-
-    planes: ClassVar[dict[int, Plane]] = {}
-
-    def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
-        (weight,) = self.parameters
-        plane = self.planes.get(id(weight))
-        if plane is None:
-            high = weight.detach().reshape(-1, weight.shape[-1])
-            (plane,) = encode(high, (SQUARE_128,), sharing=len(weight))
-            self.planes[id(weight)] = plane
-        return expert_codes(plane, weight.shape, phase, "exact")
-
-
-class Coded(grouped_mlp.Ours):
-    def __init__(self, w1: Tensor, w2: Tensor) -> None:
-        super().__init__(w1, w2, 0, None)
-        bundles = self.mlp._bundles
-        self.mlp._bundles = lambda: [CodedTensor(**vars(one)) for one in bundles()]  # type: ignore[method-assign]
-
-
-def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[Row]:
-    """The grouped MLP with fp8 products beside bf16's, gradients added to fp32 main gradients."""
-    torch.manual_seed(0)
-    bf16 = torch.bfloat16
-    w1 = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16) / hidden**0.5
-    w2 = torch.randn(experts, hidden, width, device="cuda", dtype=bf16) / width**0.5
-    x = torch.randn(rows, hidden, device="cuda", dtype=bf16).requires_grad_()
-    p = torch.rand(rows, device="cuda").requires_grad_()
-    dy = torch.randn(rows, hidden, device="cuda", dtype=bf16)
-    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
-    systems: dict[str, Any] = {"bf16": grouped_mlp.Ours(w1, w2, 0, "fused")}
-    systems["fp8, dW in bf16"] = Coded(w1, w2)
-    for system in systems.values():
-        for parameter in system.parameters:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    found = grouped_mlp.measure(systems, (x, ends, p, dy), 10, True)
-    for name, figures in found.items():
-        row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}", "name": name, **figures}
-        for key in ("forward", "backward"):
-            row[f"{key}_speed"] = found["bf16"][key] / figures[key]
-        yield row
-    CodedTensor.planes.clear()
-
-
-def grouped_table() -> Table:
-    rows: list[Row] = []
-    for shape in grouped_mlp.SHAPES:
-        try:
-            rows += grouped_rows(*shape)
-        except Exception as error:
-            rows.append({"shape": str(shape), "name": f"FAILED {type(error).__name__}: {error}"})
-    keys = ("shape", "name", "forward", "forward_speed", "backward", "backward_speed", "peak")
-    return Table(
-        title="Grouped MLP",
-        note="Balanced rows, weights as codes, weight gradients added to fp32 main gradients.\n"
-        "Speed: bf16's time over this one's; both are this library's.",
-        columns={key: grouped_mlp.COLUMNS[key] for key in keys},
-        rows=rows,
-    )
-
-
 def main(arguments: Sequence[str]) -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=280, help="no process begins later")
-    parser.add_argument("--only", choices=("kernels", "steps"), help="one part")
+    parser.add_argument("--only", choices=("kernels", "grouped", "steps"), help="one part")
     parser.add_argument("--match", default="", help="rows of steps whose words hold this")
     parser.add_argument("--eager", action="store_true", help="blocks and loss are not compiled")
     parser.add_argument("--tiny", action="store_true", help="a dry run of the steps")
@@ -493,14 +412,16 @@ def main(arguments: Sequence[str]) -> None:
 
     if gpu and options.only != "steps":
         try:
-            for table in kernel_tables():
+            for table in () if options.only == "grouped" else kernel_tables():
                 keep(table)
-            keep(product_table())
-            keep(grouped_table())
+            if options.only != "grouped":
+                keep(product_table())
+            for table in fp8_grouped.tables():
+                keep(table)
         except Exception as error:
             print(f"kernels FAILED: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()  # the processes of the steps need the memory
-    if options.only != "kernels":
+    if options.only in (None, "steps"):
         run = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=options.tiny)
         cases = [(*case[:2], kinds) for case in CASES if (kinds := matching(case, options.match))]
         for found in measured(run, cases, began + options.seconds, options.eager):

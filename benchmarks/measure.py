@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
@@ -193,3 +193,19 @@ def local_bytes(tensor: Tensor | None) -> int:
 def unit_bytes(blocks: Sequence[nn.Module] | nn.ModuleList) -> int:
     """B: the unsharded bytes of the largest unit, read before anything is wrapped."""
     return max(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
+
+
+def milliseconds(run: Callable[[], object], rounds: int = 20) -> float:
+    """Median over events; between runs, 256 MB are written so that nothing is left in the cache."""
+    flush = torch.empty(2**26, dtype=torch.int32, device="cuda")
+    run()
+    found = []
+    for _ in range(rounds):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        found.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in found)

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.kernels import fp8_block as kernels
+from shardwise.kernels import grouped_activation, grouped_fp8
+from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
+from shardwise.moe.products import Form, Into
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -28,7 +31,7 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
-from shardwise.precision.fp8_experts import expert_codes, quantise_rows
+from shardwise.precision.fp8_experts import Rows, expert_codes, quantise_rows
 from shardwise.precision.fp8_functions import Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.device_mxfp8 import one_rank, run
@@ -228,24 +231,79 @@ def experts_multiply_as_on_the_cpu() -> None:
     weight = torch.randn(5, 384, 640, generator=generator) / 25
     weight[3] *= 100.0
     ends = torch.tensor([130, 130, 131, 400, 520], dtype=torch.int32)
-    for rounding in ROUNDINGS:
-        for phase, columns in (("forward", 640), ("backward", 384)):
-            x = torch.randn(520, columns, generator=generator).bfloat16()
-            x[7] = 0.0
-            codes, scales = quantise_rows(x, rounding)
-            found, found_scales = quantise_rows(x.to(DEVICE), rounding)
-            same(found, codes, f"rows {rounding}")
-            same(found_scales, scales, f"scales of rows {rounding}")
+    for phase, columns in (("forward", 640), ("backward", 384)):
+        x = torch.randn(520, columns, generator=generator).bfloat16()
+        x[7] = 0.0
+        codes, scales = quantise_rows(x)
+        found, found_scales = quantise_rows(x.to(DEVICE))
+        same(found, codes, "rows")
+        same(found_scales, scales, "scales of rows")
+        results = []
+        for device in (torch.device("cpu"), DEVICE):
+            high = weight.view(-1, 640).to(device)
+            (plane,) = encode(high, (SQUARE_128,), sharing=5)
+            coded = expert_codes(plane, weight.shape, phase)  # type: ignore[arg-type]
+            results.append((coded.codes, coded.product(x.to(device), ends.to(device))))
+        (codes, expected), (found, y) = results
+        same(found, codes, f"codes of experts {phase}")
+        error = off_by(y.cpu(), expected.double())
+        assert error < 5e-3, f"{phase}: {error}"
+        ours = grouped_fp8.product(
+            *quantise_rows(x.to(DEVICE)), coded.codes, coded.scales, ends.to(DEVICE)
+        )
+        error = off_by(ours.cpu(), expected.double())
+        assert error < 5e-3, f"our product, {phase}: {error}"
+
+
+def activations_become_codes_as_in_separate_passes() -> None:
+    """Every activation and order; rows of zeros, and one with a NaN."""
+    quick = clamped_quick_geglu(alpha=1.702, limit=1.0, offset=1.0)
+    for activation, block, width in (
+        (swiglu(), 0, 768), (swiglu(), 32, 2048), (quick, 16, 384), (squared_relu(), 0, 640),
+    ):  # fmt: skip
+        form = Form(activation, block)
+        z = torch.randn(517, width * activation.inputs_per_output, device=DEVICE).bfloat16()
+        z[5], z[9, 3] = 0.0, float("nan")
+        dh = torch.randn(517, width, device=DEVICE).bfloat16()
+        p = torch.rand(517, device=DEVICE)
+        h = Rows.of(grouped_activation.forward(z, p, **form.numbers))
+        parts = grouped_activation.backward(dh.clone(), z, p, **form.numbers)
+        expected = [h, Rows.of(parts[0]), Rows.of(parts[1])]
+        dz, again, dp = Rows.activation_backward(dh, z, p, form)
+        found = [Rows.activated(z, p, form), dz, again]
+        for name, mine, theirs in zip(("h", "dz", "h again"), found, expected, strict=True):
+            differ = float((mine.codes != theirs.codes).double().mean())
+            logger.info("%s of %s: %.1e of the codes differ", name, activation.kind, differ)
+            assert differ < 1e-4, f"{name} {form}: {differ}"
+            equal = (mine.scales == theirs.scales) | mine.scales.isnan() & theirs.scales.isnan()
+            assert equal.double().mean() > 0.999, f"scales of {name} {form}"
+        assert off_by(dp.nan_to_num(), parts[2].nan_to_num().double()) < 1e-5, f"dp {form}"
+
+
+def gradients_of_experts_are_those_of_the_cpu() -> None:
+    """Empty experts, one row, more rows than a block; rows of very different sizes; added or
+    written, in fp32 and bf16."""
+    generator = torch.Generator().manual_seed(8)
+    for sizes in ((130, 0, 1, 269, 120), (0, 0, 700, 0, 0), (128, 256, 128, 1, 7)):
+        ends = torch.tensor(sizes).cumsum(0).int()
+        sides = [
+            (torch.randn(sum(sizes), columns, generator=generator)
+             * torch.exp2(torch.randint(-9, 3, (sum(sizes), 1), generator=generator))).bfloat16()
+            for columns in (384, 640)
+        ]  # fmt: skip
+        sides[0][3] = 0.0
+        before = torch.randn(5, 384, 640, generator=generator)
+        for dtype, add in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
             results = []
             for device in (torch.device("cpu"), DEVICE):
-                high = weight.view(-1, 640).to(device)
-                (plane,) = encode(high, (SQUARE_128,), sharing=5, rounding=rounding)
-                coded = expert_codes(plane, weight.shape, phase, rounding)  # type: ignore[arg-type]
-                results.append((coded.codes, coded.product(x.to(device), ends.to(device))))
-            (codes, expected), (found, y) = results
-            same(found, codes, f"codes of experts {phase} {rounding}")
-            error = off_by(y.cpu(), expected.double())
-            assert error < 5e-3, f"{phase} {rounding}: {error}"
+                dy, x = (Rows.of(each.to(device)) for each in sides)
+                out = before.to(device, dtype) if add else None
+                into = Into(dtype, out, add)
+                results.append(dy.weight_gradient(x, ends.to(device), into))
+            error = off_by(results[1].cpu(), results[0].double())
+            assert error < 5e-3, f"{sizes} {dtype} {add}: {error}"
+            empty = torch.tensor(sizes) == 0
+            assert torch.equal(results[1].cpu()[empty], results[0][empty]), "experts without rows"
 
 
 # ------------------------------------------------------------------------ models, on real streams
@@ -341,6 +399,8 @@ CHECKS: tuple[Callable[[], None], ...] = (
     products_are_those_of_the_decoded_operands,
     a_linear_layer_is_that_of_the_cpu,
     experts_multiply_as_on_the_cpu,
+    activations_become_codes_as_in_separate_passes,
+    gradients_of_experts_are_those_of_the_cpu,
     training_is_that_of_weights_quantised_at_use,
     compiled_blocks_are_one_graph_and_learn_as_eager_ones,
     more_elements_than_31_bits_count,

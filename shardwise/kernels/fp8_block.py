@@ -16,7 +16,7 @@ compute. Two neighbours of a row are one word of 32 bits.
 The bits are those of ``precision/fp8.py``. Tokens past the last fill up the last tile as zeros.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: ANN202
+# ruff: noqa: ANN201, ANN202
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ENCODE_TILE = Tile(warps=16, registers=64)
 
 
 @triton.jit
-def _scale(largest, rceil: tl.constexpr):
+def block_scale(largest, rceil: tl.constexpr):
     """fp32 scales and their inverses for magnitudes with these bits (bf16 as the upper half)."""
     if rceil:
         byte, inverse = scale_and_inverse(largest, True)
@@ -98,7 +98,7 @@ def _quantise_kernel(
             largest = tl.max(largest, axis=1, keep_dims=True)
             if square:
                 whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
-            scale, inverse = _scale(largest, rceil)
+            scale, inverse = block_scale(largest, rceil)
             first = (raw << 16).to(tl.float32, bitcast=True)
             second = (raw & -65536).to(tl.float32, bitcast=True)
             if native:  # two at once; Triton 3.6 joins codes of its own casts into wrong words
@@ -116,7 +116,7 @@ def _quantise_kernel(
         into = turned_ptr + strip.to(tl.int64) * 128 * padded + band * 128
         scales = turned_scales_ptr + band.to(tl.int64) * total + strip * 128
         if square:
-            scale, inverse = _scale(whole, rceil)
+            scale, inverse = block_scale(whole, rceil)
             # A name of its own: Triton takes a variable from before a loop for one of the loop.
             corner = strip * (padded // 128) + band + tl.zeros([1, 1], tl.int32)
             tl.store(turned_scales_ptr + corner, scale)
@@ -131,12 +131,12 @@ def _quantise_kernel(
             place = tl.trans(pair * 2 * padded) + tl.trans(token)
             first, second = turned << 16, turned & -65536
             if not square:
-                scale, inverse = _scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
+                scale, inverse = block_scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
                 tl.store(scales + tl.trans(pair * 2), scale)
             codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
             tl.store(into + place, codes)
             if not square:
-                scale, inverse = _scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
+                scale, inverse = block_scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
                 tl.store(scales + tl.trans(pair * 2) + 1, scale)
             codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
             tl.store(into + padded + place, codes)
@@ -169,7 +169,7 @@ def _encode_kernel(
     if measures:
         tl.store(largest_ptr + tile + one, largest)
     else:
-        scale, inverse = _scale(largest, rceil)
+        scale, inverse = block_scale(largest, rceil)
         codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
         tl.store(codes_ptr + into + place, codes)
         tl.store(scales_ptr + number + one, scale)
@@ -322,7 +322,7 @@ def _rows_kernel(
     inside = (line < rows) & (lane < columns)
     place = line.to(tl.int64) * columns + lane
     bits = bf16_bits(tl.load(x_ptr + place, mask=inside, other=0), False)
-    scale, inverse = _scale(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), rceil)
+    scale, inverse = block_scale(tl.max(bits & 0x7FFFFFFF, axis=1, keep_dims=True), rceil)
     codes = to_codes(bits.to(tl.float32, bitcast=True), inverse, True, native)
     tl.store(codes_ptr + place, codes, mask=inside)
     tl.store(scales_ptr + line, scale, mask=line < rows)

@@ -96,7 +96,36 @@ def act_forward(
 
 
 @triton.jit
-def _places(columns, width, block: tl.constexpr, gated: tl.constexpr):
+def act_backward(
+    scaled, gate, up, gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
+    offset: tl.constexpr, assembly: tl.constexpr,
+):  # fmt: skip
+    """act(z) and, of its gradient ``scaled``, those of gate and up, in fp32."""
+    if gated:
+        if limit is not None:
+            beyond_gate = gate > limit
+            beyond_up = tl.abs(up) > limit
+            gate = at_most(gate, limit)
+            up = at_most(at_least(up, -limit), limit)
+        sigma = sigmoid(alpha * gate, assembly)
+        swish = gate * sigma
+        shifted = up + offset
+        act = swish * shifted
+        d_gate = scaled * shifted * (sigma + alpha * swish * (1.0 - sigma))
+        d_up = scaled * swish
+        if limit is not None:
+            d_gate = tl.where(beyond_gate, 0.0, d_gate)
+            d_up = tl.where(beyond_up, 0.0, d_up)
+    else:
+        positive = at_least(gate, 0.0)
+        act = positive * positive
+        d_gate = scaled * 2.0 * positive
+        d_up = d_gate
+    return act, d_gate, d_up
+
+
+@triton.jit
+def places(columns, width, block: tl.constexpr, gated: tl.constexpr):
     """The places of the gate and the up of each column of h in a row of z."""
     if not gated:
         gate, up = columns, columns
@@ -124,7 +153,7 @@ def _forward_kernel(
     inside = (row < num_rows)[:, None] & (columns < width)[None, :]
     z_width = width * 2 if gated else width
     z_row = z_ptr + row.to(tl.int64)[:, None] * z_width
-    gate_at, up_at = _places(columns, width, block, gated)
+    gate_at, up_at = places(columns, width, block, gated)
     p = tl.load(p_ptr + row, mask=row < num_rows, other=0.0)
     gate = tl.load(z_row + gate_at[None, :], mask=inside, other=0.0)
     up = gate
@@ -159,32 +188,16 @@ def _backward_kernel(
     for first in range(0, width, chunk):
         columns = first + tl.arange(0, chunk)
         inside = columns < width
-        gate_at, up_at = _places(columns, width, block, gated)
+        gate_at, up_at = places(columns, width, block, gated)
         dh = tl.load(dh_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(z_ptr + row * z_width + gate_at, mask=inside, other=0.0).to(tl.float32)
-        scaled = dh * p
+        up = gate
         if gated:
             up = tl.load(z_ptr + row * z_width + up_at, mask=inside, other=0.0).to(tl.float32)
-            if limit is not None:
-                beyond_gate = gate > limit
-                beyond_up = tl.abs(up) > limit
-                gate = at_most(gate, limit)
-                up = at_most(at_least(up, -limit), limit)
-            sigma = sigmoid(alpha * gate, assembly)
-            swish = gate * sigma
-            shifted = up + offset
-            act = swish * shifted
-            d_gate = scaled * shifted * (sigma + alpha * swish * (1.0 - sigma))
-            d_up = scaled * swish
-            if limit is not None:
-                d_gate = tl.where(beyond_gate, 0.0, d_gate)
-                d_up = tl.where(beyond_up, 0.0, d_up)
+        act, d_gate, d_up = act_backward(dh * p, gate, up, gated, alpha, limit, offset, assembly)
+        if gated:
             d_up = d_up.to(dz_ptr.dtype.element_ty)
             tl.store(dz_ptr + row * z_width + up_at, d_up, mask=inside)
-        else:
-            positive = at_least(gate, 0.0)
-            act = positive * positive
-            d_gate = scaled * 2.0 * positive
         d_gate = d_gate.to(dz_ptr.dtype.element_ty)
         tl.store(dz_ptr + row * z_width + gate_at, d_gate, mask=inside)
         tl.store(h_ptr + row * width + columns, (act * p).to(h_ptr.dtype.element_ty), mask=inside)

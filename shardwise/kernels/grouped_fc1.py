@@ -76,7 +76,7 @@ def schedule(ends: Tensor, num_rows: int, tile_rows: int) -> tuple[Tensor, Tenso
 
 
 @triton.jit
-def _decode(schedule_ptr, tile, num_blocks, tile_columns, band):
+def decode(schedule_ptr, tile, num_blocks, tile_columns, band):
     """Which expert, which block of its rows and which block of columns a tile is."""
     per_band = band * tile_columns
     first = tile // per_band * band
@@ -87,7 +87,7 @@ def _decode(schedule_ptr, tile, num_blocks, tile_columns, band):
 
 
 @triton.jit
-def _halves(value, rows: tl.constexpr, columns: tl.constexpr):
+def halves(value, rows: tl.constexpr, columns: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(value, (rows, 2, columns // 2)), (0, 2, 1)))
 
 
@@ -95,7 +95,7 @@ def _halves(value, rows: tl.constexpr, columns: tl.constexpr):
 def _gate_up(value, rows: tl.constexpr, columns: tl.constexpr, block: tl.constexpr):
     """The gate and the up of a tile in the order of the weight's rows."""
     if block == 0:
-        gate, up = _halves(value, rows, columns)
+        gate, up = halves(value, rows, columns)
     else:
         pairs = tl.reshape(value, (rows, columns // (2 * block), 2, block))
         gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
@@ -122,7 +122,7 @@ def _fc1_kernel(
     # then already those of the next tile.
     done = tl.program_id(0) - stride
     for tile in tl.range(tl.program_id(0), tiles, stride, flatten=flatten):
-        expert, row_block, column = _decode(schedule_ptr, tile, num_blocks, tile_columns, band)
+        expert, row_block, column = decode(schedule_ptr, tile, num_blocks, tile_columns, band)
         start = first_row(ends_ptr, expert)
         acc = tl.zeros((rows, columns), dtype=tl.float32)
         for k in range(tl.cdiv(depth, step)):
@@ -134,7 +134,7 @@ def _fc1_kernel(
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
 
         done += stride
-        expert, row_block, column = _decode(schedule_ptr, done, num_blocks, tile_columns, band)
+        expert, row_block, column = decode(schedule_ptr, done, num_blocks, tile_columns, band)
         start = first_row(ends_ptr, expert)
         size = tl.load(ends_ptr + expert) - start
         if gated and block == 0:
@@ -152,7 +152,7 @@ def _fc1_kernel(
             z = rounded(z, z_desc.dtype, assembly)
         in_tile = row_block * rows + tl.arange(0, rows)
         p = tl.load(p_ptr + start + in_tile, mask=in_tile < size, other=0.0)
-        left, right = _halves(z, rows, columns)
+        left, right = halves(z, rows, columns)
         store_ragged(z_desc, start, size, row_block * rows, first, left, rows, half)
         store_ragged(z_desc, start, size, row_block * rows, second, right, rows, half)
         if gated:

@@ -32,6 +32,7 @@ from shardwise.moe.products import (
     LoopProducts,
     PathName,
     ProductChoice,
+    Rows,
     apply,
     check_inputs,
     check_sizes,
@@ -39,12 +40,16 @@ from shardwise.moe.products import (
     expert_of,
 )
 from shardwise.moe.weights import (
+    CodedRows,
     ExpertShare,
     ExpertTensor,
     WriteGradient,
     as_neighbours,
     as_one,
+    coding_of,
     declare_matrices,
+    parts_of,
+    rows_of,
     saved_by,
 )
 
@@ -361,25 +366,32 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         dtype = compute_dtype(x)
         rows = x.to(dtype).contiguous()
-        y = products.linear(rows, bundles[0].value(dtype), ends)
+        weight = bundles[0].value(dtype)
+        coding = coding_of(weight)
+        coded = rows if coding[0] is None else coding[0].of(rows)
+        y = products.linear(coded, weight, ends)
         if len(bundles) > 1:
             y = (wide(y) + bundles[1].value(dtype)[expert_of(ends, len(rows))]).to(dtype)
         parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
-        ctx.save_for_backward(rows, ends, *parameters)  # parameters: to detect in-place changes
+        kept = parts_of(coded if coding[1] else rows)
+        ctx.save_for_backward(*kept, ends, *parameters)  # parameters: to detect in-place changes
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
+        ctx.coding = coding
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, ends, *_ = saved_by(ctx)
-        bundles, products = ctx.bundles, ctx.products
+        kept, scales, ends, *_ = saved_by(ctx)
+        bundles, products, coding = ctx.bundles, ctx.products, ctx.coding
         dy = dy.contiguous()
+        coded = dy if coding[0] is None else coding[0].of(dy)
         dx = None
         if ctx.needs_input_grad[0]:
             value = bundles[0].value(dy.dtype, "backward")
-            dx = products.input_gradient(dy, value, ends).to(ctx.x_dtype)
-        pending = [(bundles[0], weight_writer(products, dy, rows, ends, bundles[0].dtype))]
+            dx = products.input_gradient(coded, value, ends).to(ctx.x_dtype)
+        sides = coded if coding[1] else dy, rows_of(kept, scales, coding)
+        pending = [(bundles[0], weight_writer(products, *sides, ends, bundles[0].dtype))]
         if len(bundles) > 1:
             pending.append((bundles[1], bias_writer(products, dy, ends, bundles[1].dtype)))
         if ctx.delayed is not None:
@@ -393,10 +405,12 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_writer(
-    products: LoopProducts, dy: Tensor, x: Tensor, ends: Tensor, dtype: torch.dtype
+    products: LoopProducts, dy: Rows, x: Any, ends: Tensor, dtype: torch.dtype
 ) -> WriteGradient:
     def write(out: Tensor | None, add: bool) -> Tensor:
         into = Into(dtype if out is None else out.dtype, out, add)
+        if isinstance(dy, CodedRows):
+            return dy.weight_gradient(x, ends, into)
         return products.weight_gradient(dy, x, ends, into)
 
     return write

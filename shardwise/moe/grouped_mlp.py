@@ -38,13 +38,14 @@ from shardwise.moe.products import (
     LoopProducts,
     PathName,
     ProductChoice,
+    Rows,
     apply,
     check_inputs,
     check_sizes,
     compute_dtype,
     expert_of,
 )
-from shardwise.moe.weights import ExpertTensor, saved_by
+from shardwise.moe.weights import ExpertTensor, coding_of, parts_of, rows_of, saved_by
 
 
 class FullPrecision:
@@ -206,36 +207,53 @@ class _MLP(torch.autograd.Function):
         dtype = compute_dtype(x)
         rows = x.to(dtype).contiguous()
         w1, w2, *biases = (bundle.value(dtype) for bundle in spec.bundles)
-        b1 = biases[0] if biases else None
-        z, h = spec.products.activated(rows, w1, b1, p, ends, spec.form)
+        first, second = coding_of(w1), coding_of(w2)
+        coded: Rows = rows if first[0] is None else first[0].of(rows)
+        if first[0] and second[0] and not biases:
+            z = spec.products.linear(coded, w1, ends)
+            h: Rows = second[0].activated(z, p, spec.form)
+        else:
+            b1 = biases[0] if biases else None
+            z, h = spec.products.activated(coded, w1, b1, p, ends, spec.form)
         y = spec.products.linear(h, w2, ends)
         if biases:
             y, b2 = wide(y), wide(biases[1][expert_of(ends, len(rows))])
             y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(dtype)
         # The parameters are saved only to detect in-place changes; backward reads the bundles.
         parameters = [parameter for bundle in spec.bundles for parameter in bundle.parameters]
-        ctx.save_for_backward(rows, z, p, ends, *parameters)
-        ctx.spec, ctx.x_dtype = spec, x.dtype
+        ctx.save_for_backward(*parts_of(coded if first[1] else rows), z, p, ends, *parameters)
+        ctx.spec, ctx.x_dtype, ctx.codings = spec, x.dtype, (first, second)
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        rows, z, p, ends, *_ = saved_by(ctx)
+        kept, scales, z, p, ends, *_ = saved_by(ctx)
         ctx.maybe_clear_saved_tensors()  # frees z after its last read, unless the graph is retained
         spec: _Spec = ctx.spec
         products, bundles = spec.products, spec.bundles
+        first, second = ctx.codings
         dy = dy.contiguous()
-        dh = products.input_gradient(dy, bundles[1].value(dy.dtype, "backward"), ends)
-        dz, h, dp = products.activation_backward(dh, z, p, spec.form)
+        dy_rows = dy if second[0] is None else second[0].of(dy)
+        dh = products.input_gradient(dy_rows, bundles[1].value(dy.dtype, "backward"), ends)
+        h: Rows
+        if first[1] and second[1] and len(bundles) == 2:
+            dz_rows, h, dp = first[0].activation_backward(dh, z, p, spec.form)
+            dz = dz_rows
+        else:
+            dz, h, dp = products.activation_backward(dh, z, p, spec.form)
+            h = second[0].of(h) if second[1] else h
+            dz_rows = dz if first[0] is None else first[0].of(dz)
         del dh, z
         if len(bundles) == 4 and ctx.needs_input_grad[1]:
-            b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(rows))]
+            b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(dy))]
             dp = dp + (wide(dy) * wide(b2)).sum(-1)
         dp = dp.to(p.dtype)
+        rows = rows_of(kept, scales, first)
+        left2, left1 = dy_rows if second[1] else dy, dz_rows if first[1] else dz
         pending = [
-            (bundles[1], weight_writer(products, dy, h, ends, bundles[1].dtype)),
-            (bundles[0], weight_writer(products, dz, rows, ends, bundles[0].dtype)),
+            (bundles[1], weight_writer(products, left2, h, ends, bundles[1].dtype)),
+            (bundles[0], weight_writer(products, left1, rows, ends, bundles[0].dtype)),
         ]
         if len(bundles) == 4:
             pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
@@ -248,8 +266,8 @@ class _MLP(torch.autograd.Function):
             del pending[: len(pending) // 2], h
         dx = None
         if ctx.needs_input_grad[0]:
-            w1 = bundles[0].value(dz.dtype, "backward")
-            dx = products.input_gradient(dz, w1, ends).to(ctx.x_dtype)
+            w1 = bundles[0].value(dy.dtype, "backward")
+            dx = products.input_gradient(dz_rows, w1, ends).to(ctx.x_dtype)
         if spec.delayed is not None:
             spec.delayed.delay(pending)
             return dx, dp, None, None, None

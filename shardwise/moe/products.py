@@ -30,6 +30,7 @@ from shardwise.moe.weights import ExpertCodes, ExpertTensor, QuantisedParameter
 
 PathName = Literal["loop", "grouped_mm", "fused"]
 Weight = Tensor | ExpertCodes  # of all experts: [experts, out, in], or codes that multiply
+Rows = Any  # a Tensor, or CodedRows where the weight is ExpertCodes
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ class Into:
 class LoopProducts:
     """One expert after another."""
 
-    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` [rows, out], rounded once; weight [experts, out, in]."""
         if isinstance(weight, ExpertCodes):
             return weight.product(x, ends)
-        out = x.new_empty(len(x), weight.shape[1])
+        out: Tensor = x.new_empty(len(x), weight.shape[1])
         for rows, matrix, into in zip(_parts(x, ends), weight, _parts(out, ends), strict=True):
             torch.mm(rows, matrix.T, out=into)
         return out
 
-    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
         """``dy·W`` [rows, in]."""
         if isinstance(weight, ExpertCodes):
             return weight.product(dy, ends)
-        out = dy.new_empty(len(dy), weight.shape[2])
+        out: Tensor = dy.new_empty(len(dy), weight.shape[2])
         for rows, matrix, into in zip(_parts(dy, ends), weight, _parts(out, ends), strict=True):
             torch.mm(rows, matrix, out=into)
         return out
@@ -102,7 +103,7 @@ class LoopProducts:
         return out
 
     def activated(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         """``z = x·W1ᵀ + b1`` and ``h = act(z)·p``."""
         z = self.linear(x, weight, ends)
@@ -126,12 +127,12 @@ class LoopProducts:
 class GroupedProducts(LoopProducts):
     """torch's grouped GEMM for the products."""
 
-    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
         if isinstance(weight, ExpertCodes):
             return weight.product(x, ends)
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
 
-    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
         if isinstance(weight, ExpertCodes):
             return weight.product(dy, ends)
         return F.grouped_mm(dy, weight, offs=ends)
@@ -153,7 +154,7 @@ class FusedProducts(GroupedProducts):
         self.fc1_tile, self.weight_tile = fc1_tile, weight_tile
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
-        if not _aligned(into.out) or (into.add and into.dtype != torch.float32):
+        if not aligned(into.out) or (into.add and into.dtype != torch.float32):
             return super().weight_gradient(dy, x, ends, into)
         from shardwise.kernels import grouped_weight
 
@@ -162,7 +163,7 @@ class FusedProducts(GroupedProducts):
         return out
 
     def activated(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         tile = self.fc1_tile
         if bias is not None:
@@ -193,10 +194,10 @@ class FusedProducts(GroupedProducts):
 def _takes_fc1(weight: Tensor, form: Form, tile: GroupedTile) -> bool:
     width = weight.shape[1] // form.activation.inputs_per_output
     fits = grouped.fits_fc1(width, form.block, form.activation.gated, tile)
-    return fits and weight.is_contiguous() and _aligned(weight)
+    return fits and weight.is_contiguous() and aligned(weight)
 
 
-def _aligned(value: Tensor | None) -> bool:
+def aligned(value: Tensor | None) -> bool:
     """Whether the copy engine can address ``value``: experts start at 16-byte boundaries."""
     if value is None:
         return True

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from shardwise.moe.products import Form, Into
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor:
@@ -245,14 +248,68 @@ class QuantisedParameter:
     quantised: Any
 
 
+@dataclass(frozen=True)
+class CodedRows:
+    """Base class of rows that are sorted by expert and stored as codes, with one scale each."""
+
+    codes: Tensor  # uint8 [rows, columns]
+    scales: Tensor  # fp32 [rows]
+    dtype: torch.dtype = torch.bfloat16  # of products
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        raise NotImplementedError
+
+    @classmethod
+    def activated(cls, z: Tensor, p: Tensor, form: Form) -> Self:
+        """``act(z)·p``."""
+        raise NotImplementedError
+
+    @classmethod
+    def activation_backward(
+        cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
+    ) -> tuple[Self, Self, Tensor]:
+        """``dz``, ``h`` again and ``dp``."""
+        raise NotImplementedError
+
+    def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
+        """``dyᵀ·x`` [experts, out, in] of each expert's rows, where this is dy."""
+        raise NotImplementedError
+
+
 class ExpertCodes:
     """Base class of experts' weights that are multiplied by without being decoded."""
 
     shape: torch.Size  # of the weights: [experts, out, in]
+    rows: type[CodedRows]  # how the other side of products is stored
+    gradient_of_codes: bool  # whether the weights' gradient is a product of such rows, too
 
-    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+    def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""
         raise NotImplementedError
+
+
+Coding = tuple[type[CodedRows] | None, bool]
+
+
+def coding_of(weight: Any) -> Coding:
+    """How the rows that meet ``weight`` are coded (None: they are not), and whether they are in its
+    gradient."""
+    if isinstance(weight, ExpertCodes):
+        return weight.rows, weight.gradient_of_codes
+    return None, False
+
+
+def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:
+    """The tensors of rows, as a node saves them; see :func:`rows_of`."""
+    return (rows.codes, rows.scales) if isinstance(rows, CodedRows) else (rows, None)
+
+
+def rows_of(kept: Tensor, scales: Tensor | None, coding: Coding) -> Any:
+    return kept if scales is None or coding[0] is None else coding[0](kept, scales)
 
 
 def _read(parameter: Tensor, phase: Literal["forward", "backward"]) -> Any:

@@ -5,31 +5,104 @@
 
     rows [n, in]  --one scale a row-->  codes      y  = x · W[e]ᵀ    of experts' codes as they are
     W [experts, out, in]  codes, one scale         dx = dy · W[e]    of their turned codes
-                          for each expert
+                          for each expert          dW[e] = dyᵀ · x   of turned codes of both
 
-Hopper multiplies them by torch's scaled grouped product, which takes one scale for each row of both
-sides: a weight with one scale serves both directions with the same codes. Sums are those of its
-tensor cores, about 14 bits (fast accumulation). Elsewhere the operands are decoded and multiplied
-in fp32: the same numbers but for that sum. The gradients of experts' weights are in bf16.
+Hopper multiplies them in its tensor cores, which sum in about 14 bits. A weight with one scale
+serves both directions with the same codes. Scales of rows are powers of two: dW sums over rows, so
+their scales are multiplied into the codes of x, over the largest of an expert's, and that is exact
+down to the smallest numbers of e4m3. Elsewhere the operands are decoded and multiplied in fp32: the
+same numbers but for that sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from shardwise.moe.weights import ExpertCodes
-from shardwise.precision.fp8 import (
-    Plane,
-    Rounding,
-    decode_reference,
-    encode_reference,
-    uses_kernels,
-)
+from shardwise.moe import activation as define
+from shardwise.moe.products import Form, Into, aligned
+from shardwise.moe.weights import CodedRows, ExpertCodes
+from shardwise.precision.fp8 import Plane, decode_reference, encode_reference, uses_kernels
 from shardwise.precision.fp8_block import scaled_problem
 from shardwise.precision.fp8_tensor import Reads
+
+SMALLEST = 2.0**-126  # the least scale of an expert's sum over rows
+
+
+@dataclass(frozen=True)
+class Rows(CodedRows):
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        return cls(*quantise_rows(x), x.dtype)
+
+    @classmethod
+    def activated(cls, z: Tensor, p: Tensor, form: Form) -> Self:
+        if not _by_kernel(z):
+            return cls.of(define.activate(z, p, form.activation, form.block))
+        from shardwise.kernels import grouped_activation, grouped_codes
+
+        if z.shape[1] > grouped_codes.WIDEST * form.activation.inputs_per_output:
+            return cls.of(grouped_activation.forward(z, p, **form.numbers))
+        return cls(*grouped_codes.forward(z, p, **form.numbers), z.dtype)
+
+    @classmethod
+    def activation_backward(
+        cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
+    ) -> tuple[Self, Self, Tensor]:
+        if not _by_kernel(z):
+            dz, h, dp = define.activate_backward(dh, z, p, form.activation, form.block)
+            return cls.of(dz), cls.of(h), dp
+        from shardwise.kernels import grouped_activation, grouped_codes
+
+        if dh.shape[1] > grouped_codes.WIDEST:
+            dz, h, dp = grouped_activation.backward(dh, z, p, **form.numbers)
+            return cls.of(dz), cls.of(h), dp
+        coded, again, dp = grouped_codes.backward(dh, z, p, **form.numbers)
+        return cls(*coded, z.dtype), cls(*again, z.dtype), dp
+
+    def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
+        out = into.memory(self.codes, x.codes, ends)
+        if out.is_meta or not len(self):
+            return out if into.add else out.zero_()
+        if scaled_problem(out.device) is not None:
+            return into.take(self._gradient_reference(x, ends))
+        from shardwise.kernels import grouped_codes, grouped_fp8
+
+        folded = grouped_codes.Folded((self.codes, self.scales), (x.codes, x.scales), ends)
+        if aligned(out) and (out.dtype == torch.float32 or not into.add):
+            grouped_fp8.weight_gradient(folded, out, add=into.add)
+            return out
+        fresh = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        grouped_fp8.weight_gradient(folded, fresh, add=False)
+        return into.take(fresh)
+
+    def _gradient_reference(self, x: Self, ends: Tensor) -> Tensor:
+        """By definition, in fp32."""
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = [each.split(sizes) for each in (self.codes, x.codes, self.scales * x.scales)]
+        results = []
+        for left, right, scales in zip(*parts, strict=True):
+            largest = scales.amax().clamp(min=SMALLEST) if len(scales) else scales.new_zeros(())
+            one = scales.new_ones(1, 1)
+            scaled = _decoded(right, one) * (scales / largest)[:, None]
+            codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+            results.append(_decoded(left, one).t() @ _decoded(codes, one) * largest)
+        return torch.stack(results)
+
+
+def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 of codes with one scale for each row, [rows, 1], or for all, [1, 1]."""
+    high = len(codes) // len(scales) if len(codes) else 1
+    if not len(codes):
+        return codes.float()
+    return decode_reference(codes, scales, (high, codes.shape[1]), torch.float32)
+
+
+def _by_kernel(z: Tensor) -> bool:
+    return not z.is_meta and z.dtype == torch.bfloat16 and scaled_problem(z.device) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +112,18 @@ class BlockExperts(ExpertCodes):
     shape: torch.Size
     codes: Tensor  # uint8 [experts, n, k]; k is summed over
     scales: Tensor  # fp32 [experts]
-    rounding: Rounding
+    gradient_of_codes: bool = True
+    rows: type[CodedRows] = Rows
 
-    def product(self, x: Tensor, ends: Tensor) -> Tensor:
+    def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x · codesᵀ`` [rows, n] of x [rows, k], in its dtype."""
         experts, width, _ = self.codes.shape
-        if x.is_meta or not len(x):
-            return x.new_empty(len(x), width)
-        codes, scales = quantise_rows(x, self.rounding)
-        if scaled_problem(x.device) is None and x.dtype == torch.bfloat16:
+        if isinstance(x, Tensor):
+            x = self.rows.of(x)
+        codes, scales = x.codes, x.scales
+        if codes.is_meta or not len(codes):
+            return codes.new_empty(len(codes), width, dtype=x.dtype)
+        if scaled_problem(codes.device) is None and x.dtype == torch.bfloat16:
             return torch._scaled_grouped_mm(
                 codes.view(torch.float8_e4m3fn),
                 self.codes.view(torch.float8_e4m3fn).transpose(-2, -1),
@@ -57,17 +133,18 @@ class BlockExperts(ExpertCodes):
                 out_dtype=x.dtype,
                 use_fast_accum=True,
             )
-        left = decode_reference(codes, scales[:, None], (1, x.shape[1]), torch.float32)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        parts = [rows @ self._values(expert).t() for expert, rows in enumerate(left.split(sizes))]
+        left = _decoded(codes, scales[:, None])
+        parts = [
+            rows @ _decoded(one, scale.view(1, 1)).t()
+            for rows, one, scale in zip(left.split(sizes), self.codes, self.scales, strict=True)
+        ]
         return torch.cat(parts).to(x.dtype)
 
-    def _values(self, expert: int) -> Tensor:
-        codes, scale = self.codes[expert], self.scales[expert].view(1, 1)
-        return decode_reference(codes, scale, tuple(codes.shape), torch.float32)  # type: ignore[arg-type]
 
-
-def expert_codes(plane: Plane, shape: torch.Size, phase: Reads, rounding: Rounding) -> BlockExperts:
+def expert_codes(
+    plane: Plane, shape: torch.Size, phase: Reads, gradient_of_codes: bool = True
+) -> BlockExperts:
     """The weights of a plane of a stack [experts, out, in], as the product of ``phase`` reads
     them."""
     experts, rows, columns = shape
@@ -80,18 +157,23 @@ def expert_codes(plane: Plane, shape: torch.Size, phase: Reads, rounding: Roundi
     elif phase == "backward":
         codes = codes.transpose(-2, -1).contiguous()
     return BlockExperts(
-        shape=shape, codes=codes, scales=scales[:, 0, 0].contiguous(), rounding=rounding
+        shape=shape,
+        codes=codes,
+        scales=scales[:, 0, 0].contiguous(),
+        gradient_of_codes=gradient_of_codes,
     )
 
 
-def quantise_rows(x: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Codes [rows, columns] and one scale for each row."""
-    if uses_kernels(x.device):
-        from shardwise.kernels import fp8_block
-
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [rows, columns] and one scale for each row, a power of two."""
+    if x.is_meta or uses_kernels(x.device):
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        fp8_block.quantise_rows(x.to(torch.bfloat16).contiguous(), codes, scales, rounding=rounding)
+        if not x.is_meta:
+            from shardwise.kernels import fp8_block
+
+            source = x.to(torch.bfloat16).contiguous()
+            fp8_block.quantise_rows(source, codes, scales, rounding="rceil")
         return codes, scales
-    codes, scales = encode_reference(x, (1, x.shape[1]), rounding)
+    codes, scales = encode_reference(x, (1, x.shape[1]), "rceil")
     return codes, scales.view(-1)

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.memory import Ledger
 from shardwise.moe.grouped_mlp import GroupedMLP
-from shardwise.moe.products import Form, Into, LoopProducts, Weight
+from shardwise.moe.products import Form, Into, LoopProducts, Rows, Weight
+from shardwise.moe.weights import parts_of
 
 BLOCK = 512  # bytes that CUDA's allocator rounds to
 # Of cuBLAS, one for the thread of forward and one for that of backward; before Hopper less.
@@ -171,17 +172,17 @@ class _Norm(torch.autograd.Function):
 class _SizedProducts(LoopProducts):
     """The grouped products by the memory that the fused kernels take."""
 
-    def linear(self, x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-        return x.new_empty(len(x), weight.shape[1])
+    def linear(self, x: Rows, weight: Weight, ends: Tensor) -> Tensor:
+        return parts_of(x)[0].new_empty(len(x), weight.shape[1], dtype=x.dtype)
 
-    def input_gradient(self, dy: Tensor, weight: Weight, ends: Tensor) -> Tensor:
-        return dy.new_empty(len(dy), weight.shape[2])
+    def input_gradient(self, dy: Rows, weight: Weight, ends: Tensor) -> Tensor:
+        return parts_of(dy)[0].new_empty(len(dy), weight.shape[2], dtype=dy.dtype)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, ends: Tensor, into: Into) -> Tensor:
         return into.memory(dy, x, ends)
 
     def activated(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
+        self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
         z = self.linear(x, weight, ends)
         return z, z.new_empty(len(z), z.shape[1] // form.activation.inputs_per_output)

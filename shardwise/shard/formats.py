@@ -257,8 +257,7 @@ def _products(
         return "mxfp8", None
     if precision.recipe.activations is None:
         return "decoded", None
-    by_codes = precision.weight_gradient == "fp8" and len(one.shape) == 2
-    gradient = "" if by_codes else ", dW in bf16"
+    gradient = "" if precision.weight_gradient == "fp8" else ", dW in bf16"
     problem = scaled_problem(device)
     if problem is None:
         return f"fp8{gradient}", None

@@ -105,10 +105,11 @@ class FP8Weight(FP8Tensor):
     def operand(self, phase: Reads) -> Any:
         """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
-        rounding = self.group.precision.recipe.activations
-        if len(self.shape) < 3 or rounding is None:
+        recipe = self.group.precision.recipe
+        if len(self.shape) < 3 or recipe.activations is None:
             return self.dequantise(phase)
-        return expert_codes(self.plane(phase), self.shape, phase, rounding)
+        in_fp8 = recipe.weight_gradient == "fp8"
+        return expert_codes(self.plane(phase), self.shape, phase, in_fp8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs

@@ -46,7 +46,7 @@ class CodesAtUse(ExpertTensor):
             return torch.stack([one.dequantise(phase) for one in coded])
         high = value.reshape(-1, value.shape[-1])
         (plane,) = encode(high, (SQUARE_128,), sharing=len(value))
-        return expert_codes(plane, value.shape, phase, "exact")
+        return expert_codes(plane, value.shape, phase)
 
 
 AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": CodesAtUse}
@@ -106,7 +106,7 @@ def train(
     if on:
         report = sw.precision_report(model)
         stored, how = report.stored, {row.products for row in report.rows if row.format}
-        grouped = "fp8 by decoding, dW in bf16" if format == "fp8_block" else "decoded"
+        grouped = "fp8 by decoding" if format == "fp8_block" else "decoded"
         assert how == {grouped if layout == "grouped" else "decoded"}
         assert {name.rpartition(".")[2].rstrip("0123456789") for name in stored} == {"weight"}
         expected = 2 if layout == "grouped" else 2 * EXPERTS // ep

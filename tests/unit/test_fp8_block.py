@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.moe.products import Into
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
@@ -23,7 +24,7 @@ from shardwise.precision.fp8 import (
     encode,
     encode_reference,
 )
-from shardwise.precision.fp8_experts import expert_codes
+from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
 
@@ -218,7 +219,7 @@ def test_experts_multiply_codes_by_codes_with_one_scale_a_row_and_one_an_expert(
     for phase, columns, turned in (("forward", 128, weight), ("backward", 256, weight.mT)):
         x = torch.randn(sum(sizes), columns, generator=generator).bfloat16()
         x[7] = 0.0
-        coded = expert_codes(plane, weight.shape, phase, "exact")  # type: ignore[arg-type]
+        coded = expert_codes(plane, weight.shape, phase)  # type: ignore[arg-type]
         y = coded.product(x, ends)
         pairs = list(zip(x.split(sizes), turned, strict=True))
         expected = [rounded(rows) @ rounded(one, whole=True).T for rows, one in pairs]
@@ -228,8 +229,38 @@ def test_experts_multiply_codes_by_codes_with_one_scale_a_row_and_one_an_expert(
         assert coded.product(x[:0], ends * 0).shape == (0, turned.shape[1])
 
 
+def test_the_gradient_of_experts_is_a_product_of_codes() -> None:
+    """It sums over rows, whose scales are multiplied into x: exact, but for rows that are too small
+    beside the largest of their expert to count."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = (5, 0, 90, 2)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    powers = torch.randint(-2, 3, (2, sum(sizes), 1), generator=generator)
+    dy, x = (
+        (torch.randn(sum(sizes), columns, generator=generator) * torch.exp2(power)).bfloat16()
+        for columns, power in zip((256, 128), powers, strict=True)
+    )
+    dy[3], x[95] = 0.0, x[95] * 2.0**-40
+    sides = list(zip(rounded(dy).split(sizes), rounded(x).split(sizes), strict=True))
+    expected = torch.stack([left.T @ right for left, right in sides])
+    found = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=3e-3)
+    pairs = zip(dy.float().split(sizes), x.float().split(sizes), strict=True)
+    exact = torch.stack([left.T @ right for left, right in pairs])
+    assert 0.01 < (found - exact).norm() / exact.norm() < 0.06, "rounded, and not too much"
+    assert not found[1].any(), "no rows"
+    kept = torch.full_like(found, 2.0)
+    added = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32, kept, True))
+    assert added is kept and torch.equal(kept, found + 2.0)
+    nothing = Rows.of(dy[:0]).weight_gradient(Rows.of(x[:0]), ends * 0, Into(torch.bfloat16))
+    assert nothing.shape == found.shape and not nothing.any()
+    x[96, 3] = float("nan")
+    broken = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32))
+    assert broken[3].isnan().any() and torch.equal(broken[:3], found[:3])
+
+
 def rounded(x: Tensor, whole: bool = False) -> Tensor:
-    """fp32 values after a trip through e4m3, with a scale for each row or for all."""
-    largest = x.float().abs().amax((0, 1) if whole else 1, keepdim=True)
-    scale = largest.clamp(min=2.0**-100) * (1 / 448)
+    """fp32 values after a trip through e4m3: one scale for all, or for each row a power of two."""
+    largest = x.float().abs().amax((0, 1) if whole else 1, keepdim=True).clamp(min=2.0**-100)
+    scale = largest * (1 / 448) if whole else torch.exp2((largest / 448).log2().ceil())
     return (x.float() * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
