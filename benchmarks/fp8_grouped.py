@@ -165,25 +165,24 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
             grouped_fc1.fc1, x, weight, None, p, ends, **form.numbers
         )
         yield "fc1 bf16 and activation", work, run
-    best = grouped_fp8.PRODUCT_TILE
     for phase, source in (("forward", x), ("backward", dy)):
         codes, rows = expert_codes(plane, weight.shape, phase), Rows.of(source)  # type: ignore[arg-type]
-        yield f"{name} {phase}, torch", work, partial(codes.product, rows, ends)
-        operands = rows.codes, rows.scales, codes.codes, codes.scales, ends
-        for tile in (
-            best,
-            replace(best, stages=3),
-            replace(best, rows=256, columns=128),
-            replace(best, columns=128, warps=4),
-            replace(best, band=8),
-            replace(best, flatten=False),
-        ):
-            run = partial(grouped_fp8.product, *operands, tile=tile)
-            yield f"{name} {phase}, ours {_words(tile)}", work, run
+        yield f"{name} {phase}", work, partial(codes.product, rows, ends)
+        run = partial(
+            torch._scaled_grouped_mm,
+            rows.codes.view(torch.float8_e4m3fn),
+            codes.codes.view(torch.float8_e4m3fn).mT,
+            rows.scales,
+            codes.scales[:, None].expand(codes.codes.shape[:2]).contiguous(),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        yield f"{name} {phase}, torch", work, run
     run = partial(expert_codes, plane, weight.shape, "backward")
     yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run
     into = torch.zeros(weight.shape, device="cuda")
-    del codes, operands, weight, plane
+    del codes, weight, plane
     run = partial(grouped_weight.weight_gradient, dy, x, ends, into, add=True)
     yield f"{name} dW bf16, added", work, run
     left, right = ((rows.codes, rows.scales) for rows in (Rows.of(dy), Rows.of(x)))
@@ -191,14 +190,21 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
     yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run
     folded = grouped_codes.Folded(left, right, ends)
     best = grouped_fp8.WEIGHT_TILE
-    for tile in (
-        best,
-        replace(best, rows=256, columns=128),
-        replace(best, columns=128, warps=4, stages=4),
-        replace(best, stages=2),
+    two = replace(best, columns=128, warps=4, stages=2, programs=2)
+    for tile, quarters in (
+        (best, False),
+        (replace(best, stages=4), True),
+        (two, False),
+        (replace(two, stages=3), True),
+        (replace(two, rows=64, columns=256), False),
+        (replace(two, warps=8), False),
     ):
-        run = partial(grouped_fp8.weight_gradient, folded, into, add=True, tile=tile)
-        yield f"{name} dW added, ours {_words(tile)}", work, run
+        for engine in (True, False):
+            run = partial(
+                grouped_fp8.weight_gradient, folded, into, add=True, tile=tile, engine=engine,
+                quarters=quarters,
+            )  # fmt: skip
+            yield f"{name} dW added, {_words(tile)}, {engine}, {quarters}", work, run
     run = partial(
         torch._scaled_grouped_mm,
         folded.left.view(torch.float8_e4m3fn),
@@ -212,4 +218,4 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
 
 
 def _words(tile: GroupedTile) -> str:
-    return f"{tile.rows}x{tile.columns}, {tile.stages}, {tile.band}, {tile.flatten}"
+    return f"{tile.rows}x{tile.columns}, {tile.warps}, {tile.stages}, {tile.programs}"

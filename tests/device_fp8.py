@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.kernels import fp8_block as kernels
-from shardwise.kernels import grouped_activation, grouped_fp8
+from shardwise.kernels import grouped_activation
 from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
 from shardwise.moe.products import Form, Into
 from shardwise.precision import fp8_block
@@ -248,11 +248,6 @@ def experts_multiply_as_on_the_cpu() -> None:
         same(found, codes, f"codes of experts {phase}")
         error = off_by(y.cpu(), expected.double())
         assert error < 5e-3, f"{phase}: {error}"
-        ours = grouped_fp8.product(
-            *quantise_rows(x.to(DEVICE)), coded.codes, coded.scales, ends.to(DEVICE)
-        )
-        error = off_by(ours.cpu(), expected.double())
-        assert error < 5e-3, f"our product, {phase}: {error}"
 
 
 def activations_become_codes_as_in_separate_passes() -> None:
@@ -297,7 +292,7 @@ def gradients_of_experts_are_those_of_the_cpu() -> None:
             results = []
             for device in (torch.device("cpu"), DEVICE):
                 dy, x = (Rows.of(each.to(device)) for each in sides)
-                out = before.to(device, dtype) if add else None
+                out = before.clone().to(device, dtype) if add else None
                 into = Into(dtype, out, add)
                 results.append(dy.weight_gradient(x, ends.to(device), into))
             error = off_by(results[1].cpu(), results[0].double())

@@ -72,6 +72,53 @@ def block_scale(largest, rceil: tl.constexpr):
 
 
 @triton.jit
+def row_largest(raw):
+    """The largest magnitudes of rows of words."""
+    largest = tl.maximum((raw << 16) & 0x7FFF0000, raw & 0x7FFF0000)
+    return tl.max(largest, axis=1, keep_dims=True)
+
+
+@triton.jit
+def write_rows(raw, largest, codes_ptr, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
+    """Write codes and scales of rows of 64 words, of two bf16 each: of an even feature, then of an
+    odd one."""
+    scale, inverse = block_scale(largest, rceil)
+    first = (raw << 16).to(tl.float32, bitcast=True)
+    second = (raw & -65536).to(tl.float32, bitcast=True)
+    if native:  # two at once; Triton 3.6 joins codes of its own casts into wrong words
+        words = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f",
+            [second * inverse, first * inverse], dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        first = to_codes(first, inverse, True, False)
+        second = to_codes(second, inverse, True, False)
+        words = first.to(tl.int16) | (second.to(tl.int16) << 8)
+    tl.store(codes_ptr, words)
+    tl.store(scales_ptr, scale)
+
+
+@triton.jit
+def write_turned(
+    raw, codes_ptr, padded, scales_ptr, inverse, square: tl.constexpr, rceil: tl.constexpr,
+    native: tl.constexpr,
+):  # fmt: skip
+    """Write the words of 128 tokens turned; each line has a scale, or all share ``inverse``."""
+    turned = tl.trans(raw)  # [pairs, 128]
+    first, second = turned << 16, turned & -65536
+    if not square:
+        scale, inverse = block_scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
+        tl.store(scales_ptr, scale)
+    codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
+    tl.store(codes_ptr, codes)
+    if not square:
+        scale, inverse = block_scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
+        tl.store(scales_ptr + 1, scale)
+    codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
+    tl.store(codes_ptr + padded, codes)
+
+
+@triton.jit
 def _quantise_kernel(
     x_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, tokens, padded, features, total,
     rows: tl.constexpr, columns: tl.constexpr, square: tl.constexpr, rceil: tl.constexpr,
@@ -94,27 +141,17 @@ def _quantise_kernel(
                 raw = tl.load(x_ptr + start + place)
             else:
                 raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
-            largest = tl.maximum((raw << 16) & 0x7FFF0000, raw & 0x7FFF0000)
-            largest = tl.max(largest, axis=1, keep_dims=True)
+            largest = row_largest(raw)
             if square:
                 whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
-            scale, inverse = block_scale(largest, rceil)
-            first = (raw << 16).to(tl.float32, bitcast=True)
-            second = (raw & -65536).to(tl.float32, bitcast=True)
-            if native:  # two at once; Triton 3.6 joins codes of its own casts into wrong words
-                words = tl.inline_asm_elementwise(
-                    "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f",
-                    [second * inverse, first * inverse], dtype=tl.int16, is_pure=True, pack=1,
-                )  # fmt: skip
-            else:
-                first = to_codes(first, inverse, True, False)
-                second = to_codes(second, inverse, True, False)
-                words = first.to(tl.int16) | (second.to(tl.int16) << 8)
-            tl.store(into_codes + token * (total // 2) + pair, words)
-            tl.store(scales_ptr + strip.to(tl.int64) * padded + band * 128 + token, scale)
+            write_rows(
+                raw, largest, into_codes + token * (total // 2) + pair,
+                scales_ptr + strip.to(tl.int64) * padded + band * 128 + token, rceil, native,
+            )  # fmt: skip
     if columns:
         into = turned_ptr + strip.to(tl.int64) * 128 * padded + band * 128
         scales = turned_scales_ptr + band.to(tl.int64) * total + strip * 128
+        inverse = 0.0
         if square:
             scale, inverse = block_scale(whole, rceil)
             # A name of its own: Triton takes a variable from before a loop for one of the loop.
@@ -127,19 +164,16 @@ def _quantise_kernel(
                 raw = tl.load(x_ptr + start + place)
             else:
                 raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
-            turned = tl.trans(raw)  # [wide, 128]
-            place = tl.trans(pair * 2 * padded) + tl.trans(token)
-            first, second = turned << 16, turned & -65536
-            if not square:
-                scale, inverse = block_scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
-                tl.store(scales + tl.trans(pair * 2), scale)
-            codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
-            tl.store(into + place, codes)
-            if not square:
-                scale, inverse = block_scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
-                tl.store(scales + tl.trans(pair * 2) + 1, scale)
-            codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
-            tl.store(into + padded + place, codes)
+            write_turned(
+                raw,
+                into + tl.trans(pair * 2 * padded) + tl.trans(token),
+                padded,
+                scales + tl.trans(pair * 2),
+                inverse,
+                square,
+                rceil,
+                native,
+            )
 
 
 @triton.jit

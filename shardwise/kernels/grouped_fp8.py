@@ -92,9 +92,23 @@ def product(
 
 
 @triton.jit
+def _put(
+    desc, expert, row, column, value, rows: tl.constexpr, wide: tl.constexpr, how: tl.constexpr
+):  # fmt: skip
+    value = tl.reshape(value, (1, rows, wide))
+    if how == "engine":  # the copy engine adds; a tile has one writer, so one order
+        desc.atomic_add([expert, row, column], value)
+    else:
+        if how == "add":
+            value += desc.load([expert, row, column])
+        desc.store([expert, row, column], value.to(desc.dtype))
+
+
+@triton.jit
 def _weight_kernel(
     a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_experts, tile_rows, tile_columns,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, add: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, how: tl.constexpr,
+    quarters: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = columns // 2
     per_expert = tile_rows * tile_columns
@@ -110,15 +124,18 @@ def _weight_kernel(
             b = b_desc.load([column, k * step])
             acc = tl.dot(a, b.T, acc)
         acc *= tl.load(scales_ptr + expert)
-        left, right = tl.split(tl.permute(tl.reshape(acc, (rows, 2, half)), (0, 2, 1)))
-        left = tl.reshape(left, (1, rows, half))
-        right = tl.reshape(right, (1, rows, half))
-        if add:  # the copy engine adds; a tile has one writer, so one order
-            out_desc.atomic_add([expert, row, column], left)
-            out_desc.atomic_add([expert, row, column + half], right)
+        left, right = halves(acc, rows, columns)
+        if quarters:
+            quarter: tl.constexpr = columns // 4
+            first, second = halves(left, rows, half)
+            _put(out_desc, expert, row, column, first, rows, quarter, how)
+            _put(out_desc, expert, row, column + quarter, second, rows, quarter, how)
+            first, second = halves(right, rows, half)
+            _put(out_desc, expert, row, column + half, first, rows, quarter, how)
+            _put(out_desc, expert, row, column + half + quarter, second, rows, quarter, how)
         else:
-            out_desc.store([expert, row, column], left.to(out_desc.dtype))
-            out_desc.store([expert, row, column + half], right.to(out_desc.dtype))
+            _put(out_desc, expert, row, column, left, rows, half, how)
+            _put(out_desc, expert, row, column + half, right, rows, half, how)
 
 
 def weight_gradient(
@@ -127,19 +144,23 @@ def weight_gradient(
     *,
     add: bool,
     tile: GroupedTile = WEIGHT_TILE,
+    engine: bool = True,
+    quarters: bool = False,
 ) -> None:
     """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
     tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
-    programs = min(multiprocessors(out.device), experts * tile_rows * tile_columns)
+    tiles = experts * tile_rows * tile_columns
+    programs = min(multiprocessors(out.device) * tile.programs, tiles)
     left, right = (each.view(torch.float8_e4m3fn) for each in (folded.left, folded.right))
     run(
         _weight_kernel, (programs,),
         boxes(left, [tile.rows, tile.step]),
         boxes(right, [tile.columns, tile.step]),
-        boxes(out, [1, tile.rows, tile.columns // 2]),
+        boxes(out, [1, tile.rows, tile.columns // (4 if quarters else 2)]),
         folded.first, folded.scales, experts, tile_rows, tile_columns,
-        rows=tile.rows, columns=tile.columns, step=tile.step, add=add,
+        rows=tile.rows, columns=tile.columns, step=tile.step,
+        how=("engine" if engine else "add") if add else "write", quarters=quarters,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

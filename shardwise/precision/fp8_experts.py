@@ -117,22 +117,15 @@ class BlockExperts(ExpertCodes):
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x · codesᵀ`` [rows, n] of x [rows, k], in its dtype."""
-        experts, width, _ = self.codes.shape
         if isinstance(x, Tensor):
             x = self.rows.of(x)
         codes, scales = x.codes, x.scales
         if codes.is_meta or not len(codes):
-            return codes.new_empty(len(codes), width, dtype=x.dtype)
+            return codes.new_empty(len(codes), self.codes.shape[1], dtype=x.dtype)
         if scaled_problem(codes.device) is None and x.dtype == torch.bfloat16:
-            return torch._scaled_grouped_mm(
-                codes.view(torch.float8_e4m3fn),
-                self.codes.view(torch.float8_e4m3fn).transpose(-2, -1),
-                scales,
-                self.scales[:, None].expand(experts, width).contiguous(),
-                offs=ends,
-                out_dtype=x.dtype,
-                use_fast_accum=True,
-            )
+            from shardwise.kernels import grouped_fp8
+
+            return grouped_fp8.product(codes, scales, self.codes, self.scales, ends)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         left = _decoded(codes, scales[:, None])
         parts = [
