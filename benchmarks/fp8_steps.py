@@ -365,7 +365,7 @@ def product_row(columns: int, out: int) -> Row:
     return {key: flops / milliseconds(run) for key, run in runs.items()}
 
 
-def product_table() -> Table:
+def product_table() -> Iterator[Table]:
     rows: list[Row] = []
     for shape in ((2048, 2048), (2048, 5632), (5632, 2048), (4096, 14336), (14336, 4096)):
         row: Row = {"shape": f"16384 x {shape[0]} x {shape[1]}"}
@@ -378,7 +378,7 @@ def product_table() -> Table:
     for key in ("y", "dx", "dw"):
         columns |= {key: (key, ".0f"), f"{key}16": (f"{key} bf16", ".0f")}
     columns["dw_narrow"] = ("dw, x in 1x128", ".0f")
-    return Table(
+    yield Table(
         title="Products",
         note="TFLOP/s of operands that are quantised already; dx turns the weight's codes.\n"
         "The last column is no product of the library: what x in 1x128 blocks would give.",
@@ -387,12 +387,67 @@ def product_table() -> Table:
     )
 
 
+def swiglu_table() -> Iterator[Table]:
+    """SwiGLU and its gradient that write codes, beside a compiled one and the quantiser."""
+    from shardwise.kernels import fp8_block as kernels
+    from shardwise.kernels import fp8_swiglu
+    from shardwise.precision import fp8_block
+
+    rows: list[Row] = []
+    tiles = (*kernels.TILES, kernels.Tile(warps=4, tokens=32, pairs=32))
+    tiles += (
+        kernels.Tile(warps=4, tokens=32, pairs=16),
+        kernels.Tile(warps=8, tokens=64, pairs=32),
+    )
+    tiles += (kernels.Tile(warps=4, tokens=32, pairs=32, registers=168),)
+    plain = torch.compile(lambda gate, up: nn.functional.silu(gate) * up)
+    for tokens, hidden in ((16384, 5632), (16384, 14336)):
+        both = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16()
+        gate, up = both[:, :hidden], both[:, hidden:]
+        dh = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        h, gradient = fp8_block.empty(dh, True, 128), fp8_block.empty(dh, True, 1, 2 * hidden)
+        runs: dict[str, tuple[int, Callable[[], object]]] = {
+            "compiled, then quantised": (
+                3 * dh.nbytes,
+                lambda: fp8_block.quantise(plain(gate, up), True, 128, "exact"),  # noqa: B023
+            )
+        }
+        for tile in tiles:
+            words = f"{tile.warps}, {tile.tokens}, {tile.pairs}, {tile.registers}"
+            run: Callable[[], object] = partial(fp8_swiglu.forward, gate, up, h, tile=tile)
+            runs[f"forward {words}"] = 3 * dh.nbytes, run
+            run = partial(fp8_swiglu.backward, dh, gate, up, gradient, tile=tile)
+            runs[f"backward {words}"] = 5 * dh.nbytes, run
+        for name, (nbytes, run) in runs.items():
+            row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name}
+            rows.append(row)
+            try:
+                time = milliseconds(run)
+                row |= {"us": 1e3 * time, "rate": nbytes / time * 1e-9}
+            except Exception as error:
+                row["kernel"] = f"{name} FAILED {type(error).__name__}: {str(error)[:100]}"
+        yield Table(
+            title="SwiGLU",
+            note="Codes in both orientations. TB/s: of the bytes that codes take.",
+            columns={
+                "shape": ("shape", "s"),
+                "kernel": ("kernel", "s"),
+                "us": ("us", ".1f"),
+                "rate": ("TB/s", ".2f"),
+            },
+            rows=rows,
+        )
+
+
+PARTS = ["kernels", "swiglu", "grouped", "steps"]
+
+
 def main(arguments: Sequence[str]) -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_steps", description=__doc__)
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=280, help="no process begins later")
-    parser.add_argument("--only", choices=("kernels", "grouped", "steps"), help="one part")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts")
     parser.add_argument("--match", default="", help="rows of steps whose words hold this")
     parser.add_argument("--eager", action="store_true", help="blocks and loss are not compiled")
     parser.add_argument("--tiny", action="store_true", help="a dry run of the steps")
@@ -403,25 +458,29 @@ def main(arguments: Sequence[str]) -> None:
     facts = report.circumstances(arguments)
     facts["command"] = "python -m benchmarks.fp8_steps " + shlex.join(arguments)
     where = torch.cuda.get_device_name().lower().split() if gpu else ["cpu"]
-    name = "-".join(["fp8", *([options.only] if options.only else []), *where])
+    parts = options.only
+    name = "-".join(["fp8", *(() if parts == PARTS else parts), *where])
     tables: dict[str, Table] = {}
 
     def keep(table: Table) -> None:
         tables[table.title] = table  # written at once: what comes later may fail
         report.write(list(tables.values()), facts, name, options.results)
 
-    if gpu and options.only != "steps":
+    if gpu:
+        made = {
+            "kernels": (kernel_tables, product_table),
+            "swiglu": (swiglu_table,),
+            "grouped": (fp8_grouped.tables,),
+        }
         try:
-            for table in () if options.only == "grouped" else kernel_tables():
-                keep(table)
-            if options.only != "grouped":
-                keep(product_table())
-            for table in fp8_grouped.tables():
-                keep(table)
+            for part in (part for part in parts if part in made):
+                for make in made[part]:
+                    for table in make():
+                        keep(table)
         except Exception as error:
             print(f"kernels FAILED: {type(error).__name__}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()  # the processes of the steps need the memory
-    if options.only in (None, "steps"):
+    if "steps" in parts:
         run = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=options.tiny)
         cases = [(*case[:2], kinds) for case in CASES if (kinds := matching(case, options.match))]
         for found in measured(run, cases, began + options.seconds, options.eager):

@@ -79,7 +79,7 @@ def row_largest(raw):
 
 
 @triton.jit
-def write_rows(raw, largest, codes_ptr, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
+def write_rows(raw, largest, ptr, place, scales_ptr, rceil: tl.constexpr, native: tl.constexpr):
     """Write codes and scales of rows of 64 words, of two bf16 each: of an even feature, then of an
     odd one."""
     scale, inverse = block_scale(largest, rceil)
@@ -94,28 +94,29 @@ def write_rows(raw, largest, codes_ptr, scales_ptr, rceil: tl.constexpr, native:
         first = to_codes(first, inverse, True, False)
         second = to_codes(second, inverse, True, False)
         words = first.to(tl.int16) | (second.to(tl.int16) << 8)
-    tl.store(codes_ptr, words)
+    tl.store(ptr + place, words)
     tl.store(scales_ptr, scale)
 
 
 @triton.jit
 def write_turned(
-    raw, codes_ptr, padded, scales_ptr, inverse, square: tl.constexpr, rceil: tl.constexpr,
+    raw, ptr, place, padded, scales_ptr, inverse, square: tl.constexpr, rceil: tl.constexpr,
     native: tl.constexpr,
 ):  # fmt: skip
-    """Write the words of 128 tokens turned; each line has a scale, or all share ``inverse``."""
+    """Write the words of 128 tokens turned; each line has a scale, or all share ``inverse``.
+    ``place``: from ``ptr``, in 32 bits, which take half the registers of addresses."""
     turned = tl.trans(raw)  # [pairs, 128]
     first, second = turned << 16, turned & -65536
     if not square:
         scale, inverse = block_scale(tl.max(first & 0x7FFF0000, 1, keep_dims=True), rceil)
         tl.store(scales_ptr, scale)
     codes = to_codes(first.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(codes_ptr, codes)
+    tl.store(ptr + place, codes)
     if not square:
         scale, inverse = block_scale(tl.max(second & 0x7FFF0000, 1, keep_dims=True), rceil)
         tl.store(scales_ptr + 1, scale)
     codes = to_codes(second.to(tl.float32, bitcast=True), inverse, True, native)
-    tl.store(codes_ptr + padded, codes)
+    tl.store(ptr + padded + place, codes)
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def _quantise_kernel(
             if square:
                 whole = tl.maximum(whole, tl.max(largest, axis=0, keep_dims=True))
             write_rows(
-                raw, largest, into_codes + token * (total // 2) + pair,
+                raw, largest, into_codes, token * (total // 2) + pair,
                 scales_ptr + strip.to(tl.int64) * padded + band * 128 + token, rceil, native,
             )  # fmt: skip
     if columns:
@@ -165,15 +166,9 @@ def _quantise_kernel(
             else:
                 raw = tl.load(x_ptr + start + place, mask=band * 128 + token < tokens, other=0)
             write_turned(
-                raw,
-                into + tl.trans(pair * 2 * padded) + tl.trans(token),
-                padded,
-                scales + tl.trans(pair * 2),
-                inverse,
-                square,
-                rceil,
-                native,
-            )
+                raw, into, tl.trans(pair * 2 * padded) + tl.trans(token), padded,
+                scales + tl.trans(pair * 2), inverse, square, rceil, native,
+            )  # fmt: skip
 
 
 @triton.jit

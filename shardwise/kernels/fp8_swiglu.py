@@ -127,12 +127,12 @@ def _kernel(
         place = token * (total // 2) + pair
         at = scales_ptr + band * 128 + token
         write_rows(
-            first, largest, codes_ptr + mine * 64 + place, at + mine.to(tl.int64) * padded, rceil,
+            first, largest, codes_ptr + mine * 64, place, at + mine.to(tl.int64) * padded, rceil,
             assembly,
         )  # fmt: skip
         if back:
             write_rows(
-                second, row_largest(second), codes_ptr + other * 64 + place,
+                second, row_largest(second), codes_ptr + other * 64, place,
                 at + other.to(tl.int64) * padded, rceil, assembly,
             )  # fmt: skip
     scale, inverse = block_scale(whole, rceil)
@@ -149,12 +149,12 @@ def _kernel(
         place = tl.trans(pair * 2 * padded) + tl.trans(token)
         at = turned_scales_ptr + band.to(tl.int64) * total + tl.trans(pair * 2)
         write_turned(
-            first, turned_ptr + mine.to(tl.int64) * 128 * padded + place, padded, at + mine * 128,
+            first, turned_ptr + mine.to(tl.int64) * 128 * padded, place, padded, at + mine * 128,
             inverse, not back, rceil, assembly,
         )  # fmt: skip
         if back:
             write_turned(
-                second, turned_ptr + other.to(tl.int64) * 128 * padded + place, padded,
+                second, turned_ptr + other.to(tl.int64) * 128 * padded, place, padded,
                 at + other * 128, inverse, False, rceil, assembly,
             )  # fmt: skip
 

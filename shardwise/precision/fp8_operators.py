@@ -18,7 +18,12 @@ from torch import Tensor
 
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import FP8Error, Plane
-from shardwise.precision.fp8_functions import linear_backward, product, products
+from shardwise.precision.fp8_functions import (
+    coded_backward,
+    linear_backward,
+    product,
+    products,
+)
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Reads
 
@@ -145,13 +150,51 @@ def _linears(
 ) -> list[Tensor]:
     """x turned, its scales, and the products by weights that lie one after another, ``counts`` of
     them each; see fp8_graphs.py."""
-    codes, scales, *results = fp8_block.quantise(x, True, turned, rounding)  # type: ignore[arg-type]
+    return _multiplied(fp8_block.quantise(x, True, turned, rounding), parameters, counts, dtype)  # type: ignore[arg-type]
+
+
+def _multiplied(
+    quantised: fp8_block.Quantised,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    codes, scales, *results = quantised
     low = 0
     for count in counts:
         weights = [weight_of(parameter) for parameter in parameters[low : low + count]]
         results.append(products(codes, scales, weights, "forward", dtype))
         low += count
     return results
+
+
+def _fake_swiglu_linears(
+    gate: Tensor,
+    up: Tensor,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    rounding: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    return _fake_linears(gate, parameters, counts, fp8_block.WIDE, rounding, dtype)
+
+
+@_operator(
+    "fp8_swiglu_linears(Tensor gate, Tensor up, Tensor[] parameters, int[] counts, str rounding,"
+    " ScalarType dtype) -> Tensor[]",
+    _fake_swiglu_linears,
+)
+def _swiglu_linears(
+    gate: Tensor,
+    up: Tensor,
+    parameters: Sequence[Tensor],
+    counts: Sequence[int],
+    rounding: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """``fp8_linears`` of silu(gate) · up."""
+    quantised = fp8_block.quantise_swiglu(gate, up, rounding)  # type: ignore[arg-type]
+    return _multiplied(quantised, parameters, counts, dtype)
 
 
 def _fake_linear_backward(
@@ -187,6 +230,46 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:
     weights = [weight_of(parameter) for parameter in parameters]
     return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
+
+
+def _fake_swiglu_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_first: bool,
+    parameters: Sequence[Tensor],
+    x: Tensor,
+    x_scales: Tensor,
+    wants_x: bool,
+    rounding: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    grads = [gate, up]
+    return _fake_linear_backward(grads, parameters, x, x_scales, wants_x, rounding, dtype, "")
+
+
+@_operator(
+    "fp8_swiglu_backward(Tensor dh, Tensor gate, Tensor up, bool gate_first, Tensor[] parameters,"
+    " Tensor x, Tensor x_scales, bool wants_x, str rounding, ScalarType? dtype)"
+    " -> (Tensor, Tensor)",
+    _fake_swiglu_backward,
+)
+def _swiglu_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_first: bool,
+    parameters: Sequence[Tensor],
+    x: Tensor,
+    x_scales: Tensor,
+    wants_x: bool,
+    rounding: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """``fp8_linear_backward`` of the gradients of gate and up, for that of silu(gate) · up."""
+    quantised = fp8_block.quantise_swiglu_backward(dh, gate, up, gate_first, rounding)  # type: ignore[arg-type]
+    weights = [weight_of(parameter) for parameter in parameters]
+    return coded_backward(quantised, dh, weights, x, x_scales, wants_x, dtype)
 
 
 def _fake_decode(parameter: Tensor) -> Tensor:

@@ -91,6 +91,56 @@ def test_joined_layers_compute_as_one_by_one(rank: int, world_size: int, strateg
         assert (eager[name] - expected).norm() < 0.1 * expected.norm(), name
 
 
+class Gated(nn.Module):
+    def __init__(self, up_first: bool) -> None:
+        super().__init__()
+        names = ("up", "gate") if up_first else ("gate", "up")
+        for name in names:
+            setattr(self, name, nn.Linear(WIDTH, 3 * WIDTH, bias=False))
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        h = up * F.silu(gate)
+        return self.down(h if self.factor == 1.0 else self.factor * h)
+
+
+@pytest.mark.parametrize("way", ["gate first", "up first", "another function"])
+@on_ranks(1)
+def test_swiglu_is_part_of_the_operators_around_it(rank: int, world_size: int, way: str) -> None:
+    """As one reads the other: both are in the order in which their weights lie."""
+    results, graphs = [], []
+    for change in (lambda graph: None, fp8_graphs.join):
+        torch.manual_seed(0)
+        net = Gated(way == "up first")
+        net.factor = 2.0 if way == "another function" else 1.0
+        precision = sw.Precision(weights="fp8_block", reduce="fp32")
+        sw.fully_shard(net, **options_for("zero3", world_size), precision=precision)
+        seen: list[Counter[str]] = []
+        model: Any = torch.compile(net, backend=backend(change, seen))
+        generator = torch.Generator().manual_seed(3)
+        for batch in (2, 3):  # sizes that change, and no whole blocks of tokens
+            x = torch.randn(batch, 100, WIDTH, generator=generator).requires_grad_()
+            y = model(x)
+            y.backward(torch.randn(y.shape, generator=generator.manual_seed(4)).to(y.dtype))
+        assert x.grad is not None
+        grads = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
+        results.append({"y": y.detach(), "dx": x.grad, **grads})
+        graphs.append(seen[-2:])
+    plain, fused = results
+    if way == "another function":
+        assert graphs[1] == [Counter(fp8_linears=2), Counter(fp8_linear_backward=2)]
+    else:
+        assert graphs[1] == [
+            Counter(fp8_linears=1, fp8_swiglu_linears=1),
+            Counter(fp8_linear_backward=1, fp8_swiglu_backward=1),
+        ]
+    for name, expected in plain.items():
+        apart = (fused[name] - expected).norm() / expected.norm()
+        assert apart < 0.02, f"{name}: {apart}"
+
+
 def test_weights_that_lie_apart_are_multiplied_one_by_one() -> None:
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(rows, 256, generator=generator) for rows in (128, 384)]
