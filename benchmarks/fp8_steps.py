@@ -394,12 +394,8 @@ def swiglu_table() -> Iterator[Table]:
     from shardwise.precision import fp8_block
 
     rows: list[Row] = []
-    tiles = (*kernels.TILES, kernels.Tile(warps=4, tokens=32, pairs=32))
-    tiles += (
-        kernels.Tile(warps=4, tokens=32, pairs=16),
-        kernels.Tile(warps=8, tokens=64, pairs=32),
-    )
-    tiles += (kernels.Tile(warps=4, tokens=32, pairs=32, registers=168),)
+    sizes = ((4, 64, 32, None), (4, 32, 32, None), (4, 32, 32, 168), (4, 32, 16, None))
+    tiles = [kernels.Tile(*each) for each in (*sizes, (8, 64, 32, None), (8, 64, 64, None))]
     plain = torch.compile(lambda gate, up: nn.functional.silu(gate) * up)
     for tokens, hidden in ((16384, 5632), (16384, 14336)):
         both = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16()
