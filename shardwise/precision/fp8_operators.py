@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8 import FP8Error, Plane
+from shardwise.precision.fp8 import WIDE, FP8Error, Plane
 from shardwise.precision.fp8_functions import (
     coded_backward,
     linear_backward,
@@ -176,7 +176,7 @@ def _fake_swiglu_linears(
     rounding: str,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    return _fake_linears(gate, parameters, counts, fp8_block.WIDE, rounding, dtype)
+    return _fake_linears(gate, parameters, counts, WIDE, rounding, dtype)
 
 
 @_operator(
