@@ -15,7 +15,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from shardwise.kernels import grouped_activation, grouped_fc1, grouped_weight  # noqa: E402
+from shardwise.kernels import (  # noqa: E402
+    fp8_swiglu,
+    grouped_activation,
+    grouped_codes,
+    grouped_fc1,
+    grouped_fp8,
+    grouped_weight,
+)
 from shardwise.kernels.grouped import FC1_TILE, WEIGHT_TILE, WEIGHT_TILE_16  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
@@ -110,3 +117,38 @@ def test_weight_gradient(kind: str) -> None:
         "engine": True,
     }
     compiled(grouped_weight._weight_kernel, tile, constants, types)
+
+
+POINTERS = dict.fromkeys(("p_ptr", "dp_ptr", "a_ptr", "b_ptr", "factors_ptr"), "*fp32")
+POINTERS |= dict.fromkeys(("scales_ptr", "dz_scales_ptr", "h_scales_ptr", "largest_ptr"), "*fp32")
+POINTERS |= dict.fromkeys(("turned_scales_ptr", "w_scales_ptr"), "*fp32")
+POINTERS |= dict.fromkeys(("ends_ptr", "first_ptr", "blocks_ptr", "schedule_ptr"), "*i32")
+POINTERS |= dict.fromkeys(("codes_ptr", "out_ptr", "turned_ptr", "dz_ptr", "h_ptr"), "*u8")
+
+
+def test_products_of_codes() -> None:
+    tile = grouped_fp8.PRODUCT_TILE
+    types = POINTERS | {
+        "x_desc": box(tile.rows, tile.step, kind="fp8e4nv"),
+        "w_desc": box(tile.columns, tile.step, kind="fp8e4nv"),
+        "y_desc": box(1, 1, tile.rows, tile.columns // 2),
+    }
+    sizes = {"rows": tile.rows, "columns": tile.columns, "step": tile.step}
+    constants = {**sizes, "flatten": tile.flatten}
+    compiled(grouped_fp8._product_kernel, tile, constants, types)
+
+
+def test_passes_that_write_codes() -> None:
+    numbers = {"gated": True, "alpha": 1.0, "limit": None, "offset": 0.0, "block": 0}
+    rows = {"high": 1, "wide": 2048, "assembly": True}
+    raw = dict.fromkeys(("z_ptr", "dh_ptr"), "*i16")
+    for kernel in (grouped_codes._forward_kernel, grouped_codes._backward_kernel):
+        built(kernel, numbers | rows, POINTERS | raw, num_warps=8)
+    built(grouped_codes._fold_kernel, {"experts": 128, "chunk": 1024}, POINTERS, num_warps=4)
+    constants = {"scaled": True, "native": True}
+    built(grouped_codes._turn_kernel, constants, POINTERS, num_warps=8)
+    raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr"), "*i32") | {"codes_ptr": "*i16"}
+    for back, tile in ((False, fp8_swiglu.FORWARD_TILE), (True, fp8_swiglu.BACKWARD_TILE)):
+        constants = {"back": back, "gate_first": True, "rceil": False, "even": not back}
+        constants |= {"assembly": True, "high": tile.tokens, "wide": tile.pairs}
+        built(fp8_swiglu._kernel, constants, POINTERS | raw, num_warps=tile.warps)
