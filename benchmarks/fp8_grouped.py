@@ -79,12 +79,30 @@ def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[R
 
 
 def tables() -> Iterator[Table]:
-    """The whole MLP, then its passes, after each shape."""
-    yield from _mlp_tables()
-    yield from _pass_tables()
+    """The passes of the MLP, after each shape, and then the whole with the fastest form of dW."""
+    from shardwise.kernels import grouped_fp8
+
+    totals: dict[int, float] = {}
+    for table, forms in _pass_tables():
+        yield table
+        totals = {index: totals.get(index, 0.0) + time for index, time in forms.items()}
+    best = min(totals, key=totals.__getitem__, default=0)
+    grouped_fp8.WEIGHT_FORM = forms_of_dw()[best]
+    yield from _mlp_tables(f"dW: {_words(*grouped_fp8.WEIGHT_FORM)}.")
 
 
-def _mlp_tables() -> Iterator[Table]:
+def forms_of_dw() -> list[tuple[GroupedTile, bool, bool]]:
+    from shardwise.kernels import grouped_fp8
+
+    one = grouped_fp8.WEIGHT_TILE
+    two = replace(one, columns=128, warps=4, stages=2, programs=2)
+    tiles = [(one, False), (replace(one, stages=4), True), (two, False)]
+    tiles += [(replace(two, stages=3), True), (replace(two, rows=64, columns=256), False)]
+    tiles += [(replace(two, warps=8), False)]
+    return [(tile, engine, quarters) for tile, quarters in tiles for engine in (True, False)]
+
+
+def _mlp_tables(words: str) -> Iterator[Table]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
         try:
@@ -94,24 +112,28 @@ def _mlp_tables() -> Iterator[Table]:
         yield Table(
             title="Grouped MLP",
             note="Balanced rows, weights as codes, weight gradients added to fp32 main gradients.\n"
-            "Speed: bf16's time over this one's; both are this library's.",
+            f"Speed: bf16's time over this one's; both are this library's. {words}",
             columns={key: grouped_mlp.COLUMNS[key] for key in KEYS},
             rows=rows,
         )
 
 
-def _pass_tables() -> Iterator[Table]:
+def _pass_tables() -> Iterator[tuple[Table, dict[int, float]]]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
-        for name, work, run in passes(*shape):
+        forms: dict[int, float] = {}
+        for name, work, run, form in passes(*shape):
             row: Row = {"shape": ", ".join(map(str, shape)), "name": name}
             rows.append(row)
+            time = float("inf")
             try:
-                time = milliseconds(run, 10)
+                time = milliseconds(run, 8)
                 row |= {"us": 1e3 * time, work[0]: work[1] / time * 1e-9}
             except Exception as error:
                 row["name"] = f"{name} FAILED {type(error).__name__}: {str(error)[:200]}"
-        yield Table(
+            if form is not None:
+                forms[form] = forms.get(form, 0.0) + time
+        table = Table(
             title="Passes of the grouped MLP",
             note="Each by itself, cache flushed. TB/s: of bytes read and written.",
             columns={
@@ -123,10 +145,12 @@ def _pass_tables() -> Iterator[Table]:
             },
             rows=rows,
         )
+        yield table, forms
         torch.cuda.empty_cache()
 
 
-Pass = tuple[str, tuple[str, int], Callable[[], object]]  # name, flops or bytes, the pass
+# name, flops or bytes, the pass, the number of the form of dW
+Pass = tuple[str, tuple[str, int], Callable[[], object], int | None]
 
 
 def passes(experts: int, hidden: int, width: int, count: int) -> Iterator[Pass]:
@@ -138,15 +162,16 @@ def passes(experts: int, hidden: int, width: int, count: int) -> Iterator[Pass]:
     x, dy, z, h = (torch.randn(count, each, device="cuda").bfloat16() for each in sizes.values())
     p = torch.rand(count, device="cuda")
     for name, source in (("x", x), ("z", z)):
-        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(Rows.of, source)
+        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(Rows.of, source), None
     both, codes = z.nbytes + h.nbytes, h.nbytes // 2
-    yield "activation to codes", ("bytes", z.nbytes + codes), partial(Rows.activated, z, p, form)
-    run: Callable[[], object] = partial(plain.forward, z, p, **form.numbers)
-    yield "activation to bf16", ("bytes", both), run
+    run: Callable[[], object] = partial(Rows.activated, z, p, form)
+    yield "activation to codes", ("bytes", z.nbytes + codes), run, None
+    run = partial(plain.forward, z, p, **form.numbers)
+    yield "activation to bf16", ("bytes", both), run, None
     run = partial(Rows.activation_backward, h, z, p, form)
-    yield "activation backward to codes", ("bytes", both + both // 2), run
+    yield "activation backward to codes", ("bytes", both + both // 2), run, None
     run = partial(plain.backward, h.clone(), z, p, **form.numbers)
-    yield "activation backward to bf16", ("bytes", 2 * both), run
+    yield "activation backward to bf16", ("bytes", 2 * both), run, None
     yield from _layer("fc1", x, z, p, ends, form)
     yield from _layer("fc2", h, dy, p, ends, form)
 
@@ -159,15 +184,15 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
     work = ("flops", 2 * len(x) * out * deep)
     weight = torch.randn(experts, out, deep, device="cuda", dtype=torch.bfloat16) / deep**0.5
     (plane,) = encode(weight.view(-1, deep), (SQUARE_128,), sharing=experts)
-    yield f"{name} bf16, torch", work, partial(F.grouped_mm, x, weight.mT, offs=ends)
+    yield f"{name} bf16, torch", work, partial(F.grouped_mm, x, weight.mT, offs=ends), None
     if name == "fc1":
         run: Callable[[], object] = partial(
             grouped_fc1.fc1, x, weight, None, p, ends, **form.numbers
         )
-        yield "fc1 bf16 and activation", work, run
+        yield "fc1 bf16 and activation", work, run, None
     for phase, source in (("forward", x), ("backward", dy)):
         codes, rows = expert_codes(plane, weight.shape, phase), Rows.of(source)  # type: ignore[arg-type]
-        yield f"{name} {phase}", work, partial(codes.product, rows, ends)
+        yield f"{name} {phase}", work, partial(codes.product, rows, ends), None
         run = partial(
             torch._scaled_grouped_mm,
             rows.codes.view(torch.float8_e4m3fn),
@@ -178,33 +203,20 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        yield f"{name} {phase}, torch", work, run
+        yield f"{name} {phase}, torch", work, run, None
     run = partial(expert_codes, plane, weight.shape, "backward")
-    yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run
+    yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run, None
     into = torch.zeros(weight.shape, device="cuda")
     del codes, weight, plane
     run = partial(grouped_weight.weight_gradient, dy, x, ends, into, add=True)
-    yield f"{name} dW bf16, added", work, run
+    yield f"{name} dW bf16, added", work, run, None
     left, right = ((rows.codes, rows.scales) for rows in (Rows.of(dy), Rows.of(x)))
     run = partial(grouped_codes.Folded, left, right, ends)
-    yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run
+    yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run, None
     folded = grouped_codes.Folded(left, right, ends)
-    best = grouped_fp8.WEIGHT_TILE
-    two = replace(best, columns=128, warps=4, stages=2, programs=2)
-    for tile, quarters in (
-        (best, False),
-        (replace(best, stages=4), True),
-        (two, False),
-        (replace(two, stages=3), True),
-        (replace(two, rows=64, columns=256), False),
-        (replace(two, warps=8), False),
-    ):
-        for engine in (True, False):
-            run = partial(
-                grouped_fp8.weight_gradient, folded, into, add=True, tile=tile, engine=engine,
-                quarters=quarters,
-            )  # fmt: skip
-            yield f"{name} dW added, {_words(tile)}, {engine}, {quarters}", work, run
+    for number, form in enumerate(forms_of_dw()):
+        run = partial(grouped_fp8.weight_gradient, folded, into, add=True, form=form)
+        yield f"{name} dW added, {_words(*form)}", work, run, number
     run = partial(
         torch._scaled_grouped_mm,
         folded.left.view(torch.float8_e4m3fn),
@@ -214,8 +226,10 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    yield f"{name} dW, torch, not added", work, run
+    yield f"{name} dW, torch, not added", work, run, None
 
 
-def _words(tile: GroupedTile) -> str:
-    return f"{tile.rows}x{tile.columns}, {tile.warps}, {tile.stages}, {tile.programs}"
+def _words(tile: GroupedTile, engine: bool, quarters: bool) -> str:
+    how = "engine" if engine else "program"
+    sizes = f"{tile.rows}x{tile.columns}, {tile.warps} warps, {tile.stages} stages"
+    return f"{sizes}, {tile.programs} programs, {how} adds, {4 if quarters else 2} parts"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import shlex
 import statistics
 import sys
@@ -60,6 +62,7 @@ TOP = 12  # kernels of a step, by their time
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> list[dict[str, Any]]:
     name, precision, eager, *kinds = options.systems
     config = TINY if options.tiny else MODELS[name][0]
+    choose_tiles()
     found = []
     for kind in kinds:
         found.append(measure(config, precision, kind, eager == "eager", options.device, mesh))
@@ -396,30 +399,33 @@ def swiglu_table() -> Iterator[Table]:
     rows: list[Row] = []
     sizes = ((4, 64, 32, None), (4, 32, 32, None), (4, 32, 32, 168), (4, 32, 16, None))
     tiles = [kernels.Tile(*each) for each in (*sizes, (8, 64, 32, None), (8, 64, 64, None))]
-    plain = torch.compile(lambda gate, up: nn.functional.silu(gate) * up)
+    plain, gradient_of = torch.compile(_swiglu), torch.compile(_swiglu_backward)
     for tokens, hidden in ((16384, 5632), (16384, 14336)):
         both = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16()
         gate, up = both[:, :hidden], both[:, hidden:]
         dh = torch.randn(tokens, hidden, device="cuda").bfloat16()
         h, gradient = fp8_block.empty(dh, True, 128), fp8_block.empty(dh, True, 1, 2 * hidden)
-        runs: dict[str, tuple[int, Callable[[], object]]] = {
-            "compiled, then quantised": (
-                3 * dh.nbytes,
-                lambda: fp8_block.quantise(plain(gate, up), True, 128, "exact"),  # noqa: B023
-            )
+        runs: dict[tuple[str, Any], Callable[[], object]] = {
+            ("forward", None): lambda: fp8_block.quantise(plain(gate, up), True, 128, "exact"),  # noqa: B023
+            ("backward", None): lambda: fp8_block.quantise_beside(
+                gradient_of(dh, gate, up),  # noqa: B023
+                True,
+                "exact",
+            ),
         }
         for tile in tiles:
-            words = f"{tile.warps}, {tile.tokens}, {tile.pairs}, {tile.registers}"
-            run: Callable[[], object] = partial(fp8_swiglu.forward, gate, up, h, tile=tile)
-            runs[f"forward {words}"] = 3 * dh.nbytes, run
-            run = partial(fp8_swiglu.backward, dh, gate, up, gradient, tile=tile)
-            runs[f"backward {words}"] = 5 * dh.nbytes, run
-        for name, (nbytes, run) in runs.items():
-            row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name}
+            runs["forward", tile] = partial(fp8_swiglu.forward, gate, up, h, tile=tile)
+            runs["backward", tile] = partial(fp8_swiglu.backward, dh, gate, up, gradient, tile=tile)
+        for (name, tile), run in runs.items():
+            words = "compiled, then quantised" if tile is None else ", ".join(map(str, tile))
+            row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name, "tile": words}
             rows.append(row)
             try:
                 time = milliseconds(run)
+                nbytes = (3 if name == "forward" else 5) * dh.nbytes
                 row |= {"us": 1e3 * time, "rate": nbytes / time * 1e-9}
+                if hidden == 14336:
+                    CHOSEN[name] = min(CHOSEN.get(name, (time, tile)), (time, tile), key=_first)
             except Exception as error:
                 row["kernel"] = f"{name} FAILED {type(error).__name__}: {str(error)[:100]}"
         yield Table(
@@ -428,11 +434,45 @@ def swiglu_table() -> Iterator[Table]:
             columns={
                 "shape": ("shape", "s"),
                 "kernel": ("kernel", "s"),
+                "tile": ("tile", "s"),
                 "us": ("us", ".1f"),
                 "rate": ("TB/s", ".2f"),
             },
             rows=rows,
         )
+    os.environ["FP8_TILES"] = json.dumps({name: tile for name, (_, tile) in CHOSEN.items()})
+    print("chosen:", os.environ["FP8_TILES"], flush=True)
+
+
+CHOSEN: dict[str, tuple[float, Any]] = {}
+
+
+def _first(pair: tuple[float, Any]) -> float:
+    return pair[0]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.silu(gate) * up
+
+
+def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    of_gate = torch.ops.aten.silu_backward(dh * up, gate)
+    return of_gate, dh * nn.functional.silu(gate)
+
+
+def choose_tiles() -> None:
+    """The tiles that the parent process found to be the fastest."""
+    chosen = json.loads(os.environ.get("FP8_TILES", "{}"))
+    if not chosen:
+        return
+    from shardwise.kernels import fp8_block, fp8_swiglu
+    from shardwise.precision import fp8_graphs
+
+    for name in chosen:
+        if chosen[name] is None:
+            setattr(fp8_graphs, f"_fuse_{name}", lambda *_: False)
+        else:
+            setattr(fp8_swiglu, f"{name.upper()}_TILE", fp8_block.Tile(*chosen[name]))
 
 
 PARTS = ["kernels", "swiglu", "grouped", "steps"]
@@ -444,7 +484,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder to write to")
     parser.add_argument("--seconds", type=float, default=280, help="no process begins later")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts")
-    parser.add_argument("--match", default="", help="rows of steps whose words hold this")
+    parser.add_argument("--match", nargs="+", default=[""], help="rows of steps that hold these")
     parser.add_argument("--eager", action="store_true", help="blocks and loss are not compiled")
     parser.add_argument("--tiny", action="store_true", help="a dry run of the steps")
     options = parser.parse_args(arguments)
@@ -478,7 +518,12 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.empty_cache()  # the processes of the steps need the memory
     if "steps" in parts:
         run = Options(device="cuda" if gpu else "cpu", systems=(), rounds=1, tiny=options.tiny)
-        cases = [(*case[:2], kinds) for case in CASES if (kinds := matching(case, options.match))]
+        cases = [
+            (*case[:2], kinds)
+            for words in options.match
+            for case in CASES
+            if (kinds := matching(case, words))
+        ]
         for found in measured(run, cases, began + options.seconds, options.eager):
             for table in step_tables(*found, run.mark):
                 keep(table)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from benchmarks.fp8_grouped import forms_of_dw
 from shardwise.kernels import fp8_block as kernels
-from shardwise.kernels import fp8_swiglu, grouped_activation
+from shardwise.kernels import fp8_swiglu, grouped_activation, grouped_codes, grouped_fp8
 from shardwise.moe.activation import clamped_quick_geglu, squared_relu, swiglu
 from shardwise.moe.products import Form, Into
 from shardwise.precision import fp8_block
@@ -332,6 +333,14 @@ def gradients_of_experts_are_those_of_the_cpu() -> None:
             assert error < 5e-3, f"{sizes} {dtype} {add}: {error}"
             empty = torch.tensor(sizes) == 0
             assert torch.equal(results[1].cpu()[empty], results[0][empty]), "experts without rows"
+        for form in forms_of_dw():
+            dy, x = (Rows.of(each.to(DEVICE)) for each in sides)
+            folded = grouped_codes.Folded((dy.codes, dy.scales), (x.codes, x.scales), ends.cuda())
+            out = before.to(DEVICE)
+            grouped_fp8.weight_gradient(folded, out, add=True, form=form)
+            error = off_by(out.cpu() - before, (results[0].double()))
+            logger.info("%s: off by %.1e", form, error)
+            assert error < 8e-3, f"{sizes} {form}: {error}"
 
 
 # ------------------------------------------------------------------------ models, on real streams
@@ -437,4 +446,5 @@ CHECKS: tuple[Callable[[], None], ...] = (
 
 
 if __name__ == "__main__":
-    sys.exit(run(CHECKS))
+    named = [check for check in CHECKS if check.__name__ in sys.argv[1:]]
+    sys.exit(run(named or CHECKS))

@@ -165,10 +165,10 @@ def forward(
     planes: Planes,  # of ``fp8_block.quantise``, turned in 128x128
     *,
     rounding: str = "exact",
-    tile: Tile = FORWARD_TILE,
+    tile: Tile | None = None,
 ) -> None:
     """Fill the planes of silu(gate) · up."""
-    _run((gate, gate, up), planes, tile, rounding, False, True)
+    _run((gate, gate, up), planes, tile or FORWARD_TILE, rounding, False, True)
 
 
 def backward(
@@ -179,10 +179,10 @@ def backward(
     *,
     gate_first: bool = True,
     rounding: str = "exact",
-    tile: Tile = BACKWARD_TILE,
+    tile: Tile | None = None,
 ) -> None:
     """Fill the planes of the gradients of gate and up, side by side."""
-    _run((dh, gate, up), planes, tile, rounding, True, gate_first)
+    _run((dh, gate, up), planes, tile or BACKWARD_TILE, rounding, True, gate_first)
 
 
 def _run(

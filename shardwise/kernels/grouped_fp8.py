@@ -27,6 +27,7 @@ from shardwise.kernels.symmetric import multiprocessors
 
 PRODUCT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=3, flatten=False)
+WEIGHT_FORM = (WEIGHT_TILE, True, False)
 
 
 @triton.jit
@@ -105,12 +106,31 @@ def _put(
 
 
 @triton.jit
+def _put_tile(
+    desc, expert, row, column, acc, rows: tl.constexpr, columns: tl.constexpr, how: tl.constexpr,
+    quarters: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = columns // 2
+    left, right = halves(acc, rows, columns)
+    if quarters:
+        quarter: tl.constexpr = columns // 4
+        first, second = halves(left, rows, half)
+        _put(desc, expert, row, column, first, rows, quarter, how)
+        _put(desc, expert, row, column + quarter, second, rows, quarter, how)
+        first, second = halves(right, rows, half)
+        _put(desc, expert, row, column + half, first, rows, quarter, how)
+        _put(desc, expert, row, column + half + quarter, second, rows, quarter, how)
+    else:
+        _put(desc, expert, row, column, left, rows, half, how)
+        _put(desc, expert, row, column + half, right, rows, half, how)
+
+
+@triton.jit
 def _weight_kernel(
     a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_experts, tile_rows, tile_columns,
     rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, how: tl.constexpr,
     quarters: tl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = columns // 2
     per_expert = tile_rows * tile_columns
     for tile in range(tl.program_id(0), per_expert * num_experts, tl.num_programs(0)):
         expert = tile // per_expert
@@ -124,18 +144,7 @@ def _weight_kernel(
             b = b_desc.load([column, k * step])
             acc = tl.dot(a, b.T, acc)
         acc *= tl.load(scales_ptr + expert)
-        left, right = halves(acc, rows, columns)
-        if quarters:
-            quarter: tl.constexpr = columns // 4
-            first, second = halves(left, rows, half)
-            _put(out_desc, expert, row, column, first, rows, quarter, how)
-            _put(out_desc, expert, row, column + quarter, second, rows, quarter, how)
-            first, second = halves(right, rows, half)
-            _put(out_desc, expert, row, column + half, first, rows, quarter, how)
-            _put(out_desc, expert, row, column + half + quarter, second, rows, quarter, how)
-        else:
-            _put(out_desc, expert, row, column, left, rows, half, how)
-            _put(out_desc, expert, row, column + half, right, rows, half, how)
+        _put_tile(out_desc, expert, row, column, acc, rows, columns, how, quarters)
 
 
 def weight_gradient(
@@ -143,11 +152,11 @@ def weight_gradient(
     out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
     *,
     add: bool,
-    tile: GroupedTile = WEIGHT_TILE,
-    engine: bool = True,
-    quarters: bool = False,
+    form: tuple[GroupedTile, bool, bool] | None = None,
 ) -> None:
-    """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
+    """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it. ``form``: the tile, whether the
+    copy engine adds (or the program), and whether a tile is stored in quarters (or halves)."""
+    tile, engine, quarters = form or WEIGHT_FORM
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
     tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
