@@ -34,6 +34,7 @@ class Lanes:
     def __init__(self, device: torch.device, *, unify: bool = False) -> None:
         self.device = device
         self.unify = unify
+        # Whether work runs behind the host, which issues all of it; a plan pretends that it does.
         self.asynchronous = device.type == "cuda"
         self._streams: dict[str, Any] = {}
         self._joins: dict[tuple[str, str], Any] = {}
@@ -51,27 +52,25 @@ class Lanes:
 
     def on(self, lane: LaneName) -> AbstractContextManager[Any]:
         """Run what follows on ``lane``: kernels, collectives and allocations."""
-        if not self.asynchronous or lane == "compute":
+        if not self._streams or lane == "compute":
             return _NOWHERE
         stream = _OnStream(self._streams[lane], self._index)
         return stream if _watcher is None else _watched_lane(_watcher, lane, stream)
 
     def mark(self, lane: LaneName = "compute") -> Any:
         """An event that is reached when all work issued to ``lane`` so far is done."""
-        if not self.asynchronous:
-            return None
-        return self._stream(lane).record_event()
+        return self._stream(lane).record_event() if self._streams else None
 
     def wait(self, lane: LaneName, event: Any) -> None:
         """Work issued to ``lane`` from now on starts after ``event``."""
-        if event is not None and self.asynchronous:
+        if event is not None and self._streams:
             stream = self._stream(lane)
             with stalling("another lane") if lane == "compute" else _NOWHERE:
                 stream.wait_event(event)
 
     def join(self, lane: LaneName, other: LaneName) -> None:
         """``lane`` waits for all that was issued to ``other`` so far."""
-        if not self.asynchronous:
+        if not self._streams:
             return
         waiting, awaited = self._stream(lane), self._stream(other)
         if waiting is awaited:
@@ -86,9 +85,9 @@ class Lanes:
     def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
         writes offloaded weights."""
-        if self.asynchronous and event is None:
+        if self._streams and event is None:
             torch.cuda.synchronize(self.device)
-        elif self.asynchronous:
+        elif self._streams:
             event.synchronize()
 
     def refuse_capture(self, what: str) -> None:

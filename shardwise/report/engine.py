@@ -48,27 +48,6 @@ from shardwise.streams import Lanes
 META = torch.device("meta")
 
 
-class PretendedLanes(Lanes):
-    """The lanes of a device that does at once whatever it is told."""
-
-    def __init__(self, asynchronous: bool) -> None:
-        super().__init__(META)
-        self.asynchronous = asynchronous
-
-    def on(self, lane: str) -> AbstractContextManager[Any]:
-        return _HERE
-
-    def mark(self, lane: str = "compute") -> None:
-        return None
-
-    def join(self, lane: str, other: str) -> None: ...
-
-    def synchronize(self, event: Any = None) -> None: ...
-
-
-_HERE: AbstractContextManager[None] = nullcontext()
-
-
 @dataclass(eq=False)
 class BuiltUnit:
     """A unit, and the (group, index) of every parameter that its owner found."""
@@ -255,7 +234,8 @@ def build(
         units = [
             _build_unit(owner, buffers[owner], options, over, in_model) for owner in root.tree()
         ]
-    lanes = PretendedLanes(asynchronous=options.device != "cpu")
+    lanes = Lanes(META)
+    lanes.asynchronous = options.device != "cpu"
     runtime = Runtime(META, [built.unit for built in units], (), lanes=lanes)
     for built in units:
         built.unit.begin(runtime, built.owner.name, built.owner is root)
