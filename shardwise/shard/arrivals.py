@@ -151,8 +151,9 @@ class Arrivals:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients of earlier microbatches wait to be reduced."""
-        return any(group.trainable and group.gradients.waits for group in self._groups)
+        """Whether gradients of earlier microbatches wait to be reduced, of parameters that were
+        frozen since too."""
+        return any(group.gradients.waits for group in self._groups)
 
     def kept(self) -> list[str]:
         """Parameters with a gradient, or whose earlier microbatches wait to be reduced."""

@@ -64,7 +64,7 @@ class Call:
             if not args[0].requires_grad:
                 return args, kwargs
             self.gated = True
-            return tuple(_InputGate.apply(self, sentinel, args[0])), kwargs  # type: ignore[no-untyped-call]
+            return tuple(InputsOfAWrappedModule.apply(self, sentinel, args[0])), kwargs  # type: ignore[no-untyped-call]
         through: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Call:
         if not through:
             return args, kwargs
         self.gated = True
-        behind = iter(_InputGate.apply(self, sentinel, *through))  # type: ignore[no-untyped-call]
+        behind = iter(InputsOfAWrappedModule.apply(self, sentinel, *through))  # type: ignore[no-untyped-call]
         return map_tensors(lambda t: next(behind) if t.requires_grad else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def watch_outputs(self, output: Any, more: Sequence[Any] = ()) -> bool:
@@ -199,9 +199,9 @@ def _open(call: Call, grad: Tensor) -> None:
     unit.pre_backward(call)
 
 
-class _InputGate(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward tells that the unit's backward computed them
-    all."""
+class InputsOfAWrappedModule(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward tells that the unit's backward computed them all.
+    Torch names the class where a module writes to its inputs in place: clone them first."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, sentinel: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -243,14 +243,14 @@ class Wrapped:
     def expect_waiting(self) -> None:
         """Prepare to reduce, without a backward, the gradients that earlier backwards left."""
         for group in self.groups:
-            if group.trainable:
+            if group.trainable or group.gradients.waits:
                 group.gradients.begin(sync=True, last=True, zeros=self.unused == "zeros")
                 group.gradients.count_waiting()
 
     def reduce_waiting(self) -> None:
         """Reduce the gradients that earlier backwards left."""
         for group in self.groups:
-            if group.trainable and group.gradients.waits:
+            if group.gradients.waits:
                 group.gradients.reduce(self.runtime)
 
     # ------------------------------------------------------------------ torch's names
