@@ -166,8 +166,7 @@ def report_html(
     about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")
     parts = [
-        f'<header><div><h1>{escape(name)}</h1><p class="about">{escape(about)}</p></div>'
-        f'<button id="theme" type="button">Dark</button></header>',
+        _header(name, about),
         part("the figures", _figures, events, profile),
         figures,
     ]
@@ -216,10 +215,8 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
     ]
     ends = _part("the figures", lambda: _rows(list(map(figures_of, runs.values()))), notes=notes)
     differences = _part("the differences", _differences, runs, notes=notes)
-    about = f"{len(runs)} runs on the same axes"
     parts = [
-        f'<header><div><h1>Comparison</h1><p class="about">{about}</p></div>'
-        f'<button id="theme" type="button">Dark</button></header>',
+        _header("Comparison", f"{len(runs)} runs on the same axes"),
         _grid("Where they ended", list(runs), ends or {}),
         either(*(framed([canvas] if canvas else []) for canvas in both)),
         _part("the charts", lambda: framed(series(runs)), notes=notes) or "",
@@ -230,15 +227,24 @@ def compare_runs(folders: Sequence[str | Path], out: str | Path) -> Path:
 
 def _grid(title: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     """A table with a column for each run."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
+    return _lines(title, ((name, *cells) for name, cells in rows.items()), f"<tr>{head}</tr>")
+
+
+def _lines(title: str, rows: Iterable[Sequence[str]], head: str = "") -> str:
+    """A table, the first cell of each row its name; nothing where there are no rows."""
     body = "".join(
-        f"<tr><th>{escape(row)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for row, cells in rows.items()
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in rows
     )
+    kind = ' class="grid"' if head else ""
+    return f"<h2>{escape(title)}</h2><table{kind}>{head}{body}</table>" if body else ""
+
+
+def _header(title: str, about: str) -> str:
     return (
-        f'<h2>{escape(title)}</h2><table class="grid"><tr><th></th>{head}</tr>{body}</table>'
-        if rows
-        else ""
+        f'<header><div><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></div>'
+        f'<button id="theme" type="button">Dark</button></header>'
     )
 
 
@@ -309,23 +315,15 @@ def _weights(planned: Mapping[str, Any]) -> str:
 
 def _happenings(events: Iterable[Event]) -> str:
     rows = [
-        (event["kind"], {k: v for k, v in event.items() if k not in ("kind", "time")})
+        (event["kind"], _words({k: v for k, v in event.items() if k not in ("kind", "time")}))
         for event in events
         if event["kind"] in ("resume", "save", "skip", "end")
     ]
-    cells = "".join(
-        f"<tr><th>{escape(kind)}</th><td>{escape(_words(rest))}</td></tr>"
-        for kind, rest in rows[-40:]
-    )
-    return f"<h2>What happened</h2><table>{cells}</table>" if cells else ""
+    return _lines("What happened", rows[-40:])
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(str(name))}</th><td>{escape(_words(value))}</td></tr>"
-        for name, value in _flat(values)
-    )
-    return f"<h2>{escape(title)}</h2><table>{rows}</table>" if rows else ""
+    return _lines(title, ((str(name), _words(value)) for name, value in _flat(values)))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
