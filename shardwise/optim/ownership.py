@@ -168,18 +168,21 @@ def _rounds(plan: Ownership, *, waits: bool) -> tuple[tuple[int, ...], ...]:
 def _cut(
     plan: Ownership, members: dict[tuple[int, int], list[int]], count: int
 ) -> list[tuple[int, ...]]:
-    """``count`` rounds, with about as much work of each owner in each; ``members``: by owner."""
+    """``count`` rounds, with about as much work of each owner in each, and half as much again in
+    the last, which no other follows; one matrix in each if there are no more. ``members``: by
+    owner."""
     matrices, workers = plan.matrices, plan.num_replicas * plan.num_shards
     rounds: list[list[int]] = [[] for _ in range(count)]
     for (replica, rank), held in members.items():
         cost = sum(matrices[index].cost for index in held)
         numel = sum(matrices[index].numel for index in held)
-        begin = count * (replica * plan.num_shards + rank) // workers
+        ordered = sorted(held, key=lambda i: (matrices[i].shapes, i))
+        begin = len(held) * (replica * plan.num_shards + rank) // workers
         before = 0  # in shares of the cost and of the elements, a half each
-        for index in sorted(held, key=lambda i: (matrices[i].shapes, i)):
+        for number, index in enumerate(ordered[begin:] + ordered[:begin]):
             share = matrices[index].cost * numel + matrices[index].numel * cost
-            at = count * (2 * before + share) // (4 * cost * numel)
-            rounds[(begin + at) % count].append(index)
+            at = (2 * count + 1) * (2 * before + share) // (8 * cost * numel)
+            rounds[number if len(held) <= count else min(at, count - 1)].append(index)
             before += share
     return [tuple(sorted(one)) for one in rounds if one]
 
