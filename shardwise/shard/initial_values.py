@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on all ranks: values that ranks initialised differently become those of the first."""
+"""One model on all ranks: values that ranks initialised differently become those of the first;
+gradients by which copies would drift apart are told."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from shardwise.notices import warn_once
 from shardwise.shard.whole_parameter import carry_attributes
 
 if TYPE_CHECKING:
+    from shardwise.shard.group import Group
     from shardwise.shard.unit import Unit
     from shardwise.shard.wrapping import Found
 
@@ -40,21 +42,65 @@ def same_values(found: Sequence[Found], ranks: Ranks, device: torch.device) -> l
 def same_over_tiles(units: Sequence[Unit]) -> None:
     """Make main weights the same on ranks of tensor parallelism that hold copies of them: plain
     tensors that it left alone, and replicated DTensors whose values were made after wrapping."""
-    groups = [g for unit in units for g in unit.groups if g.ranks.others is None]
-    tiles = [tile for group in groups for tile in group.tiles if tile is not None]
-    axes = [axis for tile in tiles for cut in (True, False) for axis in tile.axes(cut=cut)]
-    for axis in dict.fromkeys(axes):
-        copies = [
-            (group, index)
-            for group in groups
-            for index, tile in enumerate(group.tiles)
-            if tile is None or axis in tile.axes(cut=False)
-        ]
+    for axis, copies in _copies(units):
         names = [group.items[index].name for group, index in copies]
         values = [group.main.view(index) for group, index in copies]
         for position in _compare(names, [_checksum(value) for value in values], axis)[0]:
             comm.broadcast(values[position], axis).wait()
             copies[position][0].main.version.write()
+
+
+def warn_of_unlike_gradients(units: Sequence[Unit]) -> None:
+    """Warn where the gradients of such copies differ by more than rounding: they will drift apart.
+    Each is told by its length and by one product with fixed numbers."""
+    for axis, copies in _copies(units):
+        grads = [group.sharded[index].grad for group, index in copies]
+        mine = [_sketch(grad.to_local()) if grad is not None else (0.0, 0.0) for grad in grads]  # type: ignore[attr-defined]
+        everyone = comm.agree(mine, axis)
+        for (group, index), *sketches in zip(copies, *everyone, strict=True):
+            lengths, products = zip(*sketches, strict=True)
+            if max(products) - min(products) > UNLIKE * max(lengths):
+                warn_once(
+                    logger,
+                    "the gradient of '%s' of unit %s is not the same on the ranks of axis '%s', "
+                    "which hold copies of it: these drift apart. A module that sees a part of the "
+                    "sequence needs SequenceParallel() in parallelize_module's plan, which sums "
+                    "its gradients; dropout needs the same seed on these ranks",
+                    group.items[index].name,
+                    group.label,
+                    axis.name,
+                    about="copies of tensor parallelism",
+                    first=axis.rank == 0,
+                )
+                return
+
+
+UNLIKE = 0.05  # of a gradient's length: bf16 and the order of sums make less than a tenth of it
+
+
+def _copies(units: Sequence[Unit]) -> Iterator[tuple[comm.Axis, list[tuple[Group, int]]]]:
+    """The axes of tensor parallelism, and the (group, index) whose values its ranks all hold."""
+    groups = [g for unit in units for g in unit.groups if g.ranks.others is None]
+    groups = [group for group in groups if not group.main.flat.is_meta]
+    tiles = [tile for group in groups for tile in group.tiles if tile is not None]
+    axes = [axis for tile in tiles for cut in (True, False) for axis in tile.axes(cut=cut)]
+    for axis in dict.fromkeys(axes):
+        yield (
+            axis,
+            [
+                (group, index)
+                for group in groups
+                for index, tile in enumerate(group.tiles)
+                if tile is None or axis in tile.axes(cut=False)
+            ],
+        )
+
+
+def _sketch(value: Tensor) -> tuple[float, float]:
+    flat = value.detach().reshape(-1).float()
+    fixed = torch.arange(flat.numel(), device=flat.device).float().sin()
+    length, product = torch.stack([flat.norm(), flat.dot(fixed)]).tolist()
+    return length, product
 
 
 def _compare(

@@ -29,7 +29,7 @@ from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
 from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
-from shardwise.shard.initial_values import same_over_tiles
+from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
 from shardwise.streams import Lanes
@@ -108,6 +108,7 @@ class Runtime:
         # Set from the first unit of a backward to its end; dead where that backward raised.
         self._ending: Callable[[], _Ending | None] | None = None
         self.offloads = False  # whether gradients go to the host
+        self._copies_unknown = True  # whether gradients of copies over tp were not yet compared
         self._writers_awaited = False  # whether the user marked the optimizer's end
         # The products of all MXFP8 weights: each is decoded where the one before was.
         self.matmul = Emulated(workspace=Workspace())
@@ -322,6 +323,10 @@ class Runtime:
                 f"instead"
             )
         _refuse_missing(missing)
+        whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
+        if self._copies_unknown and whole:
+            self._copies_unknown = False
+            warn_of_unlike_gradients(units)
 
     def _reduce_left(self, units: Sequence[Unit]) -> None:
         """Reduce what waits in units that only earlier microbatches used: this one is the last."""
