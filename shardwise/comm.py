@@ -482,7 +482,9 @@ def _gather_bytes(mine: bytes, length: int, axis: Axis) -> list[bytes]:
     device = "cpu" if "cpu" in axis.backends else next(iter(axis.backends))
     sent = torch.frombuffer(bytearray(mine[:length].ljust(length, b"\0")), dtype=torch.uint8)
     parts = torch.empty(axis.size, length, dtype=torch.uint8, device=device)
-    dist.all_gather(list(parts), sent.to(device), group=axis.group)
+    what = "a few bytes, for ranks to agree (on wrapping, an optimizer, a save, a load)"
+    work = dist.all_gather(list(parts), sent.to(device), group=axis.group, async_op=True)
+    Pending(what, [work], ticket=axis.journal.add("all_gather", what)).wait()
     return [bytes(part) for part in parts.cpu().numpy()]
 
 

@@ -8,8 +8,9 @@ where they do not.
 
 Messages of gloo carry a tag made of the operation, its number, its purpose and its size, so two
 ranks that disagree wait for each other; they never mix up their bytes. A thread looks at waits that
-take long. It raises only what is proven: two ranks of one group that each wait for a collective
-which the other has not issued will wait for ever. A rank that is merely slow is waited for.
+take long. It raises only what is proven: ranks in a circle, each of which waits for a collective
+that the next has not issued, in one group or in several, will wait for ever. A rank that is merely
+slow is waited for; after a minute a warning says for what.
 
 NCCL has no tags, and no host waits for it. So ranks also compare, at the end of every backward, a
 checksum of all that they issued.
@@ -18,6 +19,7 @@ checksum of all that they issued.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import zlib
@@ -28,12 +30,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # What writes the weights is no collective, but ranks must do it alike too: steps of optimizers and
@@ -62,11 +66,16 @@ class _Issued:
         self.recent: deque[str] = deque(maxlen=_REMEMBERED)
 
 
+_journals: WeakSet[Journal] = WeakSet()  # of all groups
+
+
 class Journal:
     """The collectives that this rank has issued over one group, by operation."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
+        if group is not None:
+            _journals.add(self)
         self._issued: dict[str, _Issued] = {}  # by operation
         self._asked = 0  # how often for a difference
 
@@ -210,9 +219,11 @@ class _Wait:
     works: Sequence[Any]
     since: float
     proof: str | None = None
+    told: bool = False  # whether a warning spoke of it
 
 
 _waits: dict[int, _Wait] = {}  # by thread
+_WAITING = "shardwise/waiting"  # where ranks publish
 _watcher: threading.Thread | None = None
 
 
@@ -250,11 +261,20 @@ def _watch() -> None:
 
 def _look_at_long_waits() -> None:
     for wait in list(_waits.values()):
-        if time.monotonic() - wait.since > patience and wait.proof is None:
+        waited = time.monotonic() - wait.since
+        if waited > patience and wait.proof is None:
             with suppress(Exception):  # the store, or the group, is gone: the wait will tell
                 _look(wait)
                 if wait.proof is not None:
                     _interrupt(wait.works)
+        if waited > 12 * patience and wait.proof is None and not wait.told:
+            wait.told, ticket = True, wait.ticket
+            logger.warning(
+                "rank %d has waited %.0f s in %s of %s, for a rank that has not come to it. Does "
+                "every rank run as many batches as the others, and does none wait elsewhere "
+                "(dist.barrier, a save or an evaluation on one rank alone)?",
+                dist.get_rank(), waited, ticket.operation, ticket.purpose,
+            )  # fmt: skip
 
 
 def _interrupt(works: Sequence[Any]) -> None:
@@ -266,31 +286,55 @@ def _interrupt(works: Sequence[Any]) -> None:
 
 
 def _look(wait: _Wait) -> None:
-    """Publish what this rank waits for, and compare it with what others have published."""
+    """Publish what this rank waits for, and look for a circle of ranks that wait for each other.
+
+    Old records prove nothing wrong. A rank issues nothing while it waits: where X waits for what Y
+    had not issued in Y's record, X waits until after the end of the wait in that record. In a
+    circle every wait would end later than itself.
+    """
     ticket = wait.ticket
-    journal = ticket.journal
     store = dist.distributed_c10d._get_default_store()
-    where = f"shardwise/waiting/{journal.group.group_name}"
+    me = dist.get_rank()
+    peers = dist.get_process_group_ranks(ticket.journal.group)
     mine: dict[str, Any] = {
         "waits": [ticket.operation, ticket.count, ticket.purpose],
-        "issued": journal.issued(),
+        "group": ticket.journal.group.group_name,
+        "peers": peers,
+        "issued": {journal.group.group_name: journal.issued() for journal in list(_journals)},
     }
-    store.set(f"{where}/{journal.rank}", json.dumps(mine))
-    for peer in range(journal.size):
-        key = f"{where}/{peer}"
-        if peer != journal.rank and store.check([key]):
-            theirs = json.loads(store.get(key))
-            if not (_has(mine, theirs["waits"]) or _has(theirs, mine["waits"])):
-                pairs = sorted([(journal.rank, mine["waits"]), (peer, theirs["waits"])])
-                found = [f"rank {who} waits in {what[0]} of {what[2]}" for who, what in pairs]
-                wait.proof = _out_of_step(" and ".join(found))
-                return
+    store.set(f"{_WAITING}/{me}", json.dumps(mine))
+    records: dict[int, Any] = {me: mine}  # by rank; None: it has published nothing
+    path, tried = [me], {me}
+    untried = [iter(peers)]  # for each rank of the path: those that it may wait for
+    while path:
+        waiting, rank = records[path[-1]], next(untried[-1], None)
+        if rank is None:
+            path.pop()
+            untried.pop()
+            continue
+        if rank not in records:
+            key = f"{_WAITING}/{rank}"
+            records[rank] = json.loads(store.get(key)) if store.check([key]) else None
+        if rank == path[-1] or records[rank] is None or _has(records[rank], waiting):
+            continue
+        if rank in path:
+            circle = sorted(path[path.index(rank) :])[:4]
+            found = [(who, records[who]["waits"]) for who in circle]
+            wait.proof = _out_of_step(
+                " and ".join(f"rank {who} waits in {what[0]} of {what[2]}" for who, what in found)
+            )
+            return
+        if rank not in tried:
+            tried.add(rank)
+            path.append(rank)
+            untried.append(iter(records[rank]["peers"]))
 
 
-def _has(record: dict[str, Any], wanted: Sequence[Any]) -> bool:
-    """Whether the owner of a record has issued the collective that another waits for."""
-    operation, number, purpose = wanted
-    return _purpose(record, operation, number) in (purpose, _FORGOTTEN)
+def _has(record: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the owner of a record has issued the collective that the other waits for."""
+    operation, number, purpose = other["waits"]
+    mine = {"issued": record["issued"].get(other["group"], {})}
+    return _purpose(mine, operation, number) in (purpose, _FORGOTTEN)
 
 
 def _purpose(record: dict[str, Any], operation: str, number: int) -> str:

@@ -4,9 +4,11 @@ weights."""
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 import time
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise import lockstep
+from shardwise import comm, lockstep
 from shardwise.mesh import Ranks
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
@@ -122,15 +125,44 @@ def _busy(seconds: float) -> None:
         torch.ones(1000).sum()
 
 
+@on_ranks(4, fresh=True)
+def test_ranks_that_wait_in_a_circle_over_several_groups_raise(rank: int, world_size: int) -> None:
+    """No two of them wait in one group: 0 for 1, 1 for 3, 3 for 2, 2 for 0."""
+    lockstep.patience = 0.4
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp"))
+    name = "dp" if rank in (0, 3) else "dp_outer"
+    axis = comm.as_axis(grid.get_group(name), name)
+    out, mine = torch.zeros(8), torch.ones(4)
+    message = raised(lambda: comm.all_gather(out, mine, axis).wait(), RuntimeError)
+    assert "rank 0 waits in all_gather of 32 bytes and rank 1" in message, message
+    assert "rank 3 waits" in message, message
+
+
+@on_ranks(2, fresh=True)
+def test_a_rank_that_saves_alone_is_named(rank: int, world_size: int) -> None:
+    lockstep.patience = 0.4
+    net = wrap(Skipping(), world_size, "zero3")
+    vector_loss(net, rank).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        work = (lambda: sw.save(folder, net)) if rank == 0 else (lambda: vector_loss(net, rank))
+        message = raised(work, RuntimeError)
+    assert "rank 0 waits in all_gather of a few bytes, for ranks to agree" in message, message
+    assert "rank 1 waits in all_gather of 'Skipping'" in message, message
+
+
 @on_ranks(2, fresh=True)
 def test_a_slow_rank_is_waited_for(rank: int, world_size: int) -> None:
-    """A rank that is late is waited for, however long it takes."""
-    lockstep.patience = 0.2
+    """A rank that is late is waited for, however long it takes; one warning says for what."""
+    lockstep.patience = 0.05
     net = wrap(Skipping(), world_size)
-    if rank == 1:
-        _busy(1.5)
-    vector_loss(net, rank).backward()
+    with unittest.TestCase().assertLogs("shardwise.lockstep") as log:
+        logging.getLogger("shardwise.lockstep").warning("so that there is one")
+        if rank == 1:
+            _busy(1.5)
+        vector_loss(net, rank).backward()
     assert all(parameter.grad is not None for parameter in net.parameters())
+    said = [line for line in log.output if "in all_gather of 'Skipping'" in line]
+    assert len(said) == 1 - rank, log.output
 
 
 # ------------------------------------------------------------------------- the same everywhere
