@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``shardwise bench loss``: head and cross-entropy, forward and backward, in chunks (the trainer's),
-plain, and torch's own ``F.linear_cross_entropy`` where it has one: time, memory and error."""
+"""``shardwise bench loss``: head and cross-entropy, forward and backward: in chunks (the
+trainer's), plain, and torch's own ``F.linear_cross_entropy`` where it has one: time, memory and error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,6 +45,11 @@ def losses(compiled: bool) -> dict[str, Loss]:
     return found
 
 
+def step(loss: Loss, hidden: Tensor, head: Tensor, targets: Tensor) -> None:
+    hidden.grad = head.grad = None
+    loss(hidden, head, targets).backward()
+
+
 def on_host(run: Callable[[], object]) -> float:
     times = []
     for _ in range(6):
@@ -65,19 +71,15 @@ def table(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> Table
         logits = hidden.detach()[:256].double() @ head.detach().double().T
         exact = float(F.cross_entropy(logits, targets[:256]))
         for name, loss in losses(device.type == "cuda").items():
-
-            def step(loss: Loss = loss) -> None:
-                hidden.grad = head.grad = None
-                loss(hidden, head, targets).backward()
-
+            run = partial(step, loss, hidden, head, targets)
             row: Row = {"shape": f"{tokens:,} x {width:,} x {words:,}", "name": name}
             try:
                 with torch.no_grad():
                     row["error"] = abs(float(loss(hidden[:256], head, targets[:256])) - exact)
-                row["ms"] = milliseconds(step) if device.type == "cuda" else on_host(step)
+                row["ms"] = milliseconds(run) if device.type == "cuda" else on_host(run)
                 hidden.grad = head.grad = None
                 with memory_meter(device) as meter, meter.phase("step"):
-                    step()
+                    run()
                 found = meter.phases["step"]
                 row["mib"] = (found.peak - found.start) / 2**20
             except (RuntimeError, NotImplementedError) as error:
