@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``shardwise bench loss``: head and cross-entropy, forward and backward: in chunks (the
-trainer's), plain, and torch's own ``F.linear_cross_entropy`` where it has one: time, memory and error."""
+trainer's), plain, and torch's own where it has one. Time, memory and error."""
 
 from __future__ import annotations
 
