@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks import report
+from benchmarks.fp8_steps import device_use
 from benchmarks.measure import GIB
 from benchmarks.moe_steps import PeerExperts
 from benchmarks.systems import BF16_COMPUTE, SYSTEMS
@@ -127,10 +128,15 @@ def measure(case: Case) -> dict[str, Any]:
             first = time.perf_counter() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    seconds = timed(step)
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else None
+    use = device_use(step) if cuda and case.system == "trainer" else {}
     return {
-        "seconds": timed(step),
+        "seconds": seconds,
         "first_step": first,
-        "peak": torch.cuda.max_memory_allocated() / GIB if cuda else None,
+        "peak": peak,
+        "idle": use.get("idle"),
+        "kernels": use.get("kernels"),
         "loss": float(loss),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
@@ -283,12 +289,13 @@ def run(listed: Sequence[Case]) -> report.Table:
                 "tokens": config.batch * config.model.context / seconds,
                 "gemm": found["flops"] / seconds / GEMM,
                 "peak": found["peak"],
+                "idle": found["idle"],
                 "first": found["first_step"],
                 "loss": found["loss"],
                 "graphs": f"{found['graphs']} / {found['breaks']}",
             }
         )
-        print(json.dumps(rows[-1]), flush=True)
+        print(json.dumps(rows[-1] | {"kernels": found["kernels"]}), flush=True)
     for row in rows:
         ours = next(r for r in rows if r["row"] == row["row"])
         if row is not ours and row.get("step") and ours.get("step"):
@@ -303,7 +310,8 @@ def run(listed: Sequence[Case]) -> report.Table:
         "wrapping, autocast, `sw.Muon`; experts by `F.grouped_mm`. *bare*: bf16 weights, forward\n"
         "and backward alone. *trainer /*: the trainer's tokens per second over this system's, and\n"
         "its peak over this system's; over *bare*'s, those of its forward and backward.\n"
-        "*graphs / breaks*: of torch.compile, in the whole run.",
+        "*graphs / breaks*: of torch.compile, in the whole run. *idle*: of 3 steps with the\n"
+        "profiler on, the time in which no kernel runs.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),
@@ -313,6 +321,7 @@ def run(listed: Sequence[Case]) -> report.Table:
             "tokens": ("tokens/s", ",.0f"),
             "gemm": ("of 803 TFLOP/s", ".3f"),
             "peak": ("peak GiB", ".2f"),
+            "idle": ("idle %", ".1f"),
             "speed": ("trainer / speed", ".3f"),
             "memory": ("trainer / peak", ".3f"),
             "first": ("to first step s", ".1f"),

@@ -80,6 +80,7 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
                 seed=config.seed,
                 fingerprint=corpus.sha256,
                 shares=corpus.shares,
+                volumes=corpus.volumes,
                 **where,
             ),
             HeldOut(

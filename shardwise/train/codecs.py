@@ -266,6 +266,15 @@ def decode_text(codec: Codec, tokens: Sequence[int]) -> str:
     return b"\n\n".join(texts).decode("utf-8", "replace")
 
 
+def encode_each(codec: Codec, documents: Sequence[bytes]) -> list[Tokens]:
+    """The tokens of each document, with the end token after it; several threads at once."""
+    tokens = codec.encode(documents)
+    ends = np.flatnonzero(tokens == codec.end) + 1
+    if len(ends) != len(documents):  # a text that names the end token of a pretrained tokenizer
+        return [codec.encode([one]) for one in documents]
+    return np.split(tokens, ends[:-1])
+
+
 def num_bytes(codec: Codec, tokens: Tokens) -> int:
     """The bytes that tokens stand for; the end of a document is none."""
     return len(codec.symbols(tokens)) - int(np.count_nonzero(tokens == codec.end))

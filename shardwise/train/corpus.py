@@ -23,8 +23,9 @@ import math
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,31 +138,32 @@ def file_documents(spec: str) -> list[Document]:
     return texts
 
 
-def dataset_documents(spec: str) -> Iterator[Document]:
-    """Rows of a `datasets` dataset as they come: its column ``text``, or its only column of
-    strings."""
+def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
+    """Rows of a `datasets` dataset as they come, from number ``first`` on: its column ``text``, or
+    its only column of strings."""
     name, config, split, *rest = [*spec.removeprefix("hf:").split(":"), "", ""]
     if not name or any(rest):
         raise DataError(f"{spec!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     package = require("datasets", "datasets")
     try:
         rows = package.load_dataset(name, config or None, split=split or "train", streaming=True)
-        first = next(iter(rows), None)
+        row = next(iter(rows), None)
     except (OSError, ValueError) as error:
         raise DataNotFoundError(
             f"{spec!r} could not be loaded ({str(error).splitlines()[0]}): check the name, the "
             f"configuration, the split and the network"
         ) from error
-    strings = [key for key, value in (first or {}).items() if isinstance(value, str)]
+    strings = [key for key, value in (row or {}).items() if isinstance(value, str)]
     column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
-    if first is not None and column is None:
+    if row is not None and column is None:
         raise DataError(f"{spec!r} has no column 'text' (columns of strings: {strings})")
     count = 0
-    for index, row in enumerate(rows):
+    following = rows.skip(first) if hasattr(rows, "skip") else islice(rows, first, None)
+    for index, row in enumerate(following, first):
         if text := row[column]:
             count += 1
             yield Document(f"{name}/{index}", text.encode())
-    if count == 0:
+    if count == 0 and not first:
         raise EmptyDataError(f"{spec!r} has no row with text in column {column!r}")
 
 
@@ -190,6 +192,7 @@ class Corpus:
         train_bytes, held_out_bytes: bytes of text in each part; ``None`` where unknown.
         shares: lengths of the stretches of ``train`` that came from several sources, each with the
             fraction of all samples that is drawn there; empty: drawn as they are.
+        volumes: the tokens of each epoch, as many as ``train``, where they come as a stream.
     """
 
     name: str
@@ -201,6 +204,7 @@ class Corpus:
     train_bytes: int | None = None
     held_out_bytes: int | None = None
     shares: tuple[tuple[int, float], ...] = ()
+    volumes: Callable[[int], Tokens] | None = None
 
     def __post_init__(self) -> None:
         for part in ("train", "held_out"):

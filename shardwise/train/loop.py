@@ -268,6 +268,9 @@ class Trainer:
             **self.experts.figures(agreed[3:]),
             **self.speed.of(seconds),
         )
+        if issued.step == self._first_step + 1 and config.compiles(world.device.type):
+            text = f"step {issued.step} took {seconds:.1f} s with the compilation of the model"
+            self.events("note", text=text)
         return (asked or "another rank was asked to") if stops else None
 
     def _forward_backward(self) -> Tensor:

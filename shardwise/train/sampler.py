@@ -19,7 +19,7 @@ gets its share, at places that a permutation of the period chooses, and counts i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +45,7 @@ class Sampler:
         vocab_size: the bound of every token; checked as tokens are drawn.
         fingerprint: digest of the data (``Corpus.sha256``), saved with the position.
         shares: lengths and weights of stretches of the tokens (``Corpus.shares``); empty: one.
+        volumes: the tokens of each epoch, where these differ (``Corpus.volumes``).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Sampler:
         world_size: int = 1,
         fingerprint: str = "",
         shares: Sequence[tuple[int, float]] = (),
+        volumes: Callable[[int], Tokens] | None = None,
     ) -> None:
         problems = []
         if context < 1 or global_batch < 1:
@@ -82,7 +84,7 @@ class Sampler:
                 f"{min(lengths)} training tokens are less than one window of context={context} and "
                 f"the token after it: give more text or shorten the context"
             )
-        self.tokens = tokens
+        self.tokens, self.volumes = tokens, volumes
         self.context = context
         self.global_batch = global_batch
         self.vocab_size = vocab_size
@@ -119,12 +121,20 @@ class Sampler:
         stretch = np.searchsorted(self._firsts, windows, side="right") - 1
         begins = self._begins[stretch] + (windows - self._firsts[stretch]) * self.context
         at = begins[:, None] + np.arange(self.context + 1)  # [batch, context + 1]
-        rows = self.tokens[at]
+        rows = self.tokens[at] if self.volumes is None else self._rows(position, at)
         if rows.max() >= self.vocab_size:
             for row, first in zip(rows, at[:, 0], strict=True):
                 check_range(row, self.vocab_size, "the training tokens", int(first))
         both = torch.from_numpy(rows.astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _rows(self, position: int, at: NDArray[np.int64]) -> Tokens:
+        """The tokens at these places, of the volume of each sample's epoch."""
+        assert self.volumes is not None
+        begin = position + self.rank * self.batch_size
+        epochs = np.arange(begin, begin + self.batch_size) // self.num_windows
+        parts = [self.volumes(int(epoch))[at[epochs == epoch]] for epoch in np.unique(epochs)]
+        return np.concatenate(parts)  # epochs rise with the samples
 
     def windows(self, position: int) -> NDArray[np.int64]:
         """The windows of this rank's share of that step, in order."""

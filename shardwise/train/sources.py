@@ -2,7 +2,7 @@
 """Sources: from what a user writes after ``--data`` to a corpus.
 
 stdlib, stdlib+torch, PATH, DIRECTORY, "GLOB"      text
-hf:NAME[:CONFIG[:SPLIT]]                   rows of a dataset, as many as a run needs
+hf:NAME[:CONFIG[:SPLIT]]                   rows of a dataset, read while a run trains
 FILE.bin, DIRECTORY, "GLOB.bin"            token files (``shardwise data`` writes them), mapped
 raw16:FILE:VOCAB, raw32:FILE:VOCAB         bare integers without a header
 random:VOCAB                               noise, to measure speed with
@@ -17,6 +17,7 @@ that of the mixture.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import hashlib
 import logging
@@ -40,21 +41,19 @@ from shardwise.train.codecs import (
     num_bytes,
     open_codec,
     saved_codec,
-    write_codec,
 )
 from shardwise.train.corpus import (
     Corpus,
     Document,
-    dataset_documents,
     digest_of,
     hold_out,
     read_documents,
 )
+from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,
     DataNotFoundError,
     Tokens,
-    TokenWriter,
     dtype_for,
     is_token_file,
     join,
@@ -322,43 +321,13 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 def _dataset_corpus(
     spec: str, tokenizer: str, held_out: float, cache: Path, needed: int | None
 ) -> Corpus:
-    """Rows of a dataset as they come, until ``needed`` tokens are there to train on; they are kept,
-    so a resumed run reads no row again. A row is held out by the hash of its number."""
-    key = hashlib.sha256(f"{spec}\0{tokenizer}\0{held_out}".encode()).hexdigest()[:16]
-    folder = cache / f"dataset-{key}"
-    codec = open_codec(tokenizer)
-    if not folder.is_dir():
-        if codec is None:
-            texts = (document.data for document in dataset_documents(spec))
-            codec = Pieces.train(texts, codec_named(tokenizer)[1])
-        with _new_folder(folder) as partial:
-            write_codec(partial, codec)
-            _write_rows(spec, codec, held_out, partial, needed)
-    if codec is None:
-        codec = saved_codec(folder)
-    (train, first), (held, second) = (open_tokens(folder / name) for name in _names(0))
+    """Rows of a dataset as they come (see :mod:`shardwise.train.streaming`)."""
+    stream = open_stream(spec, tokenizer, held_out, cache, needed)
+    (train, first), (held, second) = (open_tokens(stream.folder / name) for name in _names(0))
     sha256 = hashlib.sha256(f"{first.sha256}{second.sha256}".encode()).hexdigest()
     rate = (first.num_bytes or 0) / first.count
-    return _corpus_of(spec, sha256, [(train, held)], {spec: None}, codec, rates=[rate])
-
-
-def _write_rows(spec: str, codec: Codec, held_out: float, folder: Path, needed: int | None) -> None:
-    writers = [TokenWriter(folder / name, codec.vocab_size) for name in _names(0)]
-    counts = [0, 0]
-    try:
-        for document in dataset_documents(spec):
-            draw = int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8], "big")
-            part = int(draw < held_out * 2**64)
-            tokens = codec.encode([document.data])
-            writers[part].add(tokens)
-            counts[part] += num_bytes(codec, tokens)
-            if needed is not None and writers[0].count > needed and writers[1].count > 1:
-                break
-        for writer, count in zip(writers, counts, strict=True):
-            writer.close(count)
-    finally:
-        for writer in writers:
-            writer.discard()
+    made = _corpus_of(spec, sha256, [(train, held)], {spec: None}, stream.codec, rates=[rate])
+    return dataclasses.replace(made, volumes=stream.volume)
 
 
 # ------------------------------------------------------------------------------------ token files

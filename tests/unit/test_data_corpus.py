@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.train import streaming
 from shardwise.train.codecs import FILE, Bytes, Pieces, digest_of_codec, saved_codec
 from shardwise.train.corpus import (
     Corpus,
@@ -28,6 +30,7 @@ from shardwise.train.corpus import (
     references_of,
     stdlib_documents,
 )
+from shardwise.train.sampler import Sampler
 from shardwise.train.sources import load_corpus, sources_of
 from shardwise.train.tokens import (
     DataError,
@@ -442,6 +445,51 @@ def test_rows_of_a_dataset_are_documents(datasets: list[Any]) -> None:
             load_corpus(spec)
 
 
+def test_a_stream_is_read_while_a_run_draws_from_it(
+    datasets: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each volume once, in order, shuffled in itself; where reading fails, whoever comes there is
+    told; a second start reads on, and the volumes are those of a run that never failed."""
+    texts = [f"row {number} of a stream" * (1 + number % 5) for number in range(200)]
+    monkeypatch.setattr(streaming, "VOLUME", 1500)
+    monkeypatch.setattr(streaming, "_BATCH", 256)
+    broken = [90]  # the row at which the network is gone
+
+    class Rows(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for number, row in enumerate(super().__iter__()):
+                if broken and number == broken[0]:
+                    raise ConnectionError("the network is gone")
+                yield row
+
+    monkeypatch.setattr(
+        sys.modules["datasets"], "load_dataset", lambda *args, **options: Rows(rows(text=texts))
+    )
+    first = load_corpus("hf:x", held_out=0.1, cache=tmp_path / "a", tokens_needed=6000)
+    assert first.volumes is not None and len(first.train) == 1500 and len(first.held_out) > 1
+    with pytest.raises(DataError, match=r"'hf:x' could not be read on \(ConnectionError: the net"):
+        first.volumes(4)
+    broken.clear()
+    options: dict[str, Any] = {"held_out": 0.1, "tokens_needed": 6000}
+    again = load_corpus("hf:x", cache=tmp_path / "a", **options)
+    whole = load_corpus("hf:x", cache=tmp_path / "b", **options)
+    assert again.volumes is not None and whole.volumes is not None
+    volumes = [again.volumes(number) for number in range(4)]
+    for number, tokens in enumerate(volumes):
+        assert np.array_equal(tokens, whole.volumes(number)) and len(tokens) == 1500
+    held = {again.codec.encode([text.encode()]).tobytes() for text in texts}  # type: ignore[union-attr]
+    stream = np.concatenate(volumes)
+    ends = np.flatnonzero(stream == 256) + 1
+    assert all(part.tobytes() in held for part in np.split(stream, ends)[1:-1]), "whole rows"
+    sampler = Sampler(
+        again.train, context=10, global_batch=8, vocab_size=257, volumes=again.volumes
+    )
+    drawn = np.concatenate([sampler.next_batch()[0].numpy() for _ in range(4 * 149 // 8)])
+    for number, tokens in enumerate(volumes[:3]):
+        own = sorted(map(bytes, drawn[number * 149 : (number + 1) * 149].astype(np.uint16)))
+        assert own == sorted(map(bytes, tokens[:1490].reshape(149, 10))), "each window once"
+
+
 def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
     datasets: list[Any], tmp_path: Path
 ) -> None:
@@ -453,7 +501,12 @@ def test_a_run_reads_as_many_rows_as_it_needs_and_keeps_them(
     assert part.bytes_per_token() == pytest.approx(80 / 81)
     asked = len(datasets)
     again = load_corpus("hf:rows", held_out=0.2, cache=tmp_path / "part", tokens_needed=5000)
-    assert again.sha256 == part.sha256 != whole.sha256 and len(datasets) == asked, "not read again"
+    assert again.sha256 == part.sha256 != whole.sha256
+    assert again.volumes is not None and part.volumes is not None
+    second = again.volumes(1)  # a longer run reads on where the first one ended
+    assert np.array_equal(second, whole.train[901:1802]) and len(datasets) == asked + 1
+    # The last volume is not full: the dataset begins anew.
+    assert np.array_equal(again.volumes(len(whole.train) // 901), again.train)
     with pytest.raises(DataError, match="a dataset is read alone"):
         load_corpus("hf:rows:0.5,stdlib:0.5", cache=tmp_path)
 

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming: a dataset whose rows are read while a run trains on them.
+
+    rows --tokens-->  volume 0 | volume 1 | volume 2 | ...    files of equal length in the cache
+    epochs of a run   0        | 1        | 2        | ...    each shuffled in itself
+
+A run begins when volume 0 is there. One process of a machine, the first to lock the folder, writes
+the others ahead of the run, in a thread; the ranks wait for a volume that they need and that is not
+there yet. Rows that are held out (by a hash of their number) come from those of volume 0 alone;
+later ones of them are left out. Volumes stay: a resumed run reads on where the last one ended.
+Where the dataset ends, the whole volumes begin anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from shardwise.notices import warn_once
+from shardwise.train.codecs import (
+    Codec,
+    Pieces,
+    codec_named,
+    encode_each,
+    num_bytes,
+    open_codec,
+    saved_codec,
+    write_codec,
+)
+from shardwise.train.corpus import Document, dataset_documents
+from shardwise.train.tokens import (
+    DataError,
+    TokenHeader,
+    Tokens,
+    TokenWriter,
+    open_tokens,
+    read_header,
+)
+
+logger = logging.getLogger(__name__)
+
+VOLUME = 1 << 24  # tokens
+_BATCH = (
+    1 << 20
+)  # bytes of text that are tokenised at a time, by as many threads as there are cores
+_NONE = np.zeros(0, np.uint16)
+_ENDED, _FAILED, _LOCK = "ended", "failed", ".lock"  # files beside the volumes
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """The volumes of one dataset in a folder of the cache."""
+
+    spec: str
+    folder: Path
+    codec: Codec
+    held_out: float
+    length: int | None = None  # tokens of a volume; None: all rows are one volume
+    count: int = 1  # volumes that the run needs
+    _mapped: dict[int, Tokens] = field(default_factory=dict)  # the last two
+
+    def path(self, volume: int) -> Path:
+        return self.folder / (f"train-{volume}.bin" if volume else "train.bin")
+
+    def volume(self, number: int) -> Tokens:
+        """The tokens of a volume; waits until it is written."""
+        if number >= self.count and not self.path(number).is_file():
+            number %= self.count  # a batch that is prepared and never used
+        if (self.folder / _ENDED).is_file():
+            number %= int((self.folder / _ENDED).read_text())
+        if number not in self._mapped:
+            began = time.monotonic()
+            while not self.path(number).is_file():
+                if (self.folder / _FAILED).is_file():
+                    raise DataError((self.folder / _FAILED).read_text())
+                if (self.folder / _ENDED).is_file():
+                    return self.volume(number)
+                if time.monotonic() - began > 5:
+                    warn_once(logger, "waiting for rows of %s: steps take them faster", self.spec)
+                time.sleep(0.05)
+            self._mapped = dict([*self._mapped.items()][-1:])
+            self._mapped[number] = open_tokens(self.path(number))[0]
+        return self._mapped[number]
+
+    # ------------------------------------------------------------------------------ writing
+
+    def begin(self) -> None:
+        """Write volume 0 if it is not there, and in a thread the others that the run needs, unless
+        another process of this machine does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / _LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            self.volume(0)
+            return
+        for left in (*self.folder.glob("*.partial"), self.folder / _FAILED):
+            left.unlink(missing_ok=True)  # of a writer that was killed, or failed
+        written = self._write()
+        if not self.path(0).is_file():
+            next(written, None)
+        thread = threading.Thread(target=self._write_on, args=(written, lock), daemon=True)
+        thread.start()
+
+    def _write_on(self, written: Iterator[int], lock: IO[str]) -> None:
+        try:
+            for _ in written:
+                pass
+        except Exception as error:  # every rank raises it when it comes to this volume
+            problem = f"{self.spec!r} could not be read on ({type(error).__name__}: {error})"
+            (self.folder / _FAILED).write_text(f"{problem}: resume the run when it can be")
+        lock.close()
+
+    def _write(self) -> Iterator[int]:
+        """Write the volumes that are missing, in order; yields the number of each."""
+        done = 0
+        while self.path(done).is_file():
+            done += 1
+        if done >= self.count or (self.folder / _ENDED).is_file():
+            return
+        first, at = json.loads(self._mark(done - 1).read_text()) if done else (0, 0)
+        train = _File(self.path(done), self.codec)
+        held = None if done else _File(self.folder / "held_out.bin", self.codec)
+        try:
+            for row, is_held, tokens in self._rows(first):
+                if is_held:
+                    if held is not None:
+                        held.add(tokens)
+                    continue
+                while self.length is not None and train.count + len(tokens) - at > self.length:
+                    end = at + self.length - train.count
+                    train.add(tokens[at:end])
+                    at = end
+                    if held is not None:
+                        if held.count < 2:  # none came so far: the next one
+                            held.add(next((more for _, one, more in self._rows(row) if one), _NONE))
+                        held.close()
+                        held = None
+                    self._mark(done).write_text(json.dumps([row, at]))
+                    train.close()
+                    yield done
+                    done += 1
+                    if done >= self.count:
+                        return
+                    train = _File(self.path(done), self.codec)
+                train.add(tokens[at:])
+                at = 0
+            (self.folder / _ENDED).write_text(str(max(1, done)))
+            if held is not None:  # the dataset is shorter than a volume
+                held.close()
+                held = None
+                train.close()
+                yield done
+        finally:
+            for one in (train, held):
+                if one is not None:
+                    one.discard()
+
+    def _mark(self, volume: int) -> Path:
+        """Where a volume ends: a row, and the number of its tokens that are inside."""
+        return self.folder / f"mark-{volume}.json"
+
+    def _rows(self, first: int) -> Iterator[tuple[int, bool, Tokens]]:
+        """(number, whether it is held out, tokens) of each row from ``first`` on."""
+        batch: list[Document] = []
+        size = 0
+        for document in dataset_documents(self.spec, first):
+            batch.append(document)
+            size += len(document.data)
+            if size >= _BATCH:
+                yield from self._encoded(batch)
+                batch, size = [], 0
+        yield from self._encoded(batch)
+
+    def _encoded(self, documents: list[Document]) -> Iterator[tuple[int, bool, Tokens]]:
+        encoded = encode_each(self.codec, [one.data for one in documents])
+        for document, tokens in zip(documents, encoded, strict=True):
+            draw = int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8], "big")
+            number = int(document.name.rpartition("/")[2])
+            yield number, draw < self.held_out * 2**64, tokens
+
+
+class _File(TokenWriter):
+    """A token file, and the bytes of text that its tokens stand for."""
+
+    def __init__(self, path: Path, codec: Codec) -> None:
+        super().__init__(path, codec.vocab_size)
+        self._codec, self._text = codec, 0
+
+    def add(self, tokens: Tokens) -> None:
+        if len(tokens):
+            super().add(tokens)
+            self._text += num_bytes(self._codec, tokens)
+
+    def close(self, num_bytes: int | None = None) -> TokenHeader:
+        return super().close(self._text)
+
+
+def open_stream(
+    spec: str, tokenizer: str, held_out: float, cache: Path, needed: int | None
+) -> Stream:
+    """The stream of a dataset for a run that needs so many tokens; its volume 0 is there."""
+    key = hashlib.sha256(f"{spec}\0{tokenizer}\0{held_out}".encode()).hexdigest()[:16]
+    folder = cache / f"dataset-{key}"
+    codec = open_codec(tokenizer)
+    if codec is None:
+        codec = saved_codec(folder) if folder.is_dir() else None
+    if codec is None:
+        texts = (document.data for document in dataset_documents(spec))
+        codec = Pieces.train(texts, codec_named(tokenizer)[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        write_codec(folder, codec)
+    stream = Stream(spec=spec, folder=folder, codec=codec, held_out=held_out)
+    if stream.path(0).is_file():
+        stream.length = read_header(stream.path(0)).count
+    elif needed is not None:
+        stream.length = min(VOLUME, needed + 1)
+    if stream.length is not None and needed is not None and needed > stream.length:
+        stream.count = -(-needed // stream.length) + 1  # windows leave out the end of each
+    stream.begin()
+    return stream
