@@ -5,7 +5,6 @@ part ``--only grouped`` of ``python -m benchmarks.fp8_steps``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from benchmarks import grouped_mlp
 from benchmarks.measure import milliseconds
 from benchmarks.report import Row, Table
-from shardwise.kernels.grouped import GroupedTile
 from shardwise.moe.activation import swiglu
 from shardwise.moe.products import Form
 from shardwise.moe.weights import ExpertTensor
@@ -79,30 +77,12 @@ def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[R
 
 
 def tables() -> Iterator[Table]:
-    """The passes of the MLP, after each shape, and then the whole with the fastest form of dW."""
-    from shardwise.kernels import grouped_fp8
-
-    totals: dict[int, float] = {}
-    for table, forms in _pass_tables():
-        yield table
-        totals = {index: totals.get(index, 0.0) + time for index, time in forms.items()}
-    best = min(totals, key=totals.__getitem__, default=0)
-    grouped_fp8.WEIGHT_FORM = forms_of_dw()[best]
-    yield from _mlp_tables(f"dW: {_words(*grouped_fp8.WEIGHT_FORM)}.")
+    """The whole MLP, then its passes, after each shape."""
+    yield from _mlp_tables()
+    yield from _pass_tables()
 
 
-def forms_of_dw() -> list[tuple[GroupedTile, bool, bool]]:
-    from shardwise.kernels import grouped_fp8
-
-    one = grouped_fp8.WEIGHT_TILE
-    two = replace(one, columns=128, warps=4, stages=2, programs=2)
-    tiles = [(one, False), (replace(one, stages=4), True), (two, False)]
-    tiles += [(replace(two, stages=3), True), (replace(two, rows=64, columns=256), False)]
-    tiles += [(replace(two, warps=8), False)]
-    return [(tile, engine, quarters) for tile, quarters in tiles for engine in (True, False)]
-
-
-def _mlp_tables(words: str) -> Iterator[Table]:
+def _mlp_tables() -> Iterator[Table]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
         try:
@@ -112,28 +92,24 @@ def _mlp_tables(words: str) -> Iterator[Table]:
         yield Table(
             title="Grouped MLP",
             note="Balanced rows, weights as codes, weight gradients added to fp32 main gradients.\n"
-            f"Speed: bf16's time over this one's; both are this library's. {words}",
+            "Speed: bf16's time over this one's; both are this library's.",
             columns={key: grouped_mlp.COLUMNS[key] for key in KEYS},
             rows=rows,
         )
 
 
-def _pass_tables() -> Iterator[tuple[Table, dict[int, float]]]:
+def _pass_tables() -> Iterator[Table]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
-        forms: dict[int, float] = {}
-        for name, work, run, form in passes(*shape):
+        for name, work, run in passes(*shape):
             row: Row = {"shape": ", ".join(map(str, shape)), "name": name}
             rows.append(row)
-            time = float("inf")
             try:
                 time = milliseconds(run, 8)
                 row |= {"us": 1e3 * time, work[0]: work[1] / time * 1e-9}
             except Exception as error:
                 row["name"] = f"{name} FAILED {type(error).__name__}: {str(error)[:200]}"
-            if form is not None:
-                forms[form] = forms.get(form, 0.0) + time
-        table = Table(
+        yield Table(
             title="Passes of the grouped MLP",
             note="Each by itself, cache flushed. TB/s: of bytes read and written.",
             columns={
@@ -145,12 +121,10 @@ def _pass_tables() -> Iterator[tuple[Table, dict[int, float]]]:
             },
             rows=rows,
         )
-        yield table, forms
         torch.cuda.empty_cache()
 
 
-# name, flops or bytes, the pass, the number of the form of dW
-Pass = tuple[str, tuple[str, int], Callable[[], object], int | None]
+Pass = tuple[str, tuple[str, int], Callable[[], object]]  # name, flops or bytes, the pass
 
 
 def passes(experts: int, hidden: int, width: int, count: int) -> Iterator[Pass]:
@@ -162,16 +136,16 @@ def passes(experts: int, hidden: int, width: int, count: int) -> Iterator[Pass]:
     x, dy, z, h = (torch.randn(count, each, device="cuda").bfloat16() for each in sizes.values())
     p = torch.rand(count, device="cuda")
     for name, source in (("x", x), ("z", z)):
-        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(Rows.of, source), None
+        yield f"rows of {name}", ("bytes", source.nbytes * 3 // 2), partial(Rows.of, source)
     both, codes = z.nbytes + h.nbytes, h.nbytes // 2
     run: Callable[[], object] = partial(Rows.activated, z, p, form)
-    yield "activation to codes", ("bytes", z.nbytes + codes), run, None
+    yield "activation to codes", ("bytes", z.nbytes + codes), run
     run = partial(plain.forward, z, p, **form.numbers)
-    yield "activation to bf16", ("bytes", both), run, None
+    yield "activation to bf16", ("bytes", both), run
     run = partial(Rows.activation_backward, h, z, p, form)
-    yield "activation backward to codes", ("bytes", both + both // 2), run, None
+    yield "activation backward to codes", ("bytes", both + both // 2), run
     run = partial(plain.backward, h.clone(), z, p, **form.numbers)
-    yield "activation backward to bf16", ("bytes", 2 * both), run, None
+    yield "activation backward to bf16", ("bytes", 2 * both), run
     yield from _layer("fc1", x, z, p, ends, form)
     yield from _layer("fc2", h, dy, p, ends, form)
 
@@ -184,15 +158,15 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
     work = ("flops", 2 * len(x) * out * deep)
     weight = torch.randn(experts, out, deep, device="cuda", dtype=torch.bfloat16) / deep**0.5
     (plane,) = encode(weight.view(-1, deep), (SQUARE_128,), sharing=experts)
-    yield f"{name} bf16, torch", work, partial(F.grouped_mm, x, weight.mT, offs=ends), None
+    yield f"{name} bf16, torch", work, partial(F.grouped_mm, x, weight.mT, offs=ends)
     if name == "fc1":
         run: Callable[[], object] = partial(
             grouped_fc1.fc1, x, weight, None, p, ends, **form.numbers
         )
-        yield "fc1 bf16 and activation", work, run, None
+        yield "fc1 bf16 and activation", work, run
     for phase, source in (("forward", x), ("backward", dy)):
         codes, rows = expert_codes(plane, weight.shape, phase), Rows.of(source)  # type: ignore[arg-type]
-        yield f"{name} {phase}", work, partial(codes.product, rows, ends), None
+        yield f"{name} {phase}", work, partial(codes.product, rows, ends)
         run = partial(
             torch._scaled_grouped_mm,
             rows.codes.view(torch.float8_e4m3fn),
@@ -203,20 +177,19 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        yield f"{name} {phase}, torch", work, run, None
+        yield f"{name} {phase}, torch", work, run
     run = partial(expert_codes, plane, weight.shape, "backward")
-    yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run, None
+    yield f"{name} weights turned", ("bytes", 2 * plane.codes.nbytes), run
     into = torch.zeros(weight.shape, device="cuda")
     del codes, weight, plane
     run = partial(grouped_weight.weight_gradient, dy, x, ends, into, add=True)
-    yield f"{name} dW bf16, added", work, run, None
+    yield f"{name} dW bf16, added", work, run
     left, right = ((rows.codes, rows.scales) for rows in (Rows.of(dy), Rows.of(x)))
     run = partial(grouped_codes.Folded, left, right, ends)
-    yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run, None
+    yield f"{name} dW, turned", ("bytes", 2 * (left[0].nbytes + right[0].nbytes)), run
     folded = grouped_codes.Folded(left, right, ends)
-    for number, form in enumerate(forms_of_dw()):
-        run = partial(grouped_fp8.weight_gradient, folded, into, add=True, form=form)
-        yield f"{name} dW added, {_words(*form)}", work, run, number
+    run = partial(grouped_fp8.weight_gradient, folded, into, add=True)
+    yield f"{name} dW, added", work, run
     run = partial(
         torch._scaled_grouped_mm,
         folded.left.view(torch.float8_e4m3fn),
@@ -226,10 +199,4 @@ def _layer(name: str, x: Tensor, dy: Tensor, p: Tensor, ends: Tensor, form: Form
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    yield f"{name} dW, torch, not added", work, run, None
-
-
-def _words(tile: GroupedTile, engine: bool, quarters: bool) -> str:
-    how = "engine" if engine else "program"
-    sizes = f"{tile.rows}x{tile.columns}, {tile.warps} warps, {tile.stages} stages"
-    return f"{sizes}, {tile.programs} programs, {how} adds, {4 if quarters else 2} parts"
+    yield f"{name} dW, torch, not added", work, run

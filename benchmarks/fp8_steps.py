@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import shlex
 import statistics
 import sys
@@ -62,7 +60,6 @@ TOP = 12  # kernels of a step, by their time
 def worker(rank: int, options: Options, mesh: DeviceMesh) -> list[dict[str, Any]]:
     name, precision, eager, *kinds = options.systems
     config = TINY if options.tiny else MODELS[name][0]
-    choose_tiles()
     found = []
     for kind in kinds:
         found.append(measure(config, precision, kind, eager == "eager", options.device, mesh))
@@ -391,88 +388,33 @@ def product_table() -> Iterator[Table]:
 
 
 def swiglu_table() -> Iterator[Table]:
-    """SwiGLU and its gradient that write codes, beside a compiled one and the quantiser."""
-    from shardwise.kernels import fp8_block as kernels
+    """SwiGLU that writes codes, beside a compiled one and the quantiser after it."""
     from shardwise.kernels import fp8_swiglu
     from shardwise.precision import fp8_block
 
     rows: list[Row] = []
-    sizes = ((4, 64, 32, None), (4, 32, 32, None), (4, 32, 32, 168), (4, 32, 16, None))
-    tiles = [kernels.Tile(*each) for each in (*sizes, (8, 64, 32, None), (8, 64, 64, None))]
-    plain, gradient_of = torch.compile(_swiglu), torch.compile(_swiglu_backward)
+    plain = torch.compile(lambda gate, up: nn.functional.silu(gate) * up)
     for tokens, hidden in ((16384, 5632), (16384, 14336)):
-        both = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16()
-        gate, up = both[:, :hidden], both[:, hidden:]
-        dh = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        h, gradient = fp8_block.empty(dh, True, 128), fp8_block.empty(dh, True, 1, 2 * hidden)
-        runs: dict[tuple[str, Any], Callable[[], object]] = {
-            ("forward", None): lambda: fp8_block.quantise(plain(gate, up), True, 128, "exact"),  # noqa: B023
-            ("backward", None): lambda: fp8_block.quantise_beside(
-                gradient_of(dh, gate, up),  # noqa: B023
-                True,
-                "exact",
-            ),
+        gate, up = torch.randn(tokens, 2 * hidden, device="cuda").bfloat16().chunk(2, 1)
+        h = fp8_block.empty(gate, True, 128)
+        runs: dict[str, Callable[[], object]] = {
+            "compiled, then quantised": lambda g=gate, u=up: fp8_block.quantise(
+                plain(g, u), True, 128, "exact"
+            ),  # type: ignore[misc]
+            "written as codes": partial(fp8_swiglu.swiglu, gate, up, h),
         }
-        for tile in tiles:
-            runs["forward", tile] = partial(fp8_swiglu.forward, gate, up, h, tile=tile)
-            runs["backward", tile] = partial(fp8_swiglu.backward, dh, gate, up, gradient, tile=tile)
-        for (name, tile), run in runs.items():
-            words = "compiled, then quantised" if tile is None else ", ".join(map(str, tile))
-            row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name, "tile": words}
-            rows.append(row)
-            try:
-                time = milliseconds(run)
-                nbytes = (3 if name == "forward" else 5) * dh.nbytes
-                row |= {"us": 1e3 * time, "rate": nbytes / time * 1e-9}
-                if hidden == 14336:
-                    CHOSEN[name] = min(CHOSEN.get(name, (time, tile)), (time, tile), key=_first)
-            except Exception as error:
-                row["kernel"] = f"{name} FAILED {type(error).__name__}: {str(error)[:100]}"
-        yield Table(
-            title="SwiGLU",
-            note="Codes in both orientations. TB/s: of the bytes that codes take.",
-            columns={
-                "shape": ("shape", "s"),
-                "kernel": ("kernel", "s"),
-                "tile": ("tile", "s"),
-                "us": ("us", ".1f"),
-                "rate": ("TB/s", ".2f"),
-            },
-            rows=rows,
-        )
-    os.environ["FP8_TILES"] = json.dumps({name: tile for name, (_, tile) in CHOSEN.items()})
-    print("chosen:", os.environ["FP8_TILES"], flush=True)
-
-
-CHOSEN: dict[str, tuple[float, Any]] = {}
-
-
-def _first(pair: tuple[float, Any]) -> float:
-    return pair[0]
-
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return nn.functional.silu(gate) * up
-
-
-def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    of_gate = torch.ops.aten.silu_backward(dh * up, gate)
-    return of_gate, dh * nn.functional.silu(gate)
-
-
-def choose_tiles() -> None:
-    """The tiles that the parent process found to be the fastest."""
-    chosen = json.loads(os.environ.get("FP8_TILES", "{}"))
-    if not chosen:
-        return
-    from shardwise.kernels import fp8_block, fp8_swiglu
-    from shardwise.precision import fp8_graphs
-
-    for name in chosen:
-        if chosen[name] is None:
-            setattr(fp8_graphs, f"_fuse_{name}", lambda *_: False)
-        else:
-            setattr(fp8_swiglu, f"{name.upper()}_TILE", fp8_block.Tile(*chosen[name]))
+        for name, run in runs.items():
+            time = milliseconds(run)
+            moved = 6 * tokens * hidden
+            row: Row = {"shape": f"{tokens}x{hidden}", "kernel": name, "us": 1e3 * time}
+            rows.append(row | {"rate": moved / time * 1e-9})
+    columns = {"shape": ("shape", "s"), "kernel": ("kernel", "s")}
+    yield Table(
+        title="SwiGLU",
+        note="Codes in both orientations. TB/s: of gate, up and codes.",
+        columns=columns | {"us": ("us", ".1f"), "rate": ("TB/s", ".2f")},
+        rows=rows,
+    )
 
 
 PARTS = ["kernels", "swiglu", "grouped", "steps"]

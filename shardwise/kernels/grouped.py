@@ -35,7 +35,6 @@ class GroupedTile:
     stages: int
     flatten: bool = True
     band: int = 8  # blocks of rows that are computed together, to share weights in L2
-    programs: int = 1  # for each multiprocessor: one stores its tile while another multiplies
 
 
 # Measured on an H200 (torch 2.11, Triton 3.6). Shared memory holds the stages and one half tile on

@@ -25,9 +25,10 @@ from shardwise.kernels.grouped_fc1 import decode, first_row, halves, schedule, s
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
 
+# Measured on an H200 (torch 2.11, Triton 3.6): products of these three shapes reach 1113 to 1480
+# TFLOP/s, torch's scaled grouped product 823 to 1357; of 12 forms of dW this one took least.
 PRODUCT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=4, band=16)
 WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=3, flatten=False)
-WEIGHT_FORM = (WEIGHT_TILE, True, False)
 
 
 @triton.jit
@@ -94,43 +95,20 @@ def product(
 
 @triton.jit
 def _put(
-    desc, expert, row, column, value, rows: tl.constexpr, wide: tl.constexpr, how: tl.constexpr
-):  # fmt: skip
+    desc, expert, row, column, value, rows: tl.constexpr, wide: tl.constexpr, add: tl.constexpr
+):
     value = tl.reshape(value, (1, rows, wide))
-    if how == "engine":  # the copy engine adds; a tile has one writer, so one order
-        desc.atomic_add([expert, row, column], value)
-    else:
-        if how == "add":
-            value += desc.load([expert, row, column])
-        desc.store([expert, row, column], value.to(desc.dtype))
-
-
-@triton.jit
-def _put_tile(
-    desc, expert, row, column, acc, rows: tl.constexpr, columns: tl.constexpr, how: tl.constexpr,
-    quarters: tl.constexpr,
-):  # fmt: skip
-    half: tl.constexpr = columns // 2
-    left, right = halves(acc, rows, columns)
-    if quarters:
-        quarter: tl.constexpr = columns // 4
-        first, second = halves(left, rows, half)
-        _put(desc, expert, row, column, first, rows, quarter, how)
-        _put(desc, expert, row, column + quarter, second, rows, quarter, how)
-        first, second = halves(right, rows, half)
-        _put(desc, expert, row, column + half, first, rows, quarter, how)
-        _put(desc, expert, row, column + half + quarter, second, rows, quarter, how)
-    else:
-        _put(desc, expert, row, column, left, rows, half, how)
-        _put(desc, expert, row, column + half, right, rows, half, how)
+    if add:  # a tile has one writer; the copy engine's own sums took 10 to 25 % longer
+        value += desc.load([expert, row, column])
+    desc.store([expert, row, column], value.to(desc.dtype))
 
 
 @triton.jit
 def _weight_kernel(
     a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_experts, tile_rows, tile_columns,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, how: tl.constexpr,
-    quarters: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, add: tl.constexpr,
 ):  # fmt: skip
+    half: tl.constexpr = columns // 2
     per_expert = tile_rows * tile_columns
     for tile in range(tl.program_id(0), per_expert * num_experts, tl.num_programs(0)):
         expert = tile // per_expert
@@ -144,7 +122,9 @@ def _weight_kernel(
             b = b_desc.load([column, k * step])
             acc = tl.dot(a, b.T, acc)
         acc *= tl.load(scales_ptr + expert)
-        _put_tile(out_desc, expert, row, column, acc, rows, columns, how, quarters)
+        left, right = halves(acc, rows, columns)
+        _put(out_desc, expert, row, column, left, rows, half, add)
+        _put(out_desc, expert, row, column + half, right, rows, half, add)
 
 
 def weight_gradient(
@@ -152,24 +132,20 @@ def weight_gradient(
     out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
     *,
     add: bool,
-    form: tuple[GroupedTile, bool, bool] | None = None,
+    tile: GroupedTile = WEIGHT_TILE,
 ) -> None:
-    """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it. ``form``: the tile, whether the
-    copy engine adds (or the program), and whether a tile is stored in quarters (or halves)."""
-    tile, engine, quarters = form or WEIGHT_FORM
+    """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
     tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
-    tiles = experts * tile_rows * tile_columns
-    programs = min(multiprocessors(out.device) * tile.programs, tiles)
+    programs = min(multiprocessors(out.device), experts * tile_rows * tile_columns)
     left, right = (each.view(torch.float8_e4m3fn) for each in (folded.left, folded.right))
     run(
         _weight_kernel, (programs,),
         boxes(left, [tile.rows, tile.step]),
         boxes(right, [tile.columns, tile.step]),
-        boxes(out, [1, tile.rows, tile.columns // (4 if quarters else 2)]),
+        boxes(out, [1, tile.rows, tile.columns // 2]),
         folded.first, folded.scales, experts, tile_rows, tile_columns,
-        rows=tile.rows, columns=tile.columns, step=tile.step,
-        how=("engine" if engine else "add") if add else "write", quarters=quarters,
+        rows=tile.rows, columns=tile.columns, step=tile.step, add=add,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -151,27 +151,9 @@ def quantise_swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Quantised:
         from shardwise.kernels import fp8_swiglu
 
         found = empty(gate, True, WIDE)
-        fp8_swiglu.forward(gate, up, found, rounding=rounding)
+        fp8_swiglu.swiglu(gate, up, found, rounding=rounding)
         return found
     return quantise((F.silu(gate.float()) * up.float()).to(gate.dtype), True, WIDE, rounding)
-
-
-def quantise_swiglu_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, gate_first: bool, rounding: Rounding
-) -> Quantised:
-    """:func:`quantise` of the gradients of gate and up, side by side, turned in 1x128."""
-    if _tally is None and uses_kernels(dh.device) and dh.dtype == torch.bfloat16:
-        from shardwise.kernels import fp8_swiglu
-
-        found = empty(dh, True, 1, 2 * dh.shape[1])
-        options: Any = {"gate_first": gate_first, "rounding": rounding}
-        fp8_swiglu.backward(dh.contiguous(), gate, up, found, **options)
-        return found
-    wide, other, sigma = dh.float(), gate.float(), torch.sigmoid(gate.float())
-    of_up = wide * other * sigma
-    of_gate = wide * up.float() * sigma * (1 + other * (1 - sigma))
-    both = (of_gate, of_up) if gate_first else (of_up, of_gate)
-    return quantise(torch.cat(both, 1).to(dh.dtype), True, 1, rounding)
 
 
 _last: tuple[weakref.ref[Tensor], tuple[Any, ...], Quantised] | None = None

@@ -217,33 +217,20 @@ def linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """dy · W and dyᵀ · x of dy in fp8, the second in ``dtype``; what is not wanted has no
     element."""
+    grad = grads[0]
     if x is None:
-        found = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
+        codes, scales, *_ = fp8_block.quantise(_beside(grads), wants_x, 0, rounding)
     else:
-        found = fp8_block.quantise_beside(grads, wants_x, rounding)
-    return coded_backward(found, grads[0], weights, x, x_scales, wants_x, dtype)
-
-
-def coded_backward(
-    quantised: fp8_block.Quantised,
-    like: Tensor,  # a gradient, for the number of tokens and the dtype
-    weights: Sequence[FP8Tensor],
-    x: Tensor | None,
-    x_scales: Tensor | None,
-    wants_x: bool,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """The same of gradients that are quantised already."""
-    codes, scales, turned, turned_scales = quantised
+        codes, scales, turned, turned_scales = fp8_block.quantise_beside(grads, wants_x, rounding)
     if wants_x:
-        of_x = products(codes, scales, weights, "backward", like.dtype)
-        of_x = of_x if len(of_x) == len(like) else of_x[: len(like)]
+        of_x = products(codes, scales, weights, "backward", grad.dtype)
+        of_x = of_x if len(of_x) == len(grad) else of_x[: len(grad)]
     else:
-        of_x = like.new_empty(0)
+        of_x = grad.new_empty(0)
     if x is None:
-        return of_x, like.new_empty(0)
+        return of_x, grad.new_empty(0)
     assert x_scales is not None
-    of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or like.dtype)
+    of_weight = fp8_block.weight_gradient(turned, turned_scales, x, x_scales, dtype or grad.dtype)
     return of_x, of_weight
 
 

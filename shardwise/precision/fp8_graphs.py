@@ -7,11 +7,8 @@
     backward    dq · Wq + dk · Wk + dv · Wv              -->  [dq dk dv] · [Wq Wk Wv]
                 dqᵀ · x, dkᵀ · x, dvᵀ · x                -->  [dq dk dv]ᵀ · x
 
-Each line is one operator. Where gate and up are multiplied as silu(gate) · up, that is part of the
-operators before and after it, which write codes instead of bf16 that is read again:
-
-    forward     quantise(silu(gate) · up) · Wᵀ
-    backward    quantise(dgate, dup) of dh, gate and up, then their products
+Each line is one operator. Where x is silu(gate) · up, forward's is quantise(silu(gate) · up) · Wᵀ:
+x is written as codes only.
 
 That is fewer and larger products, and less work for the host, which may need more time for a step
 than the device. It is done for weights whose codes lie one after another in the gathered memory;
@@ -80,9 +77,7 @@ def join(graph: Graph) -> None:
         changed |= _join_gradients(graph, node, terms)
     for node in list(graph.nodes):
         if node.target is ops.fp8_linears.default:
-            changed |= _fuse_forward(graph, node)
-        elif node.target is ops.fp8_linear_backward.default:
-            changed |= _fuse_backward(graph, node)
+            changed |= _fuse_swiglu(graph, node)
     if changed:
         graph.eliminate_dead_code()
         from torch._inductor.pattern_matcher import stable_topological_sort
@@ -235,6 +230,7 @@ def _erase_unused(graph: Graph, node: Node) -> None:
 
 # ---------------------------------------------------------------------------------------- SwiGLU
 
+CURVES = (aten.silu.default, aten.sigmoid.default, aten.exp.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
@@ -258,42 +254,34 @@ def _matrix(node: Node) -> Node | None:
     return node
 
 
-def _inputs(node: Node, function: Any) -> list[Node]:
-    """The inputs of a call of an aten function, of which ``node`` is the result: torch.compile
-    wrote others in its place, which say so. Empty where it is no such result."""
-    seen: set[Node] = set()
-    found: dict[Node, None] = {}
+def _below_silu(node: Node) -> Node | None:
+    """x, where ``node`` is silu(x): torch.compile wrote other functions in its place, and each of
+    them says so, by a name (a graph that was copied holds a copy of the function)."""
+    inside: set[Node] = set()
+    outside: set[Node] = set()
     todo = [_base(node)]
     while todo:
         one = todo.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        # By its name: a graph that was copied holds a copy of the function.
-        if one.op == "call_function" and str(one.meta.get("original_aten")) == str(function):
-            todo += one.all_input_nodes
+        if one.op == "call_function" and str(one.meta.get("original_aten")) == "aten.silu.default":
+            todo += [each for each in one.all_input_nodes if each not in inside]
+            inside.add(one)
         else:
-            found[one] = None
-    return [] if _base(node) in found else list(found)
-
-
-def _factors(node: Node) -> list[tuple[Node, Node]]:
-    """Both orders of the factors of a product of two tensors."""
-    node = _base(node)
-    two = len(node.args) == 2 and all(isinstance(each, torch.fx.Node) for each in node.args)
-    if node.target is not aten.mul.Tensor or not two:
-        return []
-    return [node.args, node.args[::-1]]
+            outside.add(one)
+    curves = sum(one.target in CURVES for one in inside)  # one: silu(silu(x)) looks alike
+    return outside.pop() if curves == len(outside) == 1 else None
 
 
 def _gated(node: Node) -> tuple[Node, Node] | None:
     """Gate and up, where ``node`` is silu(gate) · up of matrices that lie in memory."""
-    for left, right in _factors(node):
-        sources = _inputs(left, aten.silu.default)
-        if len(sources) == 1:
-            gate, up = _matrix(sources[0]), _matrix(right)
-            if gate is not None and up is not None and _alike(gate, up):
-                return gate, up
+    node = _base(node)
+    two = len(node.args) == 2 and all(isinstance(each, torch.fx.Node) for each in node.args)
+    if node.target is not aten.mul.Tensor or not two:
+        return None
+    for left, right in (node.args, node.args[::-1]):
+        source = _below_silu(left)
+        gate, up = None if source is None else _matrix(source), _matrix(right)
+        if gate is not None and up is not None and _alike(gate, up):
+            return gate, up
     return None
 
 
@@ -301,7 +289,7 @@ def _alike(first: Node, second: Node) -> bool:
     return first.meta["val"].shape == second.meta["val"].shape  # type: ignore[no-any-return]
 
 
-def _fuse_forward(graph: Graph, node: Node) -> bool:
+def _fuse_swiglu(graph: Graph, node: Node) -> bool:
     x, parameters, counts, turned, rounding, dtype = node.args
     found = _gated(x) if turned == 128 else None
     if found is None or _outlives(_base(x)) or _uses(_base(x)) > 1:
@@ -315,35 +303,3 @@ def _fuse_forward(graph: Graph, node: Node) -> bool:
 def _uses(node: Node) -> int:
     """How many nodes read a value, or a view of it."""
     return sum(_uses(user) if user.target in VIEWS else 1 for user in node.users)
-
-
-def _fuse_backward(graph: Graph, node: Node) -> bool:
-    grads, parameters, x, x_scales, wants_x, rounding, dtype, _ = node.args
-    if len(grads) != 2 or x is None or any(_uses(_base(grad)) > 1 for grad in grads):
-        return False
-    for gate_first in (True, False):
-        of_gate, of_up = grads if gate_first else grads[::-1]
-        found = _gated_backward(of_gate, of_up)
-        if found is not None:
-            with graph.inserting_before(node):
-                args = (*found, gate_first, parameters, x, x_scales, wants_x, rounding, dtype)
-                _replace(graph, node, _add(graph, ops.fp8_swiglu_backward.default, *args))
-            return True
-    return False
-
-
-def _gated_backward(of_gate: Node, of_up: Node) -> tuple[Node, Node, Node] | None:
-    """dh, gate and up, where ``of_up`` is dh · silu(gate) and ``of_gate`` the gradient of silu at
-    gate, times dh · up."""
-    sources = _inputs(of_gate, aten.silu_backward.default)
-    for dh, silu in _factors(of_up):
-        below, given = _inputs(silu, aten.silu.default), _matrix(dh)
-        gate = _matrix(below[0]) if len(below) == 1 else None
-        if gate is None or given is None or not _alike(gate, given):
-            continue
-        others = [each for each in sources if _matrix(each) is not gate]
-        for also, right in _factors(_base(others[0], (*VIEWS, *CASTS))) if len(others) == 1 else ():
-            up = _matrix(right)
-            if _matrix(also) is given and up is not None and _alike(gate, up):
-                return given, gate, up
-    return None

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import WIDE, FP8Error, Plane
-from shardwise.precision.fp8_functions import (
-    coded_backward,
-    linear_backward,
-    product,
-    products,
-)
+from shardwise.precision.fp8_functions import linear_backward, product, products
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Reads
 
@@ -230,46 +225,6 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:
     weights = [weight_of(parameter) for parameter in parameters]
     return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
-
-
-def _fake_swiglu_backward(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_first: bool,
-    parameters: Sequence[Tensor],
-    x: Tensor,
-    x_scales: Tensor,
-    wants_x: bool,
-    rounding: str,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    grads = [gate, up]
-    return _fake_linear_backward(grads, parameters, x, x_scales, wants_x, rounding, dtype, "")
-
-
-@_operator(
-    "fp8_swiglu_backward(Tensor dh, Tensor gate, Tensor up, bool gate_first, Tensor[] parameters,"
-    " Tensor x, Tensor x_scales, bool wants_x, str rounding, ScalarType? dtype)"
-    " -> (Tensor, Tensor)",
-    _fake_swiglu_backward,
-)
-def _swiglu_backward(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_first: bool,
-    parameters: Sequence[Tensor],
-    x: Tensor,
-    x_scales: Tensor,
-    wants_x: bool,
-    rounding: str,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """``fp8_linear_backward`` of the gradients of gate and up, for that of silu(gate) · up."""
-    quantised = fp8_block.quantise_swiglu_backward(dh, gate, up, gate_first, rounding)  # type: ignore[arg-type]
-    weights = [weight_of(parameter) for parameter in parameters]
-    return coded_backward(quantised, dh, weights, x, x_scales, wants_x, dtype)
 
 
 def _fake_decode(parameter: Tensor) -> Tensor:

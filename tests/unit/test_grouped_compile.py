@@ -136,6 +136,15 @@ def test_products_of_codes() -> None:
     sizes = {"rows": tile.rows, "columns": tile.columns, "step": tile.step}
     constants = {**sizes, "flatten": tile.flatten}
     compiled(grouped_fp8._product_kernel, tile, constants, types)
+    tile = grouped_fp8.WEIGHT_TILE
+    for add in (True, False):
+        types |= {
+            "a_desc": box(tile.rows, tile.step, kind="fp8e4nv"),
+            "b_desc": box(tile.columns, tile.step, kind="fp8e4nv"),
+            "out_desc": box(1, tile.rows, tile.columns // 2, kind="fp32" if add else "bf16"),
+        }
+        constants = {**sizes, "add": add}
+        compiled(grouped_fp8._weight_kernel, tile, constants, types)
 
 
 def test_passes_that_write_codes() -> None:
@@ -147,8 +156,7 @@ def test_passes_that_write_codes() -> None:
     built(grouped_codes._fold_kernel, {"experts": 128, "chunk": 1024}, POINTERS, num_warps=4)
     constants = {"scaled": True, "native": True}
     built(grouped_codes._turn_kernel, constants, POINTERS, num_warps=8)
-    raw = dict.fromkeys(("dh_ptr", "gate_ptr", "up_ptr"), "*i32") | {"codes_ptr": "*i16"}
-    for back, tile in ((False, fp8_swiglu.FORWARD_TILE), (True, fp8_swiglu.BACKWARD_TILE)):
-        constants = {"back": back, "gate_first": True, "rceil": False, "even": not back}
-        constants |= {"assembly": True, "high": tile.tokens, "wide": tile.pairs}
-        built(fp8_swiglu._kernel, constants, POINTERS | raw, num_warps=tile.warps)
+    raw = {"gate_ptr": "*i32", "up_ptr": "*i32", "codes_ptr": "*i16"}
+    constants = {"rceil": False, "even": True, "assembly": True}
+    constants |= {"high": fp8_swiglu.TILE.tokens, "wide": fp8_swiglu.TILE.pairs}
+    built(fp8_swiglu._kernel, constants, POINTERS | raw, num_warps=fp8_swiglu.TILE.warps)
