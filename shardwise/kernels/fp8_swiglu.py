@@ -32,8 +32,8 @@ from shardwise.kernels.launch import run
 from shardwise.kernels.mxfp8 import bf16_bits
 
 Planes = Sequence[Tensor]  # codes, scales, turned, turned scales
-# On an H200, of 16384x14336: 426 us, where five other tiles took 452 to 539; in a step 448 instead of
-# 583 for torch's SwiGLU and the quantiser after it. For the gradients of gate and up such a kernel
+# On an H200, of 16384x14336: 426 us, five other tiles took 452 to 539; in a step 448 instead of 583
+# for torch's SwiGLU and the quantiser after it. For the gradients of gate and up such a kernel
 # took as long (1126) as torch's and the quantiser.
 TILE = Tile(warps=8, tokens=64, pairs=64)
 
