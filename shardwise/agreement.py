@@ -120,12 +120,22 @@ def differ(value: int, axis: comm.Axis) -> bool:
     return bool((first & second).any())
 
 
-def any_rank_in_step(facts: comm.Facts, axis: comm.Axis) -> comm.Facts:
+def any_rank_in_step(facts: comm.Facts, axes: Iterable[comm.Axis]) -> comm.Facts:
     """Whether each fact holds on any rank, where ranks have issued the same collectives over the
-    axis so far; else all of them raise, and say which."""
-    trail = axis.journal.trail()
-    found = comm.any_rank(numpy.concatenate([facts, trail, ~trail]), axis)
-    first, second = found[len(facts) : -len(trail)], found[-len(trail) :]
-    if (first & second).any():  # a bit that is set on one rank and not on another
-        raise RuntimeError(axis.journal.first_difference())
-    return found[: len(facts)]
+    axes so far; else all of them raise, and say which. Every rank goes through every axis: a rank
+    that sees no difference hears of it from one that does."""
+    problems: list[str] = []
+    apart = False
+    for axis in axes:
+        trail, told = axis.journal.trail(), numpy.array([apart])
+        found = comm.any_rank(numpy.concatenate([facts, told, trail, ~trail]), axis)
+        facts, told, first, second = numpy.split(
+            found, [len(facts), len(facts) + 1, len(found) - len(trail)]
+        )
+        if (first & second).any():  # a bit that is set on one rank and not on another
+            problems.append(axis.journal.first_difference())
+        apart = apart or bool(problems) or bool(told.any())
+    if apart:
+        heard = "other ranks are out of step, and say in what: load a checkpoint, or end this run"
+        raise RuntimeError(problems[0] if problems else heard)
+    return facts

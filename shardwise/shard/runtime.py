@@ -383,8 +383,7 @@ class Runtime:
                 for has in (True, False)
             )
             found = numpy.concatenate([absent, trained, ~trained, used, unused])
-            for axis in self.axes:
-                found = any_rank_in_step(found, axis)
+            found = any_rank_in_step(found, self.axes)
             absent, trained, frozen, used, unused = numpy.split(found, 5)
             if (used & unused).any():
                 raise RuntimeError(

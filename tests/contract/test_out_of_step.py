@@ -443,6 +443,16 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
     assert "rank 1 ran 0 of them, nothing last" in message, message
 
 
+@on_ranks(4, fresh=True)
+def test_all_ranks_of_two_axes_hear_of_one_that_differs(rank: int, world_size: int) -> None:
+    net = wrap(Skipping(), world_size, "hsdp")
+    if rank == 0:
+        net.load_state_dict({n: torch.zeros(value.shape) for n, value in net.state_dict().items()})
+    message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
+    expected = "other ranks are out of step" if rank == 3 else "ran load_state_dict() of"
+    assert expected in message, message
+
+
 @pytest.mark.parametrize("strategy", [*MAIN_STRATEGIES, "data_parallel"])
 @on_ranks(ranks_for)
 def test_a_backward_for_parameters_at_rest_is_named(
