@@ -9,6 +9,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
+from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -62,6 +63,33 @@ def check_first_forward(units: Sequence[Unit], names: Sequence[str]) -> None:
         raise RuntimeError(
             f"the units of one model are on several devices: {sorted(map(str, devices))}"
         )
+    _warn_of_smaller_meshes(units, names)
+
+
+def _warn_of_smaller_meshes(units: Sequence[Unit], names: Sequence[str]) -> None:
+    """Warn of a unit on fewer ranks than others have: copies of it elsewhere will drift apart."""
+    found = [
+        (prod(group.ranks.sizes), name, group)
+        for name, unit in zip(names, units, strict=True)
+        for group in unit.groups
+    ]
+    most = max((size for size, *_ in found), default=0)
+    for size, name, group in found:
+        spread = group.ranks.others is not None or any(tile is not None for tile in group.tiles)
+        if size < most and not spread and any(p.requires_grad for p in group.sharded):
+            warn_once(
+                logger,
+                "unit '%s' is on %d ranks and others of this model on %d: its gradients are "
+                "averaged over these %d alone. If other ranks hold copies of it, wrap it on the "
+                "mesh of the others, or the copies drift apart; experts that differ are right so",
+                name,
+                size,
+                most,
+                size,
+                about="smaller mesh",
+                first=not any(group.ranks.coordinate),
+            )
+            return
 
 
 def _check_patterns(precision: Precision, units: Sequence[Unit]) -> None:

@@ -10,13 +10,16 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
+from shardwise.shard import members
 from tests.contract.helpers import (
     WIDTH,
     Net,
@@ -462,3 +465,18 @@ def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_unit_on_fewer_ranks_than_the_model_is_told(rank: int, world_size: int) -> None:
+    """Its gradients are averaged over its own ranks alone, so copies elsewhere drift apart."""
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "dp"))
+    for frozen in (True, False):
+        net = Net()
+        net.blocks[0].requires_grad_(not frozen)
+        with mock.patch.object(members, "warn_once") as warned:
+            sw.fully_shard(net.blocks[0], mesh=grid["dp"], placements=sw.zero(3))
+            sw.fully_shard(net, **options_for("zero3", world_size))
+            word_loss(net, rank).backward()
+        told = [call.args[2:5] for call in warned.mock_calls if "drift apart" in call.args[1]]
+        assert told == ([] if frozen else [("blocks.0", 1, 2)])
