@@ -329,11 +329,11 @@ def report(command: Report, words: list[str]) -> int:
 
 def verify(command: Verify, words: list[str]) -> int:
     from shardwise.checkpoint import verify as check
-    from shardwise.train.folder import newest_checkpoint
+    from shardwise.train.folder import all_checkpoints
 
-    found = check(newest_checkpoint(command.path))
-    print(found)
-    return 0 if found.ok else 1
+    found = [check(path) for path in all_checkpoints(command.path)]
+    print(*found, sep="\n")
+    return 0 if all(one.ok for one in found) else 1
 
 
 def export(command: Export, words: list[str]) -> int:

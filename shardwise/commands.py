@@ -201,7 +201,7 @@ class Verify:
     """Check a checkpoint: manifest, sizes, every sha256, every tensor."""
 
     path: Positional[Path]
-    """A checkpoint, or a run's folder for its newest."""
+    """A checkpoint, or a run's folder for all of its checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,13 +227,13 @@ class TrainConfig:
     def check_resume(self, saved: TrainConfig) -> None:
         """Raise if this configuration cannot resume a run of the ``saved`` one."""
         different = [
-            f"{name}={getattr(self, name)!r} cannot replace {getattr(saved, name)!r} ({reason})"
+            f"{name}={getattr(self, name)!r} (saved: {getattr(saved, name)!r}; {reason})"
             for name, reason in FIXED.items()
             if getattr(self, name) != getattr(saved, name)
         ]
         if different:
             raise ValueError(
-                f"a resumed run cannot change {'; '.join(different)}: keep the saved value, or "
+                f"a resumed run cannot change to {', '.join(different)}: keep the saved value, or "
                 f"begin a new run without --resume"
             )
 

@@ -164,6 +164,16 @@ def newest_checkpoint(path: Path) -> Path:
     return found[-1][0]
 
 
+def all_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of a run's folder by name, damaged ones too; any other path stands for
+    itself."""
+    places = (path / CHECKPOINTS).iterdir() if (path / CHECKPOINTS).is_dir() else ()
+    found = sorted(place for place in places if NAME.fullmatch(place.name))
+    if not found and is_run(path):
+        raise CheckpointError(f"{path / CHECKPOINTS} holds no checkpoint")
+    return found if is_run(path) else [path]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run as ``config.json`` and the manifest of each of its checkpoints describe it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -128,8 +129,12 @@ def test_a_second_run_does_not_touch_the_first(trained: Path) -> None:
 def test_verify_says_what_is_wrong(trained: Path) -> None:
     good = inside("verify", "run/checkpoints/step-000004", cwd=trained)
     assert good.returncode == 0 and "sound" in good.stdout
-    newest = inside("verify", "run", cwd=trained)
-    assert newest.returncode == 0 and "step-000004" in newest.stdout
+    whole = inside("verify", "run", cwd=trained)
+    assert whole.returncode == 0 and "step-000004" in whole.stdout
+    shutil.copytree(trained / "run", trained / "damaged")
+    next((trained / "damaged/checkpoints/step-000004").glob("*.distcp")).unlink()
+    damaged = inside("verify", "damaged", cwd=trained)
+    assert damaged.returncode == 1 and ".distcp" in damaged.stdout
     several = inside("verify", "run/checkpoints", cwd=trained)
     assert several.returncode == 1 and "pass " in several.stdout
     (trained / "nothing").mkdir()

@@ -230,7 +230,7 @@ def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -
     other = resolve(Request(out="other", resume=str(saved)))
     assert other.config == load_recipe("smoke") and not other.note, "it is a run of its own"
     edit("run", seed=4)
-    with pytest.raises(ValueError, match=r"seed=4 cannot replace 0.*run/config\.json differs"):
+    with pytest.raises(ValueError, match=r"seed=4 \(saved: 0;.*run/config\.json differs"):
         resolve(again)
     assert resolve(dataclasses.replace(again, changes={"seed": 0})).config.seed == 0
     edit("run", seed=0, model={**load_recipe("smoke").to_json()["model"], "dim": 4})
