@@ -282,6 +282,7 @@ EFFECTS: dict[str, tuple[Any, str]] = {
     "batch": (24, "tokens"),
     "microbatches": (2, "microbatches"),
     "strategy": ("hsdp", "placements"),
+    "keep_weights": ("on", "placements"),
     "replicas": (1, "mesh"),
     "ep": (2, "experts"),
     "matrix_lr": (0.04, "lr"),
