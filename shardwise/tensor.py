@@ -28,9 +28,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from shardwise.cut import Cut, Version
 from shardwise.tensor_ops import Operations
+from shardwise.tensor_whole import gathered
 
 __all__ = ["Cut", "ShardedTensor", "Version"]
 
@@ -58,6 +60,19 @@ def _ask_us_first(
 ) -> Any:
     with torch._C.DisableTorchFunctionSubclass(), _AskUsFirst():  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
+
+
+class _OnPiecesAlone(TorchDispatchMode):
+    """Let no operation on a ShardedTensor return anything but ShardedTensors."""
+
+    def __torch_dispatch__(  # type: ignore[override]
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = args and isinstance(args[0], ShardedTensor)
+        result = _operations(func, args, kwargs or {}) if ours else func(*args, **(kwargs or {}))
+        if ours and not isinstance(result, ShardedTensor):
+            raise NotImplementedError(f"{func}: a copy of what torch takes for a view")
+        return result
 
 
 class ShardedTensor(DTensor):
@@ -168,6 +183,20 @@ class ShardedTensor(DTensor):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write in place where the elements are one run; else through the whole tensor (collective
+        over the axes that cut it), where torch would write to a gathered copy."""
+        try:
+            with _OnPiecesAlone():  # type: ignore[no-untyped-call]
+                super().__setitem__(key, value)
+        except NotImplementedError:
+            if torch.is_grad_enabled() and self.requires_grad:
+                raise
+            key, value = tree_map_only(DTensor, gathered, (key, value))
+            full = self.full_tensor()
+            full[key] = value
+            self.copy_(full)
 
     @property  # type: ignore[override]
     def grad(self) -> Any:

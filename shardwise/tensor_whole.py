@@ -50,9 +50,10 @@ class WholeTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         copy_of = getattr(args[0], "of", "") if args else ""
-        if copy_of and _writes(func.__name__):
+        written = tree_flatten(args[0] if _writes(func.__name__) else (kwargs or {}).get("out"))[0]
+        if lost := [one.of for one in written if getattr(one, "of", "")]:
             raise NotImplementedError(
-                f"{func.__name__} writes to a gathered copy of '{copy_of}', and not to the "
+                f"{func.__name__} writes to a gathered copy of '{lost[0]}', and not to the "
                 f"parameter: write with parameter.copy_(values) under torch.no_grad(), or clone "
                 f"this tensor first"
             )

@@ -158,10 +158,12 @@ class Gradients:
             )
         for parameter in self.parameters:  # tensor parallelism may leave partial sums
             grad = parameter.grad
-            ours = isinstance(parameter, ShardedTensor)
-            if ours or not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+            if isinstance(parameter, ShardedTensor):
+                if grad is not None and not isinstance(grad, ShardedTensor):  # set by hand
+                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
                 continue
-            if grad.placements != parameter.placements:
+            both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
+            if both and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
 

@@ -221,8 +221,9 @@ class Group:
 
     @property
     def moved(self) -> bool:
-        """Whether parameters at rest are in other memory than the buffer."""
-        return not all(map(is_, map(_WRITES, self.sharded), repeat(self.main.version)))
+        """Whether parameters at rest are in other memory than the buffer, or at another's place."""
+        here = all(map(is_, map(_WRITES, self.sharded), repeat(self.main.version)))
+        return not here or list(map(_INDEX, self.sharded)) != [*range(len(self.sharded))]
 
     def adopt(self) -> None:
         """Take over values that ``module.to(...)``, ``to_empty`` or ``half`` put beside the
@@ -487,6 +488,7 @@ class Group:
 
 
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+_INDEX = attrgetter("cut.index")
 _WRITES = attrgetter("version")  # counts the writes to what a parameter at rest lies in
 
 

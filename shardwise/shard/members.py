@@ -294,6 +294,19 @@ def refuse(error: Exception | None) -> None:
         raise error
 
 
+def refuse_swapped(unit: Unit) -> None:
+    """Raise where ``torch.utils.swap_tensors`` gave a parameter the pieces of another one."""
+    for group in unit.groups:
+        for index, (held, tile) in enumerate(zip(group.sharded, group.tiles, strict=True)):
+            cut: Any = held.cut  # type: ignore[attr-defined]
+            if cut.index != index or not cut.matches(group.main.cut(index, tile)):
+                raise RuntimeError(
+                    f"'{group.items[index].name}' of unit '{unit.name}' was swapped with "
+                    f"'{cut.name}', whose pieces lie elsewhere (torch.utils.swap_tensors): "
+                    f"exchange their values instead, with full_tensor() and copy_"
+                )
+
+
 def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     """Raise for main weights that are no longer at the versions ``seen``, one for each group."""
     names = [

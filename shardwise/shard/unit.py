@@ -284,6 +284,7 @@ class Unit(Wrapped):
         self.refuse_changes()
         if self.shows_at_rest:  # since its forward
             refuse(self.weights.lost_writes())
+            self.weights.take_trainability()
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
@@ -447,8 +448,7 @@ class Unit(Wrapped):
         """The modules hold the parameters at rest again, and what was said to the whole ones since
         the forward is over (``requires_grad_``) holds for these."""
         if self.shows_at_rest:
-            for group in self.groups:
-                group.take_trainability()
+            self.weights.take_trainability()
         self.weights.hide(force)
 
     def hide_at_rest(self) -> None:

@@ -23,7 +23,7 @@ from shardwise.precision.fp8_tensor import Reads
 from shardwise.precision.policy import Stored
 from shardwise.shard.call import look_into
 from shardwise.shard.group import Group, storage_of
-from shardwise.shard.members import Members, refuse
+from shardwise.shard.members import Members, refuse, refuse_swapped
 from shardwise.shard.runtime import Runtime, SharedLanes
 from shardwise.shard.whole_parameter import LOST, Whole
 from shardwise.streams import annotate
@@ -107,6 +107,11 @@ class Weights:
         """The error for whole weights that somebody wrote to; asked before their release."""
         names = [name for group in self.groups for name in group.lost_writes()]
         return RuntimeError(f"{', '.join(names)}: {LOST}") if names else None
+
+    def take_trainability(self) -> None:
+        """``requires_grad_`` on whole parameters, outside of forward, reaches those at rest."""
+        for group in self.groups:
+            group.take_trainability()
 
     def lent_to(self, output: Any) -> RuntimeError | None:
         """The error for an output of forward that lies in weights which are released next."""
@@ -205,6 +210,7 @@ class Wrapped:
         itself: ``model.head.to(dtype)``, ``to_empty(recurse=False)``."""
         if any(group.moved for group in self.groups):
             refuse(self._rest())  # type: ignore[attr-defined]
+            refuse_swapped(self)  # type: ignore[arg-type]
             self.adopt()  # type: ignore[attr-defined]
 
     def refuse_changes(self) -> None:

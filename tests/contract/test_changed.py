@@ -191,6 +191,16 @@ def test_a_parameter_swapped_in_forward_is_named(rank: int, world_size: int, str
     )
 
 
+@pytest.mark.parametrize("strategy", ["zero0", "zero3"])
+@on_ranks(2)
+def test_two_parameters_of_a_unit_that_were_swapped_are_named(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net = wrap(Net(), world_size, strategy)
+    torch.utils.swap_tensors(net.head.weight, net.embedding.weight)  # both of the root
+    assert "swapped with" in raised(lambda: net(words(rank)), RuntimeError)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @on_ranks(2)
 def test_modules_without_parameters_may_come_and_go(

@@ -256,3 +256,28 @@ def test_microbatches_before_a_freeze_count(rank: int, world_size: int, strategy
     check_backward(net, plain, word_loss, rank, world_size, 1)
     assert net.blocks[0].up.weight.grad is not None
     optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_a_change_of_mind_between_forward_and_backward_lasts(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    """There the modules of a root hold whole weights."""
+    net, plain = pair(Net)
+    for model in (net, plain):
+        freeze(model, "head", "blocks.0.up")
+    wrap(net, world_size, strategy)
+    for step, wanted in enumerate([True, True, False, False]):
+        for model in (net, plain):
+            ranks = [rank] if model is net else range(world_size)
+            loss = sum(word_loss(model, one, step) for one in ranks) / len(ranks)
+            model.head.requires_grad_(wanted)
+            model.blocks[0].requires_grad_(wanted)
+            loss.backward()
+        assert_gradients_equal(net, plain)
+        assert [p.requires_grad for p in net.parameters()] == [
+            p.requires_grad for p in plain.parameters()
+        ]
+        for model in (net, plain):
+            model.zero_grad()

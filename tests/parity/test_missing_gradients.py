@@ -64,7 +64,7 @@ def give(model: nn.Module, step: int, without: set[str]) -> None:
         if type(parameter) is not nn.Parameter and not hasattr(parameter, "cut"):
             assert isinstance(parameter, DTensor)
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        elif hasattr(parameter, "cut"):
+        elif hasattr(parameter, "cut") and step % 2:  # else whole: a step takes its piece
             value = torch.zeros_like(parameter).copy_(value)
         parameter.grad = None if name in without else value
 

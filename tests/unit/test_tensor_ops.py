@@ -282,15 +282,30 @@ def check_reads(rank: int, world_size: int, *case: Any) -> None:
         lambda: tensor.t().zero_(),
         lambda: tensor.t()[0].fill_(1),
         lambda: tensor.t().mul_(2),
+        lambda: torch._foreach_zero_([tensor[:, 0]]),
+        lambda: torch.mul(tensor[:, 0], 2, out=tensor[:, 0]),
     ):
         with pytest.raises(NotImplementedError, match="gathered copy of 'wide'"):
             write()
     tensor.t().clone().zero_()
     check(tensor, full)
+    rows = torch.tensor([1, 3])
+    for number, key in enumerate(
+        [0, (2, 3), slice(2, 5), (slice(None), 0), (..., slice(1, 3)), slice(None, None, 2)]
+        + [rows, (rows, 2), (2, rows), full > 0]
+    ):
+        tensor[key] = full[key] = float(number)
+        check(tensor, full)
+    tensor[tensor > 2] = full[full > 2] = -1.0
+    tensor[:, 1] = full[:, 1] = plain[:1, 0].expand(full.shape[0])
+    check(tensor, full)
     # What autograd records does not mix with a rank's activations: their gradients would be lost.
     leaf = nn.Parameter(tensor)
     with pytest.raises(RuntimeError, match="mixed"):
         plain.t() @ leaf.t()
+    for key in (0, (slice(None), 0), rows):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            leaf[key] = 1.0
     leaf.std().backward()
     wanted = nn.Parameter(full.clone())
     wanted.std().backward()
