@@ -31,6 +31,7 @@ from shardwise.report.planned import Mesh, Traffic
 from shardwise.report.units import Owner, recomputed_modules
 from shardwise.shard.call import sentinel
 from shardwise.shard.fp8_group import FP8Group
+from shardwise.shard.whole_parameter import AUTOGRADS
 
 
 @contextmanager
@@ -147,7 +148,7 @@ class _Work:
                 written.append(position)
                 continue
             self._arrive(written)
-            leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
+            AUTOGRADS.__set__(leaf, torch.empty(leaf.shape, dtype=leaf.dtype, device=META))
             self._arrive([position])
         self._arrive(written)
 

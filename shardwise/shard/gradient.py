@@ -35,7 +35,7 @@ from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, Placements, steps
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import Whole
+from shardwise.shard.whole_parameter import AUTOGRADS, Whole
 from shardwise.tensor import UNREDUCED
 
 
@@ -237,9 +237,9 @@ class Gradients:
         into, values = [], []
         self.came = [True] * len(self.unsharded)
         with torch._C.DisableTorchFunctionSubclass():  # a question for each attribute otherwise
-            grads = [parameter.grad for parameter in self.unsharded]
+            grads = list(map(AUTOGRADS.__get__, self.unsharded))
             for parameter in self.unsharded:
-                parameter.grad = None
+                AUTOGRADS.__set__(parameter, None)
         for index, (parameter, grad) in enumerate(zip(self.unsharded, grads, strict=True)):
             if parameter._added:
                 parameter._added = False
@@ -396,9 +396,8 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget all gradients, those that were accumulated too (``reset_iter_state``)."""
-        for parameter in (*self.sharded, *self.unsharded):
-            parameter.grad = None
         for parameter in self.unsharded:
+            parameter.grad = None  # and that of the parameter at rest
             parameter._added = False
         for buffer in (self._packed, self._partial, self._inner):
             if buffer is not None:

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.shard.gradient import Gradients
 
 _DATA: Any = torch.Tensor.data
+AUTOGRADS: Any = torch.Tensor.grad  # what autograd brought and nobody has packed yet
 LOST = (
     "gathered weights are copies that every gather makes from the main weights, so a write to them "
     "(inside forward, between a forward and its backward, after unshard()) is lost. Write to the "
@@ -55,6 +57,28 @@ class Whole(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise RuntimeError(f"{self.name_here}.data = ...: {LOST}")
+
+    @property  # type: ignore[override]
+    def grad(self) -> Any:
+        """The gradient of the parameter at rest: weights that stay gathered after a forward hold no
+        other. (Not for torch.compile, which would trace it.)"""
+        with torch._C.DisableTorchFunctionSubclass():
+            brought = AUTOGRADS.__get__(self)
+        rest = self._at_rest if brought is None and TracingContext.try_get() is None else None
+        return brought if rest is None else rest.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        rest = self._at_rest
+        if rest is not None:
+            rest.grad = value
+        with torch._C.DisableTorchFunctionSubclass():
+            AUTOGRADS.__set__(self, value if rest is None else None)
+
+    @property
+    def _at_rest(self) -> Tensor | None:
+        gradients = self._gradients() if self._gradients is not None else None
+        return None if gradients is None else gradients.sharded[self._index]
 
     def show(self, memory: Tensor) -> None:
         """Make this parameter a view of gathered memory. Its version counter stays its own, so a
