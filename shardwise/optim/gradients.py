@@ -162,8 +162,9 @@ class Gradients:
                 if grad is not None and not isinstance(grad, ShardedTensor):  # set by hand
                     parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
                 continue
-            both = isinstance(parameter, DTensor) and isinstance(grad, DTensor)
-            if both and grad.placements != parameter.placements:
+            if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+                continue
+            if grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
