@@ -203,7 +203,8 @@ class ShardedModule(FSDPModule):
         )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False where backward does not read the weights (an embedding)."""
+        """False where backward does not read the weights (an embedding). One that reads them after
+        all raises: torch takes them for written."""
         self._shardwise_unit.gather_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:

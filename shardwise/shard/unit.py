@@ -258,7 +258,7 @@ class Unit(Wrapped):
             if self.releases_after_forward:
                 lost = lost or self.weights.lent_to(output)
                 self.hide()
-                self.weights.release(self.runtime, self.kept_axis if kept else None)
+                self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
                 self.hide()  # after an evaluation people write to parameters and build optimizers
         self.phase = Phase.RESTING

@@ -103,6 +103,11 @@ class Whole(Tensor):
         looking whether the weights are gathered just now."""
         return self._group.sharded[self._index].full_tensor()  # type: ignore[attr-defined,no-any-return]
 
+    def outdate(self) -> None:
+        """Let autograd take the values that it saved for those of before a write."""
+        torch.autograd.graph.increment_version(self)
+        self._counted = self._version
+
     def was_written(self) -> bool:
         """Whether somebody wrote to the values since this was last asked."""
         lent, known, version = self._lent, self._counted, self._version

@@ -221,6 +221,15 @@ class Wrapped:
         if self.members is not None:
             self.members.refuse_replaced(self)  # type: ignore[arg-type]
 
+    def release_until_backward(self, kept: bool) -> None:
+        """Give the whole weights back after a forward. ``kept``: one that a backward may follow;
+        where that will not gather them, autograd raises if it reads them after all."""
+        self.weights.release(self.runtime, self.kept_axis if kept else None)
+        if kept and not self.gather_in_backward:
+            for group in (group for group in self.groups if group.comes_and_goes):
+                for parameter in group.unsharded:
+                    parameter.outdate()
+
     @property
     def releases_after_forward(self) -> bool:
         if self.release_after_forward is None:

@@ -23,6 +23,7 @@ from tests.contract.helpers import (
     check_backward,
     full,
     num_groups,
+    options_for,
     pair,
     raised,
     ranks_for,
@@ -318,3 +319,16 @@ def test_gradients_between_a_forward_and_its_backward_are_those_at_rest(
                 loss.backward()
         assert_close(*norms, "norm")
         assert_gradients_equal(net, plain)
+
+
+@on_ranks(2)
+def test_a_backward_that_reads_weights_it_was_told_not_to_gather_raises(
+    rank: int, world_size: int
+) -> None:
+    """A norm saves its weight itself, and not a view of the memory that is released."""
+    block = nn.Sequential(nn.LayerNorm(vectors(rank).shape[-1]))
+    sw.fully_shard(block, **options_for("zero3", world_size))
+    block.set_unshard_in_backward(False)
+    net = wrap(nn.Sequential(block), world_size, "zero3")
+    x = vectors(rank).requires_grad_()
+    assert "modified by an inplace" in raised(lambda: net(x).sum().backward(), RuntimeError)
