@@ -188,7 +188,7 @@ class ShardedTensor(DTensor):
         """Write in place where the elements are one run; else through the whole tensor (collective
         over the axes that cut it), where torch would write to a gathered copy."""
         try:
-            with _OnPiecesAlone():  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunctionSubclass(), _OnPiecesAlone():  # type: ignore[no-untyped-call]
                 super().__setitem__(key, value)
         except NotImplementedError:
             if torch.is_grad_enabled() and self.requires_grad:
