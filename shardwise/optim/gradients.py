@@ -45,6 +45,7 @@ from shardwise.cut import Cut
 from shardwise.division import Division
 from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
+from shardwise.tensor_whole import gathered
 
 # Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
 OTHERS_ELSEWHERE = "_shardwise_others_elsewhere"
@@ -160,7 +161,9 @@ class Gradients:
             grad = parameter.grad
             if isinstance(parameter, ShardedTensor):
                 if grad is not None and not isinstance(grad, ShardedTensor):  # set by hand
-                    parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
+                    whole = gathered(grad) if isinstance(grad, DTensor) else grad
+                    piece = parameter.cut.take(whole).contiguous()
+                    parameter.grad = ShardedTensor(piece, parameter.cut)
                 continue
             if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
                 continue
