@@ -168,7 +168,7 @@ class Stream:
                     one.discard()
 
     def _mark(self, volume: int) -> Path:
-        """Where a volume ends: a row, and the number of its tokens that are inside."""
+        """The end of a volume: a row, and the number of its tokens that are inside."""
         return self.folder / f"mark-{volume}.json"
 
     def _rows(self, first: int) -> Iterator[tuple[int, bool, Tokens]]:
