@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import notices
-from tests.ranks import shut_down
+from tests.ranks import settle_products, shut_down
 
 # Files that take twenty seconds or more: two workers that share the files (`make test`) would wait
 # for the last of them.
@@ -47,6 +47,7 @@ def pytest_configure() -> None:
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    settle_products()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

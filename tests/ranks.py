@@ -55,6 +55,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
@@ -335,6 +336,14 @@ def _one_thread_environment() -> Iterator[None]:
 # ------------------------------------------------------------------------------ the rank's side
 
 
+def settle_products() -> None:
+    """One product in bf16. On an ARM CPU without bf16 the first one makes torch leave oneDNN for
+    good, and products in fp32 round otherwise from then on: before any test, not in the midst."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.functional.linear(*torch.zeros(2, 64, 64, dtype=torch.bfloat16))
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -352,6 +361,7 @@ def _serve(
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
+        settle_products()
         if sys.platform == "linux":
             _share_gloo_thread()
 
