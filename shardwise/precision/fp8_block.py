@@ -104,6 +104,17 @@ def tallied(wanted: bool = True) -> Iterator[Tally]:
         _tally = before
 
 
+def counts() -> bool:
+    """Whether what is quantised is counted: then values are made before their codes."""
+    return _tally is not None
+
+
+def note(x: Tensor, codes: Tensor) -> None:
+    """Count the codes of x, in its shape, where that is wanted."""
+    if _tally is not None and not x.is_meta:
+        _tally.add(x, codes)
+
+
 def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantised:
     """x [tokens, features] in blocks along features (``rows``) and, turned, along tokens.
 
@@ -111,8 +122,7 @@ def quantise(x: Tensor, rows: bool, turned: int, rounding: Rounding) -> Quantise
     128; 0: not wanted.
     """
     found = _quantised(x, rows, turned, rounding)
-    if _tally is not None and not x.is_meta:
-        _tally.add(x, found[0][: len(x)] if rows else found[2][:, : len(x)].t())
+    note(x, found[0][: len(x)] if rows else found[2][:, : len(x)].t())
     return found
 
 
@@ -139,15 +149,14 @@ def quantise_beside(parts: Sequence[Tensor], rows: bool, rounding: Rounding) -> 
             (turned.narrow(0, low, wide), turned_scales.narrow(1, low, wide)),
             rounding=rounding,
         )
-        if _tally is not None:
-            _tally.add(part, turned.narrow(0, low, wide)[:, : len(part)].t())
+        note(part, turned.narrow(0, low, wide)[:, : len(part)].t())
         low += wide
     return found
 
 
 def quantise_swiglu(gate: Tensor, up: Tensor, rounding: Rounding) -> Quantised:
     """:func:`quantise` of silu(gate) · up, turned in 128x128, computed in fp32 and rounded once."""
-    if _tally is None and uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
+    if not counts() and uses_kernels(gate.device) and gate.dtype == torch.bfloat16:
         from shardwise.kernels import fp8_swiglu
 
         found = empty(gate, True, WIDE)
@@ -211,7 +220,10 @@ def multiply(
     """x · Wᵀ (forward) or dy · W (backward) [tokens, ...], of activations in 1x128 blocks."""
     rows, columns = plane.codes.shape
     if codes.is_meta:
-        return codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
+        held = plane.codes.new_empty(columns, rows) if phase == "backward" else None  # turned
+        result = codes.new_empty(len(codes), rows if phase == "forward" else columns, dtype=dtype)
+        del held  # after the product
+        return result
     if scaled_problem(codes.device) is None:
         if phase == "forward":
             return scaled_by_blocks(codes, scales, *plane.right, dtype)

@@ -22,11 +22,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from shardwise.kernels.grouped import max_blocks
 from shardwise.moe import activation as define
 from shardwise.moe.products import Form, Into, aligned
 from shardwise.moe.weights import CodedRows, ExpertCodes
-from shardwise.precision.fp8 import Plane, decode_reference, encode_reference, uses_kernels
-from shardwise.precision.fp8_block import scaled_problem
+from shardwise.precision.fp8 import WIDE, Plane, decode_reference, encode_reference, uses_kernels
+from shardwise.precision.fp8_block import counts, note, scaled_problem
 from shardwise.precision.fp8_tensor import Reads
 
 SMALLEST = 2.0**-126  # the least scale of an expert's sum over rows
@@ -39,12 +40,20 @@ class Rows(CodedRows):
         return cls(*quantise_rows(x), x.dtype)
 
     @classmethod
+    def _planned(cls, like: Tensor) -> Self:
+        """The memory of a plan, for rows like those on the meta device."""
+        scales = like.new_empty(len(like), dtype=torch.float32)
+        return cls(like.new_empty(like.shape, dtype=torch.uint8), scales, like.dtype)
+
+    @classmethod
     def activated(cls, z: Tensor, p: Tensor, form: Form) -> Self:
+        if z.is_meta:
+            return cls._planned(z[:, : z.shape[1] // form.activation.inputs_per_output])
         if not _by_kernel(z):
             return cls.of(define.activate(z, p, form.activation, form.block))
         from shardwise.kernels import grouped_activation, grouped_codes
 
-        if z.shape[1] > grouped_codes.WIDEST * form.activation.inputs_per_output:
+        if counts() or z.shape[1] > grouped_codes.WIDEST * form.activation.inputs_per_output:
             return cls.of(grouped_activation.forward(z, p, **form.numbers))
         return cls(*grouped_codes.forward(z, p, **form.numbers), z.dtype)
 
@@ -52,12 +61,14 @@ class Rows(CodedRows):
     def activation_backward(
         cls, dh: Tensor, z: Tensor, p: Tensor, form: Form
     ) -> tuple[Self, Self, Tensor]:
+        if z.is_meta:
+            return cls._planned(z), cls._planned(dh), z.new_empty(len(z), dtype=torch.float32)
         if not _by_kernel(z):
             dz, h, dp = define.activate_backward(dh, z, p, form.activation, form.block)
             return cls.of(dz), cls.of(h), dp
         from shardwise.kernels import grouped_activation, grouped_codes
 
-        if dh.shape[1] > grouped_codes.WIDEST:
+        if counts() or dh.shape[1] > grouped_codes.WIDEST:
             dz, h, dp = grouped_activation.backward(dh, z, p, **form.numbers)
             return cls.of(dz), cls.of(h), dp
         coded, again, dp = grouped_codes.backward(dh, z, p, **form.numbers)
@@ -65,7 +76,12 @@ class Rows(CodedRows):
 
     def weight_gradient(self, x: Self, ends: Tensor, into: Into) -> Tensor:
         out = into.memory(self.codes, x.codes, ends)
-        if out.is_meta or not len(self):
+        if out.is_meta:  # a plan; kernels read turned codes of both sides
+            room = WIDE * max_blocks(len(self), len(ends), WIDE)
+            held = [codes.new_empty(codes.shape[1], room) for codes in (self.codes, x.codes)]
+            del held
+            return out
+        if not len(self):
             return out if into.add else out.zero_()
         if scaled_problem(out.device) is not None:
             return into.take(self._gradient_reference(x, ends))
@@ -102,7 +118,7 @@ def _decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _by_kernel(z: Tensor) -> bool:
-    return not z.is_meta and z.dtype == torch.bfloat16 and scaled_problem(z.device) is None
+    return z.dtype == torch.bfloat16 and scaled_problem(z.device) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +175,12 @@ def expert_codes(
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and one scale for each row, a power of two."""
+    codes, scales = _quantised(x)
+    note(x, codes)
+    return codes, scales
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.is_meta or uses_kernels(x.device):
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         scales = torch.empty(len(x), dtype=torch.float32, device=x.device)

@@ -180,7 +180,7 @@ class Trainer:
                 else:
                     reason = self._train_step(guard)
                 done = self.step == config.steps
-                scores = config.eval_every and (self.step % config.eval_every == 0 or done)
+                scores = self._scores(self.step)
                 saves = self.step % config.save_every == 0 or done or reason
                 if scores or saves:
                     reason = self._conclude(guard) or reason
@@ -200,6 +200,11 @@ class Trainer:
         self.events.close()
         return Outcome(step=self.step, finished=reason is None, held_out=bits)
 
+    def _scores(self, step: int) -> bool:
+        """Whether an evaluation follows ``step``."""
+        every = self.config.eval_every
+        return every > 0 and (step % every == 0 or step == self.config.steps)
+
     def close(self) -> None:
         """Release the terminal and the files."""
         self.events.close()
@@ -209,8 +214,7 @@ class Trainer:
     def _train_step(self, guard: Guard) -> str | None:
         """Take one optimizer step; return the reason to stop after it, if any."""
         parts, config, world = self.parts, self.config, self.world
-        scored = bool(config.eval_every) and (self.step + 1) % config.eval_every == 0
-        with tallied(scored) as self.quantised:
+        with tallied(self._scores(self.step + 1)) as self.quantised:
             losses = self._forward_backward()
         # A norm that is not finite makes the step change nothing, on every rank alike.
         norm = parts.optimizer.clip_grad_norm(config.clip, in_step=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.moe.products import Into
+from shardwise.memory import Ledger
+from shardwise.moe.activation import swiglu
+from shardwise.moe.products import Form, Into
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import (
     ROW_128,
     SQUARE_128,
     Block,
     FP8Error,
+    Plane,
     Rounding,
     decode_reference,
     encode,
@@ -27,6 +31,7 @@ from shardwise.precision.fp8 import (
 from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import DECODED, Recipe, fp8_linear
 from shardwise.precision.fp8_tensor import FP8Tensor
+from shardwise.report.activations import Follower
 
 ROWS, COLUMNS, TOKENS = 256, 384, 150  # 22 tokens of a second block
 
@@ -165,6 +170,9 @@ def test_what_is_lost_is_counted() -> None:
             fp8_block.quantise(x.bfloat16(), False, 1, "exact")
     fp8_block.quantise(x.bfloat16(), True, 0, "exact")  # not inside
     found = tally.figures()
+    with fp8_block.tallied() as experts:
+        Rows.of(x.bfloat16())
+    assert experts.figures() == {"values": x.numel(), "underflows": 64, "undefined": 128}
     assert found["values"] == 2 * x.numel() and fp8_block.Tally().figures() == {}
     # Along rows: half of row 5, all of row 9. Along columns, of the first 128 rows: row 5 again,
     # which is small beside ones, and column 9 is undefined.
@@ -257,6 +265,37 @@ def test_the_gradient_of_experts_is_a_product_of_codes() -> None:
     x[96, 3] = float("nan")
     broken = Rows.of(dy).weight_gradient(Rows.of(x), ends, Into(torch.float32))
     assert broken[3].isnan().any() and torch.equal(broken[:3], found[:3])
+
+
+def test_a_plan_counts_what_kernels_turn() -> None:
+    """On the meta device products hold the memory that they hold on a GPU, and no more."""
+    rows, experts, out, deep = 512, 4, 256, 128
+    dy, z = (torch.empty(rows, n, device="meta", dtype=torch.bfloat16) for n in (deep, 2 * out))
+    ends, p = torch.empty(experts, device="meta").int(), torch.empty(rows, device="meta")
+    form = Form(swiglu(), 0)
+
+    def peak(work: Callable[[], object]) -> int:
+        with Follower(nn.Module(), Ledger()) as follower:
+            kept = work()
+        del kept
+        return follower.peak
+
+    room = rows + experts * 128  # an expert's rows fill up a block
+    turned = peak(lambda: Rows.of(dy).weight_gradient(Rows.of(z), ends, Into(torch.float32)))
+    codes, sums = rows * (deep + 2 * out + 8), 4 * experts * deep * 2 * out
+    assert turned == codes + sums + room * (deep + 2 * out)
+    h = torch.empty(rows, out, device="meta", dtype=torch.bfloat16)
+    assert peak(lambda: Rows.activated(z, p, form)) == rows * (out + 4)
+    assert peak(lambda: Rows.activation_backward(h, z, p, form)) == rows * (3 * out + 12)
+    codes, scales, *_ = fp8_block.quantise(dy, True, 0, "exact")
+    meta = {"device": "meta", "dtype": torch.uint8}
+    plane = Plane(
+        codes=torch.empty(deep, out, **meta),  # type: ignore[call-overload]
+        scales=torch.empty(deep // 128, out // 128, device="meta"),
+        block=SQUARE_128,
+    )
+    backward = peak(lambda: fp8_block.multiply(codes, scales, plane, "backward", dy.dtype))
+    assert backward == 2 * rows * out + deep * out
 
 
 def rounded(x: Tensor, whole: bool = False) -> Tensor:
