@@ -352,6 +352,7 @@ def _serve(
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
+        keep_one_product()
         if sys.platform == "linux":
             _share_gloo_thread()
 
@@ -375,6 +376,13 @@ def _serve(
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
             _collect_garbage()
+
+
+def keep_one_product() -> None:
+    """Leave oneDNN out from the beginning where the CPU has no bf16: torch leaves it out from the
+    first product of bf16 matrices on, and later fp32 products have other bits."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        torch.backends.mkldnn.set_flags(False)
 
 
 def _share_gloo_thread() -> None:
