@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import notices
-from tests.ranks import settle_products, shut_down
+from tests.ranks import keep_one_product, shut_down
 
 # Files that take twenty seconds or more: two workers that share the files (`make test`) would wait
 # for the last of them.
@@ -29,7 +29,7 @@ LONG = (
     "unit/test_ranks.py",
     "parity/test_tensor_parallel_train.py",
     "comm/test_plan_experts.py",
-    "unit/test_kernels.py",
+    "unit/test_interpreter.py",
     "interop/test_examples.py",
     "unit/test_plan_activations.py",
     "contract/test_accumulation.py",
@@ -45,9 +45,9 @@ def pytest_configure() -> None:
     """Let no thread that wakes up interrupt another, in this process and in all that it starts. A
     thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
+    keep_one_product()
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    settle_products()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests in Triton's interpreter: it decides at import, so they run in a process of their own.
-
-outside    one test of the file runs, and starts pytest on the file again
-inside     that process: all the others run
-"""
+"""Tests in Triton's interpreter: it decides at import, so they run in a process of their own, which
+tests/unit/test_interpreter.py starts."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ _HERE = importlib.util.find_spec("triton") is not None
 _OLD = _HERE and tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
 
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's own process")
-outside = pytest.mark.skipif(INSIDE, reason="this is that process")
 loops = pytest.mark.skipif(
     _OLD, reason="Triton 3.6's interpreter cannot count to a bound that NumPy 2 holds"
 )
@@ -52,15 +48,17 @@ if INSIDE and _HERE:
     _list_builtins_once()
 
 
-def run_inside(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+def run_inside(*files: str) -> None:
+    """Run files of tests in which some are ``inside``; all of them in one process."""
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "--no-header", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, file],
+        [*command, *files],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parent / "unit",
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    # 1 skipped: the test that called this. A file that collects nothing is no green one.
-    assert " passed, 1 skipped" in done.stdout, done.stdout[-500:]
+    # A file that collects nothing is no green one, nor one that skips.
+    assert all(f"{file}::" in done.stdout for file in files), done.stdout[-500:]
+    assert _OLD or " skipped" not in done.stdout, done.stdout[-500:]

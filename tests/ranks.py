@@ -55,7 +55,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.process import BaseProcess
@@ -336,14 +335,6 @@ def _one_thread_environment() -> Iterator[None]:
 # ------------------------------------------------------------------------------ the rank's side
 
 
-def settle_products() -> None:
-    """One product in bf16. On an ARM CPU without bf16 the first one makes torch leave oneDNN for
-    good, and products in fp32 round otherwise from then on: before any test, not in the midst."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.nn.functional.linear(*torch.zeros(2, 64, 64, dtype=torch.bfloat16))
-
-
 def _serve(
     rank: int,
     world_size: int,
@@ -361,7 +352,7 @@ def _serve(
         faulthandler.enable(stacks)  # a segmentation fault leaves its stack
         faulthandler.register(signal.SIGUSR1, stacks)
         torch.set_num_threads(1)
-        settle_products()
+        keep_one_product()
         if sys.platform == "linux":
             _share_gloo_thread()
 
@@ -385,6 +376,13 @@ def _serve(
                 break
             _answer(pipe, lambda message=message: _run(message, rank, world_size))
             _collect_garbage()
+
+
+def keep_one_product() -> None:
+    """Leave oneDNN out from the beginning where the CPU has no bf16: torch leaves it out from the
+    first product of bf16 matrices on, and later fp32 products have other bits."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        torch.backends.mkldnn.set_flags(False)
 
 
 def _share_gloo_thread() -> None:

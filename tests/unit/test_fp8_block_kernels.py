@@ -16,19 +16,13 @@ from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import SQUARE_128, Rounding, decode_reference, encode_reference
 from shardwise.precision.fp8_block import empty, quantise
 from shardwise.precision.fp8_experts import Rows
-from tests.interpreter import INSIDE, inside, loops, outside, run_inside
+from tests.interpreter import INSIDE, inside, loops
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
 if INSIDE:
     from shardwise.kernels import fp8_block as kernels
     from shardwise.kernels import fp8_swiglu, grouped_codes
-
-
-@outside
-@pytest.mark.timeout(300)
-def test_in_the_interpreter() -> None:
-    run_inside(__file__)
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

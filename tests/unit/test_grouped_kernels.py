@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped kernels in Triton's interpreter, against the loop over experts.
 
-Triton decides at import whether it interprets, so the tests below run in a process of their own:
-outside the interpreter this file holds one test, which runs the file again inside it. (bf16 is
-wrong in the interpreter; tests/device_moe.py has it.)
+Triton decides at import whether it interprets, so test_interpreter.py runs these tests in a process
+of their own. (bf16 is wrong in the interpreter; tests/device_moe.py has it.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import INSIDE, inside, loops, outside, run_inside
+from tests.interpreter import INSIDE, inside, loops
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
@@ -36,11 +35,7 @@ COUNTS = [5, 0, 41, 16, 1]
 HIDDEN, WIDTH = 16, 32
 
 
-@outside
-@loops
-@pytest.mark.timeout(300)
-def test_in_the_interpreter() -> None:
-    run_inside(__file__)
+pytestmark = loops
 
 
 def through(mlp: GroupedMLP, path: str, fuse: bool) -> tuple[Tensor, Tensor, Tensor]:

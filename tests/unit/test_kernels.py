@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels in Triton's interpreter, fp32 and fp16, against the torch functions beside them.
 
-Triton decides at import whether it interprets, so the tests below run in a process of their own:
-outside the interpreter this file holds one test, which runs the file again inside it. (bf16 is
-wrong in the interpreter; tests/device_kernels.py has it.)
+Triton decides at import whether it interprets, so test_interpreter.py runs these tests in a process
+of their own. (bf16 is wrong in the interpreter; tests/device_kernels.py has it.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from tests.interpreter import INSIDE, inside, loops, outside, run_inside
+from tests.interpreter import INSIDE, inside, loops
 
 pytest.importorskip("triton", reason="the kernels are an extra: pip install shardwise[triton]")
 
@@ -45,11 +44,7 @@ if INSIDE:
     TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-4}
 
 
-@outside
-@loops
-@pytest.mark.timeout(300)
-def test_in_the_interpreter() -> None:
-    run_inside(__file__)
+pytestmark = loops
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
