@@ -41,25 +41,6 @@ UNREDUCED = (
     "Call set_is_last_backward(True), set_requires_all_reduce(True) and "
     "set_requires_gradient_sync(True) before the last backward of a step"
 )
-# Before 2.13 torch sends every DTensor, subclasses too, to its own C++ rules without asking the
-# class. It does ask dispatch modes first, so there each call runs under one that asks us.
-_CXX_FIRST = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
-
-
-class _AskUsFirst(TorchDispatchMode):
-    def __torch_dispatch__(  # type: ignore[override]
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, ShardedTensor) for kind in types):
-            return _operations(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _ask_us_first(
-    cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-) -> Any:
-    with torch._C.DisableTorchFunctionSubclass(), _AskUsFirst():  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
 
 
 class _OnPiecesAlone(TorchDispatchMode):
@@ -87,9 +68,7 @@ class ShardedTensor(DTensor):
     version: Version | None
     # No __slots__ of ours: torch's staging of asynchronous checkpoints copies DTensor's own two,
     # and __dict__, where cut and version live.
-    __torch_function__ = (
-        classmethod(_ask_us_first) if _CXX_FIRST else torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    )
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
         cls, local: Tensor, cut: Cut, *, requires_grad: bool = False, version: Version | None = None
@@ -154,6 +133,15 @@ class ShardedTensor(DTensor):
             f"process; save its full_tensor(), or use torch.distributed.checkpoint"
         )
 
+    def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """For what reads or writes by address inside of torch: this shell has no memory there."""
+        raise NotImplementedError(
+            f"'{self.cut.name}' is a shard, without memory for DLPack, apply_ or map_: use "
+            f"to_local() for this rank's piece, or full_tensor()"
+        )
+
+    __dlpack__ = apply_ = map_ = map2_ = _refuse_memory
+
     def data_ptr(self) -> int:
         """The address of a parameter's piece, by which accelerate finds the parameter again in an
         optimizer; 0 for any other tensor: torch's staging takes anything else for memory."""
@@ -188,7 +176,7 @@ class ShardedTensor(DTensor):
         """Write in place where the elements are one run; else through the whole tensor (collective
         over the axes that cut it), where torch would write to a gathered copy."""
         try:
-            with torch._C.DisableTorchFunctionSubclass(), _OnPiecesAlone():  # type: ignore[no-untyped-call]
+            with _OnPiecesAlone():  # type: ignore[no-untyped-call]
                 super().__setitem__(key, value)
         except NotImplementedError:
             if torch.is_grad_enabled() and self.requires_grad:

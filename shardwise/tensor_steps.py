@@ -9,6 +9,7 @@
                     to be computed; that of modules alike
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
     DTensor(...)    with our placements is a ShardedTensor
+    operations      on ShardedTensors are asked of them, on torch before 2.13 too
 
 Importing this file is what changes it. An optimizer that does a part of this itself says so by an
 attribute: ``compares_gradients``, ``marks_writes``.
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder as RuleHolder
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.optim.optimizer import (
@@ -266,3 +268,20 @@ def _new_dtensor(
 
 _torch_new = DTensor.__new__
 DTensor.__new__ = staticmethod(_new_dtensor)  # type: ignore[assignment]
+
+
+def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
+    """A rule that comes before torch's own: for our class there is one, for every operation.
+
+    Before 2.13 torch sends all DTensors, subclasses too, to its C++ rules, which take their pieces
+    for torch's chunks. Only a rule for the class and a mode come earlier, and no mode is active
+    while autograd runs a backward.
+    """
+    ours = torch_dispatch_class is ShardedTensor
+    return _dispatch if ours else _torch_find_rule(self, torch_dispatch_class)
+
+
+_dispatch: Any = ShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+_torch_find_rule = RuleHolder.find
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    RuleHolder.find = _find_rule  # type: ignore[method-assign]

@@ -81,10 +81,11 @@ def whole(value: Tensor, of: str = "") -> WholeTensor:
 
 def gathered(source: DTensor) -> Tensor:
     """All of a DTensor. Two axes that both cut the same rows are gathered one after the other:
-    torch 2.13's one gather over both takes padding for rows (see mesh.flattened)."""
+    torch 2.13's one gather over both takes padding for rows (see mesh.flattened). Detached first:
+    inside of an operation torch 2.11 cannot gather what requires gradients."""
     one_by_one = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
     with torch.no_grad(), one_by_one():
-        return source.full_tensor()
+        return source.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
 def _records(args: Any) -> bool:

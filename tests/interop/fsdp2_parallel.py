@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -80,6 +79,8 @@ for _name, _sizes in {"dp 2 x tp 2": (2, 2), "dp_outer 2 x dp 1 x tp 2": (2, 1, 
 
 @case("1 SPMD: DTensors replicated over dp of one mesh, dp_mesh_dims", ranks=4)
 def spmd(shard: Any) -> None:
+    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.12
+
     mesh, plain = grid(2, 2), nn.Linear(6, 8)
     model = copy.deepcopy(plain)
     for name, parameter in list(plain.named_parameters()):

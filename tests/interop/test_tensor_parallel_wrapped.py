@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -371,6 +372,7 @@ def spmd(mesh: DeviceMesh) -> Small:
     return model
 
 
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="torch has no dp_mesh_dims")
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2)], ids=str)
 @on_ranks(4, timeout=PATIENCE)
 def test_dtensors_of_one_mesh_of_all_axes(
@@ -378,7 +380,7 @@ def test_dtensors_of_one_mesh_of_all_axes(
 ) -> None:
     """As torch's fully_shard takes them with dp_mesh_dims: the same gradients as it."""
     mesh = grid(*sizes)
-    dims = DataParallelMeshDims(shard="dp", replicate="dp_outer" if len(sizes) == 3 else None)
+    dims = fsdp.DataParallelMeshDims(shard="dp", replicate="dp_outer" if len(sizes) == 3 else None)
     ours, theirs = spmd(mesh), spmd(mesh)
     sw.fully_shard(ours, mesh=mesh, dp_mesh_dims=dims)
     torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dims)

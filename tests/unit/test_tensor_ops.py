@@ -230,6 +230,8 @@ def test_what_would_be_wrong_is_refused_by_name(rank: int, world_size: int) -> N
         lambda: tensor.fill_diagonal_(1.0),
         lambda: tensor.clone(memory_format=torch.channels_last),
         lambda: tensor.bernoulli_(torch.rand(7, 13)),
+        lambda: torch.from_dlpack(tensor),  # type: ignore[attr-defined]
+        lambda: tensor.apply_(abs),
     ):
         with pytest.raises(NotImplementedError, match="'wide'"):
             pytest.fail(f"not refused: {what()!r}")
