@@ -39,7 +39,7 @@ class Gathered:
 
 
 class Part(Gathered):
-    """1/k of a copy, of which only the k ranks of an axis will gather the rest again."""
+    """1/k of gathered weights, kept after forward; the k ranks of an axis gather the rest again."""
 
     def __init__(self, whole: Gathered, axis: comm.Axis) -> None:
         flat = whole.memory.tensor
@@ -50,8 +50,8 @@ class Part(Gathered):
 
 
 class Beside:
-    """Whole weights of a rank that holds all of main and keeps them: an optimizer that writes both
-    in one pass saves the next gather, which would read main again to cast it."""
+    """The whole weights of a rank that holds all of main and keeps them. An optimizer that writes
+    main and these weights in one pass saves the next gather, which would cast main again."""
 
     def __init__(self, main: Buffer, whole: Buffer, copy: Gathered) -> None:
         # Weakly: main's version holds this object.

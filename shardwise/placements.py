@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one buffer is spread over the mesh: values only, no communication.
+"""Placements say how a buffer is spread over a mesh: values only, no communication.
 
 Every parameter lives in three buffers: the *compute* weight that forward and backward read, the
 *grad*, and the *main* weight (the only truth) with the optimizer state beside it. A strategy is
@@ -13,8 +13,8 @@ nothing but three lists of placements, one entry per data-parallel mesh axis, ou
     hsdp()     [R, S]    [Partial, S]    [R, S]
     hfsdp()    [R, S]    [Partial, S]    [S, S]
 
-``grad`` says where gradients *accumulate* between microbatches. The last microbatch takes them on
-to ``main``'s placement: a Partial axis is reduce-scattered where main is sharded and all-reduced
+``grad`` says where gradients *accumulate* between microbatches. The last microbatch reduces them
+to ``main``'s placement: a Partial axis is reduce-scattered where main is sharded, and all-reduced
 where main is replicated.
 """
 
@@ -147,7 +147,7 @@ def hfsdp() -> Placements:
 
 
 class Step(NamedTuple):
-    """One collective of the way from one list of placements to another: over one mesh axis."""
+    """One collective over one mesh axis, between two lists of placements."""
 
     axis: int
     here: Placement
@@ -176,7 +176,7 @@ def shard_range(
     coordinate: Sequence[int],
     num_shards: int,
 ) -> tuple[int, int]:
-    """Which of ``num_shards`` equal shards a rank holds: the first, and how many.
+    """(first, count) of the shards that a rank holds, of ``num_shards`` equal ones.
 
     The inner axis is the major one, so that a gather over the outer axis joins neighbours:
 
@@ -196,13 +196,13 @@ def shard_range(
 
 
 def num_shards(placements: Sequence[Placement], sizes: Sequence[int]) -> int:
-    """Into how many shards these placements cut a buffer on a mesh of these sizes."""
+    """The number of shards that a buffer is cut into, on a mesh of these sizes."""
     pairs = zip(placements, sizes, strict=True)
     return math.prod(size for placement, size in pairs if placement == SHARD)
 
 
 def ranks_by(sizes: Sequence[int], flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """By rank of a mesh: its rank among the axes without a flag, and among those with one.
+    """For each rank of a mesh: (its rank over the axes without a flag, and over the others).
 
     >>> ranks_by([2, 2], [False, True])
     [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -217,8 +217,8 @@ def ranks_by(sizes: Sequence[int], flags: Sequence[bool]) -> list[tuple[int, int
 
 
 def joint_places(sizes: Sequence[int]) -> list[int]:
-    """By rank of several axes joined into one, which counts the inner axis fastest: its place as
-    :func:`shard_range` counts, the outer axis fastest."""
+    """For each rank of several axes joined into one (the inner axis counts fastest): its place in
+    the order of :func:`shard_range` (the outer axis counts fastest)."""
     every, count = [SHARD] * len(sizes), math.prod(sizes)
     coordinates = itertools.product(*(range(size) for size in sizes))
     return [shard_range(every, sizes, coordinate, count)[0] for coordinate in coordinates]

@@ -4,6 +4,7 @@ tables of text; and what is wrong with a choice."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -103,6 +104,22 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
         ).rstrip()
         for row in table
     ]
+
+
+def bound_problems(
+    settings: Any, least: float, *names: str, above: bool = False, whole: bool = False
+) -> list[str]:
+    """A sentence for each field of ``settings`` that is no finite number of ``least`` or more
+    (``above``: more than that; ``whole``: an integer). A field may be None."""
+    bound = f"more than {least:g}" if above else f"{least:g} or more"
+
+    def fits(value: Any) -> bool:
+        kind = type(value) is int or not whole
+        return kind and least <= value < math.inf and not (above and value == least)
+
+    values = {name: getattr(settings, name) for name in names}
+    wrong = {name: one for name, one in values.items() if one is not None and not fits(one)}
+    return [f"{name}={one!r} must be {bound}" for name, one in wrong.items()]
 
 
 def choice_problems(settings: Any) -> list[str]:

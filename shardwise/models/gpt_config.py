@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from shardwise.words import choice_problems
+from shardwise.words import bound_problems, choice_problems
 
 Recompute = Literal["auto", "none", "pointwise", "block"]
 Score = Literal["softmax", "sigmoid"]
@@ -228,37 +228,16 @@ class GPTConfig:
     # ---------------------------------------------------------------------------------- invariants
 
     def _problems(self) -> list[str]:
-        problems = []
-        names = ["vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
-        names += ["hidden_dim", "context", "experts_per_token", "expert_hidden_dim"]
-        names += ["expert_groups", "groups_per_token"]
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not _is_positive_int(value):
-                problems.append(f"{name}={value!r} must be a positive integer")
-        for name, meaning in (
-            ("num_experts", "dense"),
-            ("shared_hidden_dim", "none"),
-            ("num_dense_layers", "none"),
-            ("gate_up_block", "stacked"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                problems.append(f"{name}={value!r} must be 0 ({meaning}) or more")
-        for name in ("rope_theta", "norm_eps", "expert_scale"):
-            if not getattr(self, name) > 0:
-                problems.append(f"{name}={getattr(self, name)!r} must be positive")
-        terms = (
-            "balance_coefficient",
-            "sequence_balance_coefficient",
-            "z_coefficient",
-            "bias_rate",
-        )
-        for name in terms:
-            if not getattr(self, name) >= 0:
-                problems.append(f"{name}={getattr(self, name)!r} must not be negative")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            problems.append(f"capacity_factor={self.capacity_factor!r} must be positive, or None")
+        sizes = ["vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
+        sizes += ["hidden_dim", "context", "experts_per_token", "expert_hidden_dim"]
+        sizes += ["expert_groups", "groups_per_token"]
+        problems = bound_problems(self, 1, *sizes, whole=True)
+        counts = ("num_experts", "shared_hidden_dim", "num_dense_layers", "gate_up_block")
+        problems += bound_problems(self, 0, *counts, whole=True)
+        factors = ("rope_theta", "norm_eps", "expert_scale", "capacity_factor")
+        problems += bound_problems(self, 0, *factors, above=True)
+        terms = ("balance_coefficient", "sequence_balance_coefficient", "z_coefficient")
+        problems += bound_problems(self, 0, *terms, "bias_rate")
         problems += choice_problems(self)
         if problems:  # what follows divides by the numbers above
             return problems
@@ -289,10 +268,6 @@ class GPTConfig:
                 f"lower the first or raise the second"
             )
         return problems
-
-
-def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _up_to_multiple(value: int, of: int) -> int:

@@ -57,24 +57,20 @@ _INNER = {
     "feed_forward.up.weight": "mlp.up_proj.weight",
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
-# The matrices in an expert's rows of a stacked tensor; `{}` stands for the expert's number.
+
+
+def _expert_names(block: str, gate: str, up: str, down: str) -> dict[str, list[str]]:
+    """The matrices in an expert's rows of a stacked tensor; ``{}`` stands for its number."""
+    return {
+        "feed_forward.router.weight": [f"{block}.gate.weight"],
+        "feed_forward.experts.fc1.weight": [f"{block}.experts.{{}}.{n}.weight" for n in (gate, up)],
+        "feed_forward.experts.fc2.weight": [f"{block}.experts.{{}}.{down}.weight"],
+    }
+
+
 _EXPERTS = {
-    "qwen3_moe": {
-        "feed_forward.router.weight": ["mlp.gate.weight"],
-        "feed_forward.experts.fc1.weight": [
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ],
-        "feed_forward.experts.fc2.weight": ["mlp.experts.{}.down_proj.weight"],
-    },
-    "mixtral": {
-        "feed_forward.router.weight": ["block_sparse_moe.gate.weight"],
-        "feed_forward.experts.fc1.weight": [
-            "block_sparse_moe.experts.{}.w1.weight",
-            "block_sparse_moe.experts.{}.w3.weight",
-        ],
-        "feed_forward.experts.fc2.weight": ["block_sparse_moe.experts.{}.w2.weight"],
-    },
+    "qwen3_moe": _expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _expert_names("block_sparse_moe", "w1", "w3", "w2"),
 }
 _EXPERTS["dots1"] = _EXPERTS["qwen3_moe"] | {
     "feed_forward.router.expert_bias": ["mlp.gate.e_score_correction_bias"],

@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardwise.words import bound_problems, choice_problems
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
@@ -33,13 +35,9 @@ class Activation:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.kind not in ("gated", "squared_relu"):
-            problems.append(f"kind {self.kind!r} is neither 'gated' nor 'squared_relu'")
+        problems = choice_problems(self) + bound_problems(self, 0, "limit", above=True)
         if not math.isfinite(self.alpha) or not math.isfinite(self.offset):
             problems.append(f"alpha={self.alpha} and offset={self.offset} must be finite")
-        if self.limit is not None and not 0 < self.limit < math.inf:
-            problems.append(f"limit={self.limit} must be positive and finite; None: no clamp")
         if self.kind == "squared_relu" and (self.alpha, self.limit, self.offset) != (1, None, 0):
             problems.append("squared ReLU takes no alpha, limit or offset")
         if problems:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.mesh import Ranks
 from shardwise.moe.activation import wide
-from shardwise.words import choice_problems
+from shardwise.words import bound_problems, choice_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,9 @@ class Routing:
                 f"experts_per_token={self.experts_per_token} experts"
             )
         problems += choice_problems(self)
-        for name in ("balance_loss", "sequence_loss", "z_loss", "bias_rate"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                problems.append(f"{name}={value} must be zero or positive, and finite")
-        if not 0 < self.scale < math.inf:
-            problems.append(f"scale={self.scale} must be positive and finite")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            problems.append(f"capacity_factor={self.capacity_factor} must be positive; None: none")
+        terms = ("balance_loss", "sequence_loss", "z_loss", "bias_rate")
+        problems += bound_problems(self, 0, *terms)
+        problems += bound_problems(self, 0, "scale", "capacity_factor", above=True)
         if problems:
             raise ValueError("this routing cannot work: " + "; ".join(problems))
 

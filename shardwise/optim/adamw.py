@@ -15,6 +15,7 @@ from shardwise.buffer import Beside
 from shardwise.kernels import has_triton
 from shardwise.optim.gradients import zero_state
 from shardwise.optim.storage import local_of, version_of
+from shardwise.words import bound_problems
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,9 @@ class AdamWSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        problems = []
-        if not self.lr >= 0:
-            problems.append(f"lr={self.lr!r} must be 0 or more")
+        problems = bound_problems(self, 0, "lr", "eps", "weight_decay")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"betas={self.betas!r} must be two numbers in [0, 1)")
-        if not self.eps >= 0:
-            problems.append(f"eps={self.eps!r} must be 0 or more")
-        if not self.weight_decay >= 0:
-            problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
         if problems:
             raise ValueError("sw.adamw(...) cannot work: " + "; ".join(problems))
 

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shardwise.words import choice_problems
+from shardwise.words import bound_problems, choice_problems
 
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of a state: shape of one, and dtype
@@ -52,12 +52,7 @@ class FunctionSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = []
-        if not self.lr >= 0:
-            problems.append(f"lr={self.lr!r} must be 0 or more")
-        if not self.weight_decay >= 0:
-            problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
-        problems += choice_problems(self)
+        problems = bound_problems(self, 0, "lr", "weight_decay") + choice_problems(self)
         if problems:
             raise ValueError(f"{self.function}(...) cannot work: " + "; ".join(problems))
 

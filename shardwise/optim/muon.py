@@ -27,7 +27,7 @@ from shardwise.kernels.packed import Packed
 from shardwise.kernels.tables import Matrices
 from shardwise.memory import held
 from shardwise.optim.presets import DEFAULT, Form, polynomial_of
-from shardwise.words import choice_problems
+from shardwise.words import bound_problems, choice_problems
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -87,15 +87,10 @@ class MuonSettings:
     step_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        problems = []
-        if not self.lr >= 0:
-            problems.append(f"lr={self.lr!r} must be 0 or more")
+        problems = bound_problems(self, 0, "lr", "weight_decay")
+        problems += bound_problems(self, 0, "step_bytes", above=True)
         if not 0 <= self.momentum < 1:
             problems.append(f"momentum={self.momentum!r} must be in [0, 1)")
-        if not self.weight_decay >= 0:
-            problems.append(f"weight_decay={self.weight_decay!r} must be 0 or more")
-        if self.step_bytes is not None and not self.step_bytes > 0:
-            problems.append(f"step_bytes={self.step_bytes!r} must be more than 0, or None")
         problems += choice_problems(self)
         try:
             polynomial_of(self.preset)

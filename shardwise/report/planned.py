@@ -35,6 +35,7 @@ from shardwise.shard.checks import (
     mesh_problems,
     step_problems,
 )
+from shardwise.words import bound_problems
 
 Moment = Reads | Literal["step"]
 
@@ -121,12 +122,7 @@ class Options:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
         if re.fullmatch(r"cpu|cuda(:sm_\d+)?", self.device) is None:
             problems.append(f"device={self.device!r}: 'cuda', 'cuda:sm_80' and the like, or 'cpu'")
-        if self.tp < 1:
-            problems.append(f"tp={self.tp}: ranks of tensor parallelism, 1 or more")
-        if self.microbatches < 1:
-            problems.append(f"microbatches={self.microbatches}: 1 or more")
-        if self.memory is not None and self.memory < 1:
-            problems.append(f"memory={self.memory}: bytes of one rank, 1 or more")
+        problems += bound_problems(self, 1, "tp", "microbatches", "memory")
         if self.batch is not None and (len(self.batch) != 2 or min(self.batch) < 1):
             problems.append(f"batch={self.batch}: (sequences, tokens of each), 1 or more")
         if self.mesh.sizes[-1] % self.ep:

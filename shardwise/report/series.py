@@ -63,10 +63,10 @@ def events_of(events: Sequence[Event], kind: str) -> list[Event]:
     return [found[step] for step in sorted(found, key=float)]
 
 
-def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def thinned(points: Sequence[Point]) -> list[Point]:
     """The lowest and the highest point of each column and the last of all: a run has a million
     steps, and its spikes are what people look for."""
-    stride = -(-2 * len(points) // most)
+    stride = -(-2 * len(points) // MAX_POINTS)
     if stride <= 2:
         return list(points)
     kept = list(points[:FIRST])
@@ -77,13 +77,13 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def smoothed(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def smoothed(points: Sequence[Point]) -> list[Point]:
     """The mean of neighbours on both sides, fewer at the begin, so that a steep fall is not drawn
     late."""
     reach = len(points) // 60
     totals = [0.0, *accumulate(y for _, y, _ in points)]
     found: list[Point] = []
-    strided = range(0, len(points), -(-len(points) // most))
+    strided = range(0, len(points), -(-len(points) // MAX_POINTS))
     for position in {*range(min(FIRST, len(points))), *strided, len(points) - 1}:
         x, _, step = points[position]
         before = min(reach, position // 4)
@@ -140,7 +140,10 @@ def chart(
     factor = max(1.02, (max(ys) / min(ys)) ** 0.04) if y_log else 0.0
     straight = (max(0.0, min(ys) - margin), max(ys) + margin)
     named = [(line.name, line.last, line.colour) for line in lines] + list(levels)
-    words = [f"{_short(name)} {text(value)}".strip() for name, value, _ in named]
+    words = [
+        f"{name if len(name) <= 16 else name[:15] + '…'} {text(value)}".strip()
+        for name, value, _ in named
+    ]
     canvas = Canvas(WIDTH, height, title)
     top = draw_title(canvas, title, about)
     frame = draw_axes(
@@ -170,10 +173,6 @@ def chart(
         frame, [(one, y(v), colour) for one, (_, v, colour) in zip(words, named, strict=True)]
     )
     return canvas
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 def _draw_line(frame: Frame, line: Line, title: str, text: Callable[[float], str]) -> None:

@@ -90,7 +90,8 @@ class Canvas:
         self._add("path", {"d": moves, "fill": "none"} | style, tip)
 
     def area(self, points: Sequence[tuple[float, float]], *, tip: str = "", **style: Any) -> None:
-        self._add("polygon", {"points": _points(points)} | style, tip)
+        places = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+        self._add("polygon", {"points": places} | style, tip)
 
     def circle(self, x: float, y: float, r: float, *, tip: str = "", **style: Any) -> None:
         self._add("circle", {"cx": x, "cy": y, "r": r} | style, tip)
@@ -172,10 +173,6 @@ def _number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.2f}".rstrip("0").rstrip(".") if math.isfinite(value) else "0"
-
-
-def _points(points: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
 
 
 def ink_on(colour: str) -> str:

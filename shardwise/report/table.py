@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.report.planned import Figures
 from shardwise.report.shard_map import map_text
 from shardwise.words import aligned, count_text, flops_text, size_text
@@ -23,35 +24,12 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A titled table: the first column is words, the others figures."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
+Row = tuple[str, ...]  # words, then figures
 
 
-def sections(plan: Figures) -> list[Section]:
-    found = [_bytes(plan), _weights(plan), _collectives(plan)]
-    if plan.matrices is not None:
-        work = plan.matrices
-        found.append(
-            Section(
-                title="Newton-Schulz per optimizer step",
-                headers=("", "per rank"),
-                rows=(
-                    ("matrices, all ranks", f"{work.num_matrices:,}"),
-                    ("of these whole on one rank", f"{work.num_whole:,}"),
-                    ("busiest rank", flops_text(work.busiest)),
-                    ("idlest rank", flops_text(work.idlest)),
-                    ("mean", flops_text(work.total / work.num_ranks)),
-                    ("balance (mean / busiest)", f"{100 * work.balance:.1f} %"),
-                ),
-            )
-        )
-    return found
+def _table(title: str, headers: Row, rows: Sequence[Row], note: str = "") -> list[str]:
+    lines = ["", title, *(f"  {row}" for row in aligned([headers, *rows], numbers=True))]
+    return [*lines, f"  ({note})"] if note else lines
 
 
 def heading(plan: Figures) -> list[str]:
@@ -89,7 +67,7 @@ def verdict(plan: Figures) -> list[str]:
     ]
 
 
-def _bytes(plan: Figures) -> Section:
+def _bytes(plan: Figures) -> list[str]:
     kinds = [kind for kind in KINDS if kind in plan.peak]
     kinds += [kind for kind in plan.peak if kind not in KINDS]
     rows = [
@@ -104,8 +82,8 @@ def _bytes(plan: Figures) -> Section:
         rows.append(("optimizer state", *[size_text(state)] * 3))
     if plan.followed is not None:
         rows.append((_batch_text(plan), size_text(0), size_text(0), size_text(plan.activations)))
-    if plan.options.workspace:
-        rows.append(("workspaces of cuBLAS", *[size_text(plan.options.workspace)] * 3))
+    if kept:
+        rows.append(("workspaces of cuBLAS", *[size_text(kept)] * 3))
     if other:
         rows.append(("as you said (activations, ...)", size_text(0), *[size_text(other)] * 2))
     rows.append(
@@ -116,11 +94,11 @@ def _bytes(plan: Figures) -> Section:
             size_text(plan.total),
         )
     )
-    return Section(
-        title="Bytes per rank",
-        headers=("", "at rest", "after backward", "peak"),
-        rows=tuple(rows),
-        note="each kind's own peak; together: the highest sum at one moment, so less than theirs."
+    return _table(
+        "Bytes per rank",
+        ("", "at rest", "after backward", "peak"),
+        rows,
+        "each kind's own peak; together: the highest sum at one moment, so less than theirs."
         + (" Activations are not in it." if plan.followed is None else ""),
     )
 
@@ -131,7 +109,7 @@ def _batch_text(plan: Figures) -> str:
     return f"activations of {sequences} x {length} tokens"
 
 
-def _weights(plan: Figures) -> Section:
+def _weights(plan: Figures) -> list[str]:
     rows = [
         (
             f"stored as {name}",
@@ -145,16 +123,16 @@ def _weights(plan: Figures) -> Section:
         (f"gathered in {phase}", f"{count:,}", size_text(nbytes), size_text(sent))
         for phase, (count, nbytes, sent) in plan.gathered.items()
     ]
-    return Section(
-        title="Compute weights",
-        headers=("", "count", "whole", "sent"),
-        rows=tuple(rows),
-        note="MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both.",
+    return _table(
+        "Compute weights",
+        ("", "count", "whole", "sent"),
+        rows,
+        "MXFP8 has a plane for forward and one for backward, or one of 32x32 blocks for both.",
     )
 
 
-def _collectives(plan: Figures) -> Section:
-    rows = tuple(
+def _collectives(plan: Figures) -> list[str]:
+    rows = [
         (
             f"{one.operation} over {one.axis} ({one.size} ranks)"
             + (", if routed evenly" if one.even else ""),
@@ -163,25 +141,35 @@ def _collectives(plan: Figures) -> Section:
             size_text(one.wire_bytes),
         )
         for one in plan.collectives
-    )
-    return Section(
-        title="Collectives per step and rank",
-        headers=("", "count", "buffers", "sent"),
-        rows=rows or (("none", "0", "0 B", "0 B"),),
-        note="buffers: whole ones, as comm.record() counts; sent: what leaves the rank."
+    ]
+    return _table(
+        "Collectives per step and rank",
+        ("", "count", "buffers", "sent"),
+        rows or [("none", "0", "0 B", "0 B")],
+        "buffers: whole ones, as comm.record() counts; sent: what leaves the rank."
         + (" Rows to experts: as if all got as many." if plan.traffic.even else ""),
     )
 
 
-def plan_text(plan: Figures, *, shard_map: bool = False, width: int = 72) -> str:
+def _orthogonalisation(work: Orthogonalisation) -> list[str]:
+    rows = [
+        ("matrices, all ranks", f"{work.num_matrices:,}"),
+        ("of these whole on one rank", f"{work.num_whole:,}"),
+        ("busiest rank", flops_text(work.busiest)),
+        ("idlest rank", flops_text(work.idlest)),
+        ("mean", flops_text(work.total / work.num_ranks)),
+        ("balance (mean / busiest)", f"{100 * work.balance:.1f} %"),
+    ]
+    return _table("Newton-Schulz per optimizer step", ("", "per rank"), rows)
+
+
+def plan_text(plan: Figures, *, shard_map: bool = False) -> str:
     """Plain text, aligned, for logs and ``print``."""
-    lines = heading(plan)
-    for section in sections(plan):
-        rows = aligned([section.headers, *section.rows], numbers=True)
-        lines += ["", section.title, *(f"  {row}" for row in rows)]
-        lines += [f"  ({section.note})"] if section.note else []
+    lines = heading(plan) + _bytes(plan) + _weights(plan) + _collectives(plan)
+    if plan.matrices is not None:
+        lines += _orthogonalisation(plan.matrices)
     if told := verdict(plan):
         lines += ["", *told]
     if shard_map:
-        lines += ["", "Shard map (main weights)", map_text(plan, width)]
+        lines += ["", "Shard map (main weights)", map_text(plan)]
     return "\n".join(lines)

@@ -74,10 +74,10 @@ def fully_shard(
     Call it bottom-up: on each block, then on the model. A call owns the parameters below it that no
     inner call owns; they are gathered before the module's forward and released after it, together.
 
-    Ranks run the same units in the same order, and step any optimizer of these parameters alike,
-    with gradients of the same parameters: each backward compares what they did since the last one,
-    and raises on all of them. One thing cannot be told: a rank that leaves out a whole iteration,
-    its step too, looks like one with other data, until a save (of another step) or the end.
+    All ranks must run the same units in the same order, and step their optimizers alike, with
+    gradients of the same parameters. Each backward compares what the ranks did since the backward
+    before, and raises an error on every rank where they differ. One mistake is not noticed there: a
+    rank that leaves out a whole iteration, with its step. A save, or the end of the run, shows it.
 
     Args:
         module: a module, or a list of modules that run one after another as one unit.
@@ -95,10 +95,10 @@ def fully_shard(
         ignored_params: left alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which axes of ``mesh`` replicate, and which
             shard.
-        grain: the smallest piece of a parameter that may not be cut, of all or as a function of
-            name and parameter. By default a row, or an element where whole rows would pad a
-            unit's buffers by more than a sixteenth: with about as many ranks as rows. "tensor" is
-            a promise that no matrix is cut, refused where it would pad more than an eighth.
+        grain: the smallest piece that may not be cut: one for all parameters, or a function of
+            name and parameter. Default: a row, or an element where whole rows would pad a unit's
+            buffers by more than a sixteenth (with about as many ranks as rows). "tensor" promises
+            that no matrix is cut; it is refused where it would pad by more than an eighth.
         gather_in_step: where compute weights are replicated (``zero(1)``, ``zero(2)``), begin to
             gather them inside ``sw.optimizer``'s step, each unit as soon as it is updated, in the
             order of forward; else its forward does. Build the optimizer after this call.
@@ -175,9 +175,9 @@ def planned_groups(
     precision: Precision,
     home: Any,
 ) -> list[PlannedBuffer]:
-    """The buffers of parameters that are alike in dtype, format and trainability, alike for all
-    ranks of tensor parallelism (whose layouts are then the same), and not so odd in their rows that
-    packing them together would cost more than it saves. ``home``: the mesh of all of them."""
+    """The buffers of a unit. Parameters share one that are alike in dtype, format, trainability and
+    in whether tensor parallelism cut them unevenly; parameters whose rows fit badly together get
+    several. ``home``: the mesh of all of them."""
     alike: dict[tuple[torch.dtype, bool, Format | None, bool], list[int]] = {}
     for position, f in enumerate(found):
         format = stored_as(f, precision).format

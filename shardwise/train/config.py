@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import REPLICATE, STRATEGIES, Placements
-from shardwise.words import choice_problems
+from shardwise.words import bound_problems, choice_problems
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal[
@@ -168,28 +168,13 @@ class TrainConfig:
         problems = []
         if self.microbatches != "auto" and self.num_microbatches < 1:
             problems.append(f"microbatches={self.microbatches!r} must be 1 or more, or 'auto'")
-        for name in ("steps", "batch", "eval_windows", "save_every", "keep", "ep", "tp"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                problems.append(f"{name}={value!r} must be 1 or more")
-        for name in (
-            "warmup",
-            "eval_every",
-            "seed",
-            "sample",
-            "profile_step",
-            "max_skipped",
-            "lora_rank",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                problems.append(f"{name}={value!r} must be 0 or more")
-        for name in ("lr", "matrix_lr", "clip", "timeout", "lora_alpha"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                problems.append(f"{name}={value!r} must be positive")
-        if not self.weight_decay >= 0:
-            problems.append(f"weight_decay={self.weight_decay!r} must not be negative")
+        ones = ("steps", "batch", "eval_windows", "save_every", "keep", "ep", "tp", "replicas")
+        problems += bound_problems(self, 1, *ones, whole=True)
+        counts = ("warmup", "eval_every", "seed", "sample", "profile_step", "max_skipped")
+        problems += bound_problems(self, 0, *counts, "lora_rank", whole=True)
+        rates = ("lr", "matrix_lr", "clip", "timeout", "lora_alpha")
+        problems += bound_problems(self, 0, *rates, above=True)
+        problems += bound_problems(self, 0, "weight_decay")
         if not 0 <= self.decay <= 1:
             problems.append(f"decay={self.decay!r} is a fraction of the steps: 0 to 1")
         if not 0 <= self.final <= 1:
@@ -203,8 +188,6 @@ class TrainConfig:
             )
         if not 0 < self.held_out <= 0.5:
             problems.append(f"held_out={self.held_out!r} must be more than 0 and at most 0.5")
-        if self.replicas is not None and self.replicas < 1:
-            problems.append(f"replicas={self.replicas!r} must be 1 or more")
         problems += choice_problems(self)
         if not problems and self.model.num_experts % self.ep:
             problems.append(
