@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -104,6 +104,18 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
         ).rstrip()
         for row in table
     ]
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flattened({"model": {"dim": 512}, "seed": 0})
+    {'model.dim': 512, 'seed': 0}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flattened(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
 
 
 def bound_problems(

@@ -33,7 +33,7 @@ from shardwise.report.shard_map import map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
-from shardwise.words import count_text, size_text
+from shardwise.words import count_text, flattened, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -323,15 +323,7 @@ def _happenings(events: Iterable[Event]) -> str:
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
-    return _lines(title, ((str(name), _words(value)) for name, value in _flat(values)))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return _lines(title, ((str(name), _words(value)) for name, value in flattened(values).items()))
 
 
 def _words(value: Any) -> str:
@@ -421,5 +413,5 @@ def _differences(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
 def _settings(events: Sequence[Event]) -> dict[str, str]:
     run = _last(events, "run") or {}
     kept = {"world_size": run.get("world_size"), "versions": run.get("versions")}
-    flat = _flat((run.get("config") or {}) | kept)
+    flat = flattened((run.get("config") or {}) | kept).items()
     return {name: one if isinstance(one, str) else json.dumps(one) for name, one in flat}

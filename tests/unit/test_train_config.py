@@ -26,6 +26,7 @@ from rich.console import Console as RichConsole
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
+from shardwise.train import session
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
@@ -72,6 +73,9 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     before = load_recipe("default")
     after = changed(before, {"steps": 7, "model": {"dim": 64, "rope_scaling": {"factor": 2.0}}})
     assert after.model.rope_scaling == RopeScaling(factor=2.0)
+    # Edited by hand in config.json, before a resume.
+    told = session._edits("config.json", after, before, Path("step-000100"), {"steps": 7})
+    assert "model.rope_scaling.factor=2.0 (was None)" in told and "steps" not in told
     model = dataclasses.replace(after.model, dim=128, rope_scaling=None)
     assert dataclasses.replace(after, steps=300, model=model) == before
     again = changed(after, {"model": {"rope_scaling": {"original_context": 64}}})
