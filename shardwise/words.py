@@ -52,14 +52,18 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> tuple[float, str]:
 
 def seconds_text(seconds: float) -> str:
     """
-    >>> seconds_text(0.0042), seconds_text(3.2), seconds_text(4000)
-    ('4.20 ms', '3.20 s', '67 min')
+    >>> seconds_text(0.0042), seconds_text(3.2), seconds_text(4000), seconds_text(10**6)
+    ('4.20 ms', '3.20 s', '67 min', '12 days')
     """
     if abs(seconds) < 1e-3:
         return f"{_three_digits(seconds * 1e6)} µs"
     if abs(seconds) < 1:
         return f"{_three_digits(seconds * 1e3)} ms"
-    return f"{_three_digits(seconds)} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+    if seconds < 600:
+        return f"{_three_digits(seconds)} s"
+    hours = seconds / 3600
+    long = f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
+    return f"{seconds / 60:.0f} min" if hours < 2 else long
 
 
 def tick_text(text: str) -> str:

@@ -286,7 +286,7 @@ def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
     console.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 33 and "\x1b" not in stream.getvalue()
-    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  norm 0.50  12k tok/s")
+    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  norm 0.50  12.3K tok/s")
     assert "25% mfu" in lines[1] and "1.50 GiB" in lines[1] and "left" in lines[1]
     assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
     assert "[b]" in lines[-1], "nothing in a message is markup"
@@ -301,7 +301,7 @@ def test_a_bar_fits_80_columns() -> None:
     console.close()
     (line,) = {one for one in re.split(r"\r|\n", stream.getvalue()) if "9999/10000" in one}
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
-    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12k tok/s" in shown
+    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12.3K tok/s" in shown
     assert re.search(r"0:0\d|-:--", shown), "the time that is left"
     figures = _figures(step_event(1) | {"expert_load_max": 1.5})
     assert figures.endswith("1.50 GiB  expert load 1.5x")
