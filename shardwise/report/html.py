@@ -134,8 +134,7 @@ def loss_svg(events: Sequence[Event]) -> str | None:
 def report_html(
     events: Sequence[Event], name: str = "shardwise run", notes: list[str] | None = None
 ) -> str:
-    """The whole page; ``name`` is for a run that has not been given one. What had to be left out is
-    on the page, and in ``notes``."""
+    """The whole page of a run of this name. What had to be left out is on it, and in ``notes``."""
     notes = [] if notes is None else notes
 
     def part(what: str, draw: Callable[..., str], *values: Any) -> str:
@@ -162,7 +161,6 @@ def report_html(
         figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
         figures += picture("the shard map", map_canvas, planned["shard_map"])
-    name = str(run.get("name") or _dig(run, "config", "name") or name)
     about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")
     parts = [
@@ -336,12 +334,6 @@ def _words(value: Any) -> str:
 
 def _last(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event.get("kind") == kind), None)
-
-
-def _dig(value: Any, *names: str) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def _write(path: Path, text: str) -> Path:
