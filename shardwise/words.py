@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -52,14 +52,18 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> tuple[float, str]:
 
 def seconds_text(seconds: float) -> str:
     """
-    >>> seconds_text(0.0042), seconds_text(3.2), seconds_text(4000)
-    ('4.20 ms', '3.20 s', '67 min')
+    >>> seconds_text(0.0042), seconds_text(3.2), seconds_text(4000), seconds_text(10**6)
+    ('4.20 ms', '3.20 s', '67 min', '12 days')
     """
     if abs(seconds) < 1e-3:
         return f"{_three_digits(seconds * 1e6)} µs"
     if abs(seconds) < 1:
         return f"{_three_digits(seconds * 1e3)} ms"
-    return f"{_three_digits(seconds)} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+    if seconds < 600:
+        return f"{_three_digits(seconds)} s"
+    hours = seconds / 3600
+    long = f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
+    return f"{seconds / 60:.0f} min" if hours < 2 else long
 
 
 def tick_text(text: str) -> str:
@@ -104,6 +108,18 @@ def aligned(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> list[str
         ).rstrip()
         for row in table
     ]
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """
+    >>> flattened({"model": {"dim": 512}, "seed": 0})
+    {'model.dim': 512, 'seed': 0}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flattened(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return found
 
 
 def bound_problems(

@@ -68,10 +68,10 @@ def data_rank(mesh: DeviceMesh) -> int:
     return rank
 
 
-def tiled(mesh: DeviceMesh, sequence: bool = True) -> Net:
+def tiled(mesh: DeviceMesh, sequence: bool = True, words: int = WORDS) -> Net:
     """The model over ``tp``. Without ``sequence`` the norms, the embedding and the head stay plain
     tensors."""
-    model = Net()
+    model = Net(words)
     for block in model.blocks:
         plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         if sequence:

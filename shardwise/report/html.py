@@ -33,7 +33,7 @@ from shardwise.report.shard_map import map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
 from shardwise.report.trace import chrome_trace
-from shardwise.words import count_text, size_text
+from shardwise.words import count_text, flattened, size_text
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,7 @@ def loss_svg(events: Sequence[Event]) -> str | None:
 def report_html(
     events: Sequence[Event], name: str = "shardwise run", notes: list[str] | None = None
 ) -> str:
-    """The whole page; ``name`` is for a run that has not been given one. What had to be left out is
-    on the page, and in ``notes``."""
+    """The whole page of a run of this name. What had to be left out is on it, and in ``notes``."""
     notes = [] if notes is None else notes
 
     def part(what: str, draw: Callable[..., str], *values: Any) -> str:
@@ -162,7 +161,6 @@ def report_html(
         figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
         figures += picture("the shard map", map_canvas, planned["shard_map"])
-    name = str(run.get("name") or _dig(run, "config", "name") or name)
     about = part("the plan", plan_text_line, planned) if planned else ""
     sample = _last(events, "sample")
     parts = [
@@ -323,15 +321,7 @@ def _happenings(events: Iterable[Event]) -> str:
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
-    return _lines(title, ((str(name), _words(value)) for name, value in _flat(values)))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return _lines(title, ((str(name), _words(value)) for name, value in flattened(values).items()))
 
 
 def _words(value: Any) -> str:
@@ -344,12 +334,6 @@ def _words(value: Any) -> str:
 
 def _last(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event.get("kind") == kind), None)
-
-
-def _dig(value: Any, *names: str) -> Any:
-    for name in names:
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def _write(path: Path, text: str) -> Path:
@@ -421,5 +405,5 @@ def _differences(runs: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
 def _settings(events: Sequence[Event]) -> dict[str, str]:
     run = _last(events, "run") or {}
     kept = {"world_size": run.get("world_size"), "versions": run.get("versions")}
-    flat = _flat((run.get("config") or {}) | kept)
+    flat = flattened((run.get("config") or {}) | kept).items()
     return {name: one if isinstance(one, str) else json.dumps(one) for name, one in flat}

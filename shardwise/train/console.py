@@ -15,6 +15,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from shardwise.train.events import Event
+from shardwise.words import count_text
 
 LINES = 30  # plain lines for a whole run, about
 BAR = 16  # columns; half of it on a narrow terminal
@@ -180,7 +181,7 @@ def _figures(event: Event, room: int | None = None) -> str:
         (0, f"loss {event['loss']:.3f}"),
         (1, None if bits is None else f"{bits:.2f} bits/byte"),
         (5, f"norm {event['grad_norm']:.2f}"),
-        (2, f"{_thousands(event['tokens_per_second'])} tok/s"),
+        (2, f"{count_text(event['tokens_per_second'])} tok/s"),
         (3, None if mfu is None else f"{100 * mfu:.0f}% mfu"),
         (4, f"{event['memory'] / 2**30:.2f} GiB"),
         (6, None if load is None else f"expert load {load:.1f}x"),
@@ -189,13 +190,3 @@ def _figures(event: Event, room: int | None = None) -> str:
     while room is not None and len(kept) > 1 and len("  ".join(kept.values())) > room:
         kept.popitem()
     return "  ".join(text for order, text in parts if order in kept and text is not None)
-
-
-def _thousands(value: float) -> str:
-    return (
-        f"{value:.0f}"
-        if value < 1e4
-        else f"{value / 1e3:.0f}k"
-        if value < 1e6
-        else (f"{value / 1e6:.1f}M")
-    )

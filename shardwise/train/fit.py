@@ -129,19 +129,11 @@ def bytes_held(
         model = dataclasses.replace(
             model, num_experts=own, experts_per_token=min(own, model.experts_per_token)
         )
-    with torch.device("meta"):
-        bare = make_model(dataclasses.replace(config, model=model, ep=1))
-    made = plan(
-        bare,
-        config.mesh_shape(world.size, world.num_nodes) | {"tp": config.tp},
-        config.placements,
-        precision=precision,
-        optimizer=config.optimizer,
-        microbatches=min(microbatches, 2),  # more of them hold no more
-        device=world.device.type,
-        batch=(sequences, model.context),
-    )
-    return made.total
+    alone = dataclasses.replace(config, model=model, ep=1)
+    bare, mesh, options = plan_inputs(alone, precision, world)
+    # More than two microbatches hold no more.
+    options |= {"microbatches": min(microbatches, 2), "batch": (sequences, model.context)}
+    return plan(bare, mesh, config.placements, **options | {"tokens": None}).total
 
 
 def plan_inputs(

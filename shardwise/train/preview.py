@@ -16,6 +16,7 @@ from shardwise.train.metrics import peak_flops
 from shardwise.train.module import flops_per_token
 from shardwise.train.sources import vocabulary_of
 from shardwise.train.world import World
+from shardwise.words import seconds_text
 
 USUAL_MFU = 0.4  # what such models reach; the expected time is a guess
 LONG = 3600.0  # seconds of a run that people would rather know of before it begins
@@ -57,8 +58,8 @@ def _time(
     peak = peak_flops(device) * ranks
     seconds = flops / (USUAL_MFU * peak)
     return seconds, (
-        f"{_duration(seconds)}, if {100 * USUAL_MFU:.0f} % of {peak / 1e12:.2f} TFLOP/s are "
-        f"reached: {config.steps:,} steps of {tokens:,} tokens, {flops:.2g} FLOPs"
+        f"about {seconds_text(seconds)}, if {100 * USUAL_MFU:.0f} % of {peak / 1e12:.2f} TFLOP/s "
+        f"are reached: {config.steps:,} steps of {tokens:,} tokens, {flops:.2g} FLOPs"
     )
 
 
@@ -78,13 +79,3 @@ def _values(part: object) -> list[str]:
 
 def _fields(part: object) -> list[tuple[str, object]]:
     return [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part)]  # type: ignore[arg-type]
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"about {max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"about {minutes} min"
-    hours = round(minutes / 60)
-    return f"about {hours} h" if hours < 48 else f"about {round(hours / 24)} days"

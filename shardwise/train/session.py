@@ -58,6 +58,7 @@ from shardwise.train.world import (
     leave,
     num_restarts,
 )
+from shardwise.words import flattened
 
 _SHAPE = (
     *("dim", "num_layers", "num_heads", "kv_heads", "head_width", "hidden_width", "qk_norm"),
@@ -171,24 +172,15 @@ def _edits(
 ) -> str:
     """One line on the values of ``config.json`` that differ from the checkpoint's and that no flag
     replaces; empty if there are none."""
-    flags, before = _flat(given), _flat(saved.to_json())
+    flags, before = flattened(given), flattened(saved.to_json())
     different = [
-        f"{name}={value!r} (was {before[name]!r})"
-        for name, value in _flat(config.to_json()).items()
-        if value != before[name] and name not in flags
+        f"{name}={value!r} (was {before.get(name)!r})"
+        for name, value in flattened(config.to_json()).items()
+        if value != before.get(name) and name not in flags
     ]
     if not different:
         return ""
     return f"{file} differs from {checkpoint.name}: {', '.join(different)}"
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """``{"model.dim": 512}`` for ``{"model": {"dim": 512}}``."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = _flat(value) if isinstance(value, dict) else None
-        found |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
-    return found
 
 
 def claim(request: Request) -> tuple[Resolved, Claim]:

@@ -12,18 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 from shardwise.moe import GroupedLinear
 from tests.ranks import run_ranks
-from tests.tensor_parallel import LENGTH, Net, grid
+from tests.tensor_parallel import LENGTH, Net, grid, tiled
 from tests.whole import whole_state
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,26 +28,7 @@ WORDS = 20  # divides evenly: torch's own FSDP2 is the peer here
 def cut(mesh: DeviceMesh, sequence: bool = False) -> Net:
     """Linears over ``tp``, everything over ``dp``; the embedding, the last norm and the head (and
     without ``sequence`` the norms) know nothing of ``tp``."""
-    model = Net(WORDS)
-    for block in model.blocks:
-        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        if sequence:
-            plan = {
-                "norm": SequenceParallel(use_local_output=True),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        parallelize_module(block, mesh["tp"], plan)
-    if sequence:
-        parallelize_module(
-            model,
-            mesh["tp"],
-            {
-                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-                "final": SequenceParallel(),
-                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-            },
-        )
+    model = tiled(mesh, sequence, WORDS)
     if mesh["dp"].size() > 1:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])

@@ -384,7 +384,7 @@ def read(page: str) -> Reader:
 
 
 def test_the_page_is_whole_escaped_and_alone() -> None:
-    page = report_html(events())
+    page = report_html(events(), EVIL)
     reader = read(page)
     assert reader.problems == [] and reader.open == []
     assert reader.tags.count("script") == 1, "the page's own"

@@ -26,6 +26,7 @@ from rich.console import Console as RichConsole
 from shardwise import cli
 from shardwise.models.gpt_config import GPTConfig, RopeScaling
 from shardwise.report.html import read_events
+from shardwise.train import session
 from shardwise.train.config import GROUPS, TrainConfig
 from shardwise.train.console import Console, _figures
 from shardwise.train.events import EventFile, Events, scalars
@@ -72,6 +73,9 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
     before = load_recipe("default")
     after = changed(before, {"steps": 7, "model": {"dim": 64, "rope_scaling": {"factor": 2.0}}})
     assert after.model.rope_scaling == RopeScaling(factor=2.0)
+    # Edited by hand in config.json, before a resume.
+    told = session._edits("config.json", after, before, Path("step-000100"), {"steps": 7})
+    assert "model.rope_scaling.factor=2.0 (was None)" in told and "steps" not in told
     model = dataclasses.replace(after.model, dim=128, rope_scaling=None)
     assert dataclasses.replace(after, steps=300, model=model) == before
     again = changed(after, {"model": {"rope_scaling": {"original_context": 64}}})
@@ -282,7 +286,7 @@ def test_a_console_that_is_no_terminal_prints_plain_lines() -> None:
     console.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 33 and "\x1b" not in stream.getvalue()
-    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  norm 0.50  12k tok/s")
+    assert lines[1].startswith("step  2/60  loss 2.000  2.90 bits/byte  norm 0.50  12.3K tok/s")
     assert "25% mfu" in lines[1] and "1.50 GiB" in lines[1] and "left" in lines[1]
     assert lines[-2].endswith("held out: loss 1.0000  1.440 bits/byte")
     assert "[b]" in lines[-1], "nothing in a message is markup"
@@ -297,7 +301,7 @@ def test_a_bar_fits_80_columns() -> None:
     console.close()
     (line,) = {one for one in re.split(r"\r|\n", stream.getvalue()) if "9999/10000" in one}
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)
-    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12k tok/s" in shown
+    assert len(shown) <= 80 and "━" in shown and "loss 2.000  2.90 bits/byte  12.3K tok/s" in shown
     assert re.search(r"0:0\d|-:--", shown), "the time that is left"
     figures = _figures(step_event(1) | {"expert_load_max": 1.5})
     assert figures.endswith("1.50 GiB  expert load 1.5x")
