@@ -135,7 +135,7 @@ def local_experts(weights: Iterable[Weight], ranks: int) -> list[Weight]:
 
 
 def buckets_of(
-    weights: Sequence[Weight], dp: int, bucket_mb: float = BUCKET_MB
+    weights: Sequence[Weight], dp: int, bucket_mb: float = BUCKET_MB, *, whole: bool = False
 ) -> tuple[list[Bucket], list[Bucket]]:
     """The buckets of matrices and those of the rest, as data_parallel makes them."""
     size = int(bucket_mb * 2**20) // WIDTH
@@ -146,16 +146,20 @@ def buckets_of(
         if w.matrix
     ]
     rest = [Item(w.name, w.shape) for w in backwards if not w.matrix]
-    found = plan_matrices(matrices, [price(item.shape) for item in matrices], dp, size)
-    return found, plan_elements(rest, dp, size)
+    costs = [price(item.shape) for item in matrices]
+    found = plan_matrices(matrices, costs, dp, size, fill=rest, whole=whole)
+    used = {member - len(matrices) for bucket in found for member in bucket.members}
+    left = [item for number, item in enumerate(rest) if number not in used]
+    return found, plan_elements(left, dp, size)
 
 
-def matrices_in(bucket: Bucket) -> list[Matrix]:
-    """The matrices of a bucket as the optimizer finds them, with their pieces."""
+def matrices_in(bucket: Bucket, count: int | None = None) -> list[Matrix]:
+    """The matrices of a bucket as the optimizer finds them, with their pieces. ``count``: of all
+    matrices; members from there on are others, which fill the bucket."""
     found = []
     layout = bucket.layout
     for index, item in enumerate(layout.items):
-        if len(item.shape) < 2:
+        if len(item.shape) < 2 or (count is not None and bucket.members[index] >= count):
             continue
         matrices = matrices_of(item.shape, None)
         whole = item.grain.kind == "tensor" and item.grain_size >= matrices[0].numel
@@ -169,13 +173,18 @@ def matrices_in(bucket: Bucket) -> list[Matrix]:
 Parts = Sequence[tuple[Sequence[Weight], int]]  # weights with the ranks of their mesh
 
 
-def row_of(dp: int, parts: Parts, bucket_mb: float, *, owners: bool = True) -> report.Row:
+def row_of(
+    dp: int, parts: Parts, bucket_mb: float, *, owners: bool = True, whole: bool = False
+) -> report.Row:
     """One line: all buckets of a model, and with ``owners`` what its optimizer does with them."""
     begin = time.perf_counter()
-    planned = [(*buckets_of(weights, ranks, bucket_mb), ranks) for weights, ranks in parts]
+    planned = [
+        (*buckets_of(weights, ranks, bucket_mb, whole=whole), ranks, sum(w.matrix for w in weights))
+        for weights, ranks in parts
+    ]
     seconds = time.perf_counter() - begin
-    matrices = [bucket for group, _, _ in planned for bucket in group]
-    rest = [bucket for _, group, _ in planned for bucket in group]
+    matrices = [bucket for group, *_ in planned for bucket in group]
+    rest = [bucket for _, group, *_ in planned for bucket in group]
     everything = matrices + rest
     row: report.Row = {
         "dp": dp,
@@ -194,13 +203,13 @@ def _padding(buckets: Sequence[Bucket]) -> float:
     return 100 * sum(bucket.layout.padding for bucket in buckets) / payload
 
 
-def _owned(planned: Sequence[tuple[list[Bucket], list[Bucket], int]]) -> report.Row:
+def _owned(planned: Sequence[tuple[list[Bucket], list[Bucket], int, int]]) -> report.Row:
     """How much is cut and sent for it, and how long the busiest rank computes."""
     cut = total = 0
     moved = sent = 0.0
     slowest = 1.0
-    for matrices, rest, ranks in planned:
-        every = [one for bucket in matrices for one in matrices_in(bucket)]
+    for matrices, rest, ranks, count in planned:
+        every = [one for bucket in matrices for one in matrices_in(bucket, count)]
         found = assign_owners(every, ranks)
         total += sum(one.numel for one in every)
         cut += sum(one.numel for one in every if len(one.pieces) > 1)

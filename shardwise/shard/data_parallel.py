@@ -204,28 +204,39 @@ def planned_buckets(
         key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
         alike.setdefault(key, []).append(position)
     planned = []
-    for (home, dtype, _, whole, format, _), positions in alike.items():
+    filled: set[int] = set()  # positions that share a bucket with matrices
+    for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
+        home, dtype, trained, whole, format, uneven = key
+        positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
-        # The route of each; the shape that is laid out, and that of the whole tensor.
-        chosen = [
-            (routes[id(f.parameter)], f.shape, f.parameter.shape)
-            for f in (found[position] for position in positions)
-        ]
-        items = [
-            Item(found[position].name, shape, _grain(route.shape_of(shape), whole))
-            for position, (route, shape, _) in zip(positions, chosen, strict=True)
-        ]
-        if whole:
-            costs = [
-                matrix_cost(whole_shape, route, settings, measured=measured)
-                for route, _, whole_shape in chosen
+
+        def items_of(chosen: Sequence[int], whole: bool) -> list[Item]:
+            return [
+                Item(one.name, one.shape, _grain(routes[id(one.parameter)].shape_of(one.shape), whole))
+                for one in (found[position] for position in chosen)
             ]
-            promised = grain == "tensor"
-            buckets = plan_matrices(items, costs, num_shards[home], bucket_size, whole=promised)
+
+        items = items_of(positions, whole)
+        if not whole:
+            buckets = plan_elements(items, num_shards[home], bucket_size) if items else []
         else:
-            buckets = plan_elements(items, num_shards[home], bucket_size)
+            costs = [
+                matrix_cost(one.shape, routes[id(one)], settings, measured=measured)
+                for one in (found[position].parameter for position in positions)
+            ]
+            others = alike.get((home, dtype, trained, False, format, uneven), [])
+            buckets = plan_matrices(
+                items,
+                costs,
+                num_shards[home],
+                bucket_size,
+                fill=items_of(others, False),
+                whole=grain == "tensor",
+            )
+            positions += others
         for bucket in buckets:
             members = tuple(positions[member] for member in bucket.members)
+            filled.update(members)
             planned.append(PlannedBuffer(members, bucket.layout, format, home))
     return sorted(planned, key=lambda buffer: -min(buffer.members))
 
