@@ -212,7 +212,11 @@ def planned_buckets(
 
         def items_of(chosen: Sequence[int], whole: bool) -> list[Item]:
             return [
-                Item(one.name, one.shape, _grain(routes[id(one.parameter)].shape_of(one.shape), whole))
+                Item(
+                    one.name,
+                    one.shape,
+                    _grain(routes[id(one.parameter)].shape_of(one.shape), whole),
+                )
                 for one in (found[position] for position in chosen)
             ]
 
