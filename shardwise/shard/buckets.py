@@ -34,7 +34,7 @@ matrix together.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
-``whole=True`` promises that no matrix is cut: buckets are then as large as that takes, and what
+``grain="tensor"`` promises that no matrix is cut: buckets are then as large as that takes, and what
 fits in no row is packed with padding. The promise is refused where that would pad too much.
 """
 
@@ -42,6 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.layout import (
     ALIGNMENT,
@@ -96,7 +97,7 @@ def plan_matrices(
     bucket_size: int,
     *,
     fill: Sequence[Item] = (),
-    whole: bool = False,
+    grain: Any = None,
 ) -> list[Bucket]:
     """Buckets for matrices, whose grains say what must stay together for their optimizer.
 
@@ -106,7 +107,8 @@ def plan_matrices(
         bucket_size: number of elements from which a bucket is large enough to be sent.
         fill: parameters of grain ``element``, in backprop order. A bucket that they fill has them
             among its members, counted on from the matrices.
-        whole: raise rather than cut a matrix.
+        grain: "tensor": raise rather than cut a matrix; ROW: cut it rather than make a bucket much
+            larger than ``bucket_size``.
     """
     if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
         raise ValueError(
@@ -115,7 +117,9 @@ def plan_matrices(
         )
     total = sum(item.numel for item in items)
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
-    largest = total if whole else max(limit, int(total * LARGEST_WHOLE))
+    whole = grain == "tensor"
+    share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
+    largest = max(limit, int(total * share))
     filler = [Item(one.name, one.shape, ELEMENT) for one in fill]
     budget = max(total // WHOLE_PADDING, CHEAP_PADDING)
     cut = _kinds(items, costs, num_shards, bucket_size, limit, largest)
@@ -166,7 +170,7 @@ def _promised(
     Raises where each of these pads too much."""
     total = sum(item.numel for item in every[: len(costs)])
     # More buckets overlap more: the first choice that pads little, else the one that pads least.
-    found = []
+    found: list[tuple[int, int, list[Bucket]]] = []
     for others, members in [*choices, ([], range(len(costs)))]:
         packed = _packed(every, costs, members, num_shards, little)
         padding = packed.layout.padding + sum(one.layout.padding for one in others)

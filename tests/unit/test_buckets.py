@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.padding import buckets_of, deepseek_v3, llama_3_8b, price, qwen3_30b_a3b
-from shardwise.layout import ALIGNMENT, ELEMENT, TENSOR, Item, tensor_fraction
+from shardwise.layout import ALIGNMENT, ELEMENT, ROW, TENSOR, Item, tensor_fraction
 from shardwise.shard.buckets import (
+    LARGEST_BUCKET,
     LARGEST_WHOLE,
     MANY_BUCKETS,
     PROMISED_PADDING,
@@ -118,10 +119,19 @@ def test_mixtures_of_experts_pad_little(weights: list, dp: int) -> None:  # type
 def test_a_promise_of_whole_matrices_is_kept(dp: int) -> None:
     items = [Item(w.name, w.shape, TENSOR) for w in reversed(llama_3_8b()) if w.matrix]
     costs = [price(item.shape) for item in items]
-    buckets = plan_matrices(items, costs, dp, BUCKET, whole=True)
+    buckets = plan_matrices(items, costs, dp, BUCKET, grain="tensor")
     assert holders(buckets) == {1: 224}
     assert padding(buckets) <= 1 / PROMISED_PADDING
     assert sorted(index for bucket in buckets for index in bucket.members) == list(range(224))
+
+
+def test_small_buckets_instead_of_whole_matrices() -> None:
+    items = [Item(w.name, w.shape, TENSOR) for w in reversed(llama_3_8b()) if w.matrix]
+    costs = [price(item.shape) for item in items]
+    for dp in (16, 64, 128):
+        buckets = plan_matrices(items, costs, dp, BUCKET, grain=ROW)
+        assert len(buckets) >= MANY_BUCKETS and padding(buckets) < 0.001
+        assert max(bucket.layout.numel for bucket in buckets) <= LARGEST_BUCKET * BUCKET
 
 
 @pytest.mark.parametrize("dp", [225, 256, 1024])
@@ -129,7 +139,7 @@ def test_or_it_is_refused(dp: int) -> None:
     items = [Item(w.name, w.shape, TENSOR) for w in reversed(llama_3_8b()) if w.matrix]
     costs = [price(item.shape) for item in items]
     with pytest.raises(ValueError, match=rf"224 matrices whole on {dp} ranks would pad .* fewer"):
-        plan_matrices(items, costs, dp, BUCKET, whole=True)
+        plan_matrices(items, costs, dp, BUCKET, grain="tensor")
 
 
 def test_a_tied_embedding_costs_no_padding() -> None:
