@@ -40,6 +40,7 @@ fits in no row is packed with padding. The promise is refused where that would p
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -339,7 +340,7 @@ def _packed(
     """The bucket of whole matrices, as balanced in cost as the size of its shards allows. What
     comes after the matrices among ``items`` fills it where it would pad more than the budget:
     latest first, because such a bucket is complete late."""
-    bucket = _balanced(items, costs, members, num_shards)
+    bucket = _planned(items, members, num_shards)
     filled = list(members)
     for index in reversed(range(len(costs), len(items))):
         gap = bucket.layout.padding
@@ -347,38 +348,40 @@ def _packed(
             break
         if items[index].numel * 8 > gap:  # a small one fills nothing
             filled.append(index)
-            other = _balanced(items, costs, sorted(filled), num_shards)
+            other = _planned(items, sorted(filled), num_shards)
             bucket = min(bucket, other, key=lambda one: one.layout.padding)
-    return bucket
+    return _balanced(items, costs, bucket)
 
 
-def _balanced(
-    items: Sequence[Item], costs: Sequence[int], members: Sequence[int], num_shards: int
-) -> Bucket:
-    """The bucket of whole matrices, and of what fills its last shards."""
-    bucket = _planned(items, members, num_shards)
-    size, starts = bucket.layout.shard_size, {}
-    matrices = [index for index in members if index < len(costs)]
+def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bucket:
+    """The bucket with its matrices in other shards, where their costs are more even; what fills it
+    lies in the last shards."""
+    num_shards, size = bucket.layout.num_shards, bucket.layout.shard_size
+    matrices = [index for index in bucket.members if index < len(costs)]
     if any(items[index].grain_size < items[index].numel for index in matrices) or size % ALIGNMENT:
         return bucket  # stacks span several shards: their costs are as balanced as their bytes
-    end = num_shards * size
-    for index in members[len(matrices) :]:
+    starts, end = {}, num_shards * size
+    for index in bucket.members[len(matrices) :]:
         end -= _aligned(items[index].numel)
         starts[index] = end
     free = [min(size, end - shard * size) for shard in range(num_shards)]
-    loads = [0] * num_shards
+    # The least loaded shard first, of these the emptiest.
+    heap = [(0, -free[shard], shard) for shard in range(num_shards)]
+    least = min(items[index].numel for index in matrices)
     for index in sorted(matrices, key=lambda i: (-costs[i], -items[i].numel, i)):
-        fitting = [shard for shard in range(num_shards) if items[index].numel <= free[shard]]
-        if not fitting:
+        full: list[tuple[int, int, int]] = []
+        while heap and -heap[0][1] < items[index].numel:
+            full.append(heapq.heappop(heap))
+        if not heap:
             return bucket
-        shard = min(fitting, key=lambda shard: (loads[shard], -free[shard], shard))
+        load, _, shard = heapq.heappop(heap)
         starts[index] = min((shard + 1) * size, end) - free[shard]
         free[shard] -= _aligned(items[index].numel)
-        loads[shard] += costs[index]
-    layout = Layout(
-        bucket.layout.items, num_shards, size, tuple(starts[index] for index in bucket.members)
-    )
-    return Bucket(bucket.members, layout)
+        for entry in (*full, (load + costs[index], -free[shard], shard)):
+            if -entry[1] >= least:
+                heapq.heappush(heap, entry)
+    addresses = tuple(starts[index] for index in bucket.members)
+    return Bucket(bucket.members, Layout(bucket.layout.items, num_shards, size, addresses))
 
 
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:
