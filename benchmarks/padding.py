@@ -3,6 +3,9 @@
 
 Arithmetic alone: the buckets that ``data_parallel`` would make of published shapes are planned for
 each dp, and what they pad, cut and send is added up. No model is built and nothing is sent.
+
+A last table has plans of a step: matrices cut to keep buckets small, whole where there are enough
+(the default), and whole by promise.
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import shardwise as sw
 from benchmarks import report
-from shardwise.layout import TENSOR, Item, tensor_fraction
+from shardwise.layout import ROW, TENSOR, Item, tensor_fraction
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_config import GPTConfig
 from shardwise.optim.ownership import assign_owners
 from shardwise.optim.presets import DEFAULT, PRESETS, cost
 from shardwise.optim.split import Matrix, matrices_of, stored_matrices
@@ -135,7 +144,7 @@ def local_experts(weights: Iterable[Weight], ranks: int) -> list[Weight]:
 
 
 def buckets_of(
-    weights: Sequence[Weight], dp: int, bucket_mb: float = BUCKET_MB
+    weights: Sequence[Weight], dp: int, bucket_mb: float = BUCKET_MB, *, grain: Any = None
 ) -> tuple[list[Bucket], list[Bucket]]:
     """The buckets of matrices and those of the rest, as data_parallel makes them."""
     size = int(bucket_mb * 2**20) // WIDTH
@@ -146,16 +155,20 @@ def buckets_of(
         if w.matrix
     ]
     rest = [Item(w.name, w.shape) for w in backwards if not w.matrix]
-    found = plan_matrices(matrices, [price(item.shape) for item in matrices], dp, size)
-    return found, plan_elements(rest, dp, size)
+    costs = [price(item.shape) for item in matrices]
+    found = plan_matrices(matrices, costs, dp, size, fill=rest, grain=grain)
+    used = {member - len(matrices) for bucket in found for member in bucket.members}
+    left = [item for number, item in enumerate(rest) if number not in used]
+    return found, plan_elements(left, dp, size)
 
 
-def matrices_in(bucket: Bucket) -> list[Matrix]:
-    """The matrices of a bucket as the optimizer finds them, with their pieces."""
+def matrices_in(bucket: Bucket, count: int | None = None) -> list[Matrix]:
+    """The matrices of a bucket as the optimizer finds them, with their pieces. ``count``: of all
+    matrices; members from there on are others, which fill the bucket."""
     found = []
     layout = bucket.layout
     for index, item in enumerate(layout.items):
-        if len(item.shape) < 2:
+        if len(item.shape) < 2 or (count is not None and bucket.members[index] >= count):
             continue
         matrices = matrices_of(item.shape, None)
         whole = item.grain.kind == "tensor" and item.grain_size >= matrices[0].numel
@@ -169,13 +182,18 @@ def matrices_in(bucket: Bucket) -> list[Matrix]:
 Parts = Sequence[tuple[Sequence[Weight], int]]  # weights with the ranks of their mesh
 
 
-def row_of(dp: int, parts: Parts, bucket_mb: float, *, owners: bool = True) -> report.Row:
+def row_of(
+    dp: int, parts: Parts, bucket_mb: float, *, owners: bool = True, grain: Any = None
+) -> report.Row:
     """One line: all buckets of a model, and with ``owners`` what its optimizer does with them."""
     begin = time.perf_counter()
-    planned = [(*buckets_of(weights, ranks, bucket_mb), ranks) for weights, ranks in parts]
+    planned = [
+        (*buckets_of(weights, ranks, bucket_mb, grain=grain), ranks, sum(w.matrix for w in weights))
+        for weights, ranks in parts
+    ]
     seconds = time.perf_counter() - begin
-    matrices = [bucket for group, _, _ in planned for bucket in group]
-    rest = [bucket for _, group, _ in planned for bucket in group]
+    matrices = [bucket for group, *_ in planned for bucket in group]
+    rest = [bucket for _, group, *_ in planned for bucket in group]
     everything = matrices + rest
     row: report.Row = {
         "dp": dp,
@@ -194,13 +212,13 @@ def _padding(buckets: Sequence[Bucket]) -> float:
     return 100 * sum(bucket.layout.padding for bucket in buckets) / payload
 
 
-def _owned(planned: Sequence[tuple[list[Bucket], list[Bucket], int]]) -> report.Row:
+def _owned(planned: Sequence[tuple[list[Bucket], list[Bucket], int, int]]) -> report.Row:
     """How much is cut and sent for it, and how long the busiest rank computes."""
     cut = total = 0
     moved = sent = 0.0
     slowest = 1.0
-    for matrices, rest, ranks in planned:
-        every = [one for bucket in matrices for one in matrices_in(bucket)]
+    for matrices, rest, ranks, count in planned:
+        every = [one for bucket in matrices for one in matrices_in(bucket, count)]
         found = assign_owners(every, ranks)
         total += sum(one.numel for one in every)
         cut += sum(one.numel for one in every if len(one.pieces) > 1)
@@ -274,6 +292,85 @@ def run(every: Sequence[int], shown: Sequence[int], bucket_mb: float) -> list[re
     return tables
 
 
+FIRST = ("blocks.0.", "embedding")  # whose gradients come last
+GRAINS = {"ROW": ROW, "default": None, "tensor": "tensor"}
+PLANNED = {
+    "dp": ("dp", "d"),
+    "grain": ("grain", "s"),
+    "whole": ("matrices whole of 224", "d"),
+    "padding": ("padding %", ".2f"),
+    "buckets": ("buckets", "d"),
+    "late": ("reduced after backward %", ".0f"),
+    "sent": ("sent GiB", ".2f"),
+    "balance": ("busiest rank / mean", ".2f"),
+    "one": ("peak GiB, 1 microbatch", ".2f"),
+    "several": ("peak GiB, 4 microbatches", ".2f"),
+}
+
+
+def planned(ranks: Sequence[int] = (16, 32, 64, 128)) -> report.Table:
+    """Llama-3-8B under ``data_parallel`` and Muon, by plan."""
+    shape = GPTConfig(
+        vocab_size=128256,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=14336,
+        context=8192,
+        qk_norm=False,
+    )
+    with torch.device("meta"):
+        model = GPT(shape)
+    precision = sw.Precision(weights="bf16", reduce="fp32")
+    rows: list[report.Row] = []
+    for dp in ranks:
+        for name, grain in GRAINS.items():
+            one, several = (
+                sw.plan(
+                    model,
+                    {"dp": dp},
+                    "zero1",
+                    optimizer="muon",
+                    precision=precision,
+                    bucket_mb=BUCKET_MB,
+                    microbatches=microbatches,
+                    grain=grain,
+                )
+                for microbatches in (1, 4)
+            )
+            layouts = [group.layout for unit in one.units for group in unit.groups]
+            last = [
+                layout
+                for layout in layouts
+                if any(item.name.startswith(FIRST) for item in layout.items)
+            ]
+            total = sum(layout.payload for layout in layouts)
+            assert one.matrices is not None
+            rows.append(
+                {
+                    "dp": dp,
+                    "grain": name,
+                    "whole": one.matrices.num_whole,
+                    "padding": 100 * one.padding / one.num_elements,
+                    "buckets": len(layouts),
+                    "late": 100 * sum(layout.payload for layout in last) / total,
+                    "sent": sum(call.wire_bytes for call in one.collectives) / 2**30,
+                    "balance": 1 / one.matrices.balance,
+                    "one": one.total / 2**30,
+                    "several": several.total / 2**30,
+                }
+            )
+    note = (
+        f"data_parallel, zero(1), Muon, bf16 weights, fp32 reductions, buckets of {BUCKET_MB} MiB, "
+        f"without activations.\nReduced after backward: buckets that wait for the first block's "
+        f"gradients. With one microbatch the gradients of a bucket are in memory until the last of "
+        f"them has come; with several all are."
+    )
+    title = "Llama-3-8B: cut, whole, and whole by promise"
+    return report.Table(title=title, note=note, columns=PLANNED, rows=rows)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.padding",
@@ -288,7 +385,7 @@ def main(arguments: Sequence[str]) -> int:
     facts["command"] = " ".join(["python -m benchmarks.padding", *arguments])
     every = range(2, options.largest + 1)
     shown = [dp for dp in SHOWN if dp <= options.largest]
-    tables = run(every, shown, options.bucket_mb)
+    tables = [*run(every, shown, options.bucket_mb), planned()]
     for path in report.write(tables, facts, "padding", options.results):
         sys.stdout.write(f"{path}\n")
     return 0

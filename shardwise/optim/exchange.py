@@ -337,6 +337,7 @@ class Exchange:
 
     def _assemble(self, one: _UnderWay) -> list[Batch]:
         """The matrices that this rank owns, in batches of one shape."""
+        received = self._receive(one.transfer)  # and what was sent is free
         whole: dict[int, Tensor] = {}
         batches = []
         for shape, keys in one.round.batches:
@@ -349,7 +350,6 @@ class Exchange:
                     whole[index] = self._empty(self.matrices[index].numel)
         targets = [whole[index][lo:hi] for index, lo, hi in one.round.own]
         sources = list(one.own)
-        received = self._receive(one.transfer)
         if one.transfer is not None and received is not None:
             targets += [whole[index][lo:hi] for _, index, lo, hi in one.transfer.leg.receives]
             sources += received.split(one.transfer.leg.lengths)

@@ -36,6 +36,7 @@ from shardwise.optim.matrix_parameter import MatrixParameter
 from shardwise.optim.muon_step import MuonGroup
 from shardwise.optim.storage import cut_into_pieces, local_of
 from shardwise.placements import joint_places, ranks_by
+from shardwise.streams import read_later
 from shardwise.tensor import ShardedTensor
 from shardwise.tile import replicated_tile
 
@@ -48,12 +49,15 @@ class FunctionGroup(MatrixGroup):
     def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
         self.function = function_of(self.members[0].group)
         self.blocks = self._blocks("duplicated")  # every rank of tensor parallelism computes it all
+        self.reads_late = locals_[0].device.type == "cuda"  # the host does not wait for the device
 
     def _plan_step(self) -> None:
         self._refuse_other_matrices()
         self._mesh = self._data_mesh()
         self._states: States = {}
         self._problem: str | None = None
+        # Updates of the last step on a GPU: a matrix of each, and what reads whether it is finite.
+        self._unread: list[tuple[Key, Callable[[], list[float]]]] = []
         self._seen: dict[Key, int] = {}  # versions of step counters that are known not to be 0
         # The blocks of each parameter: (matrix, number within it), in order.
         self.blocks_of: list[list[Key]] = [[] for _ in self.members]
@@ -100,6 +104,7 @@ class FunctionGroup(MatrixGroup):
                 else:
                     found[full] = made if old is None else old.to(dtype)
         self._seen.clear()
+        self._unread.clear()
         return found
 
     def _named(self, position: int, name: str, key: Key) -> str:
@@ -154,6 +159,12 @@ class FunctionGroup(MatrixGroup):
 
     def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         self._states = states
+        for key, largest in self._unread:
+            problem = self._not_finite(key, largest(), "the last")
+            if problem is not None and self._problem is None:
+                name = self.exchange.matrices[key[0]].name
+                self._problem = f"'{name}': {problem}; the weights have that update already"
+        self._unread.clear()
         return super().step(states, clip)
 
     def _begin(
@@ -204,12 +215,13 @@ class FunctionGroup(MatrixGroup):
             state = {name: torch.stack(values) for name, values in stored.items()}
         update = self.function.run(batch, state, group)
         problem = problem_of(self.function.name, batch, update, state, template)
-        if problem is None and first and not bool(torch.isfinite(update).all()):
-            kind = "finite" if bool(torch.isfinite(batch).all()) else "NaN or infinite"
-            problem = (
-                f"{self.function.name}, for {kind} gradients {list(batch.shape)}, returned NaN or "
-                f"infinity in its first step: look at its divisions and roots, or at the loss"
-            )
+        if problem is None:
+            norms = [torch.linalg.vector_norm(one, math.inf) for one in (update, batch)]
+            largest = read_later(torch.stack(norms))
+            if first or not self.reads_late:
+                problem = self._not_finite(keys[0], largest(), "its first" if first else "this")
+            else:  # read in the next step
+                self._unread.append((keys[0], largest))
         if problem is not None:
             raise ValueError(problem)
         for name, values in stored.items():
@@ -218,6 +230,17 @@ class FunctionGroup(MatrixGroup):
             steps = self._state(key, STEPS).add_(1)
             self._seen[key] = steps._version
         return update
+
+    def _not_finite(self, key: Key, largest: Sequence[float], step: str) -> str | None:
+        """``largest``: the largest elements of an update and of the gradients it was made from."""
+        update, gradient = map(math.isfinite, largest)
+        if update:
+            return None
+        kind = "finite" if gradient else "NaN or infinite"
+        return (
+            f"{self.function.name}, for {kind} gradients {list(self._shape(key))}, returned NaN or "
+            f"infinity in {step} step: look at its divisions and roots, or at the loss"
+        )
 
     def _state(self, key: Key, name: str) -> Tensor:
         position = self._parameter(key[0])

@@ -76,8 +76,16 @@ class MatrixOptimizer:
             )
         FUNCTIONS[self.name] = self
 
-    def __call__(self, **options: Any) -> FunctionSettings:
+    def __repr__(self) -> str:
+        return f"{self.name}{inspect.signature(self.function)}"
+
+    def __call__(self, *arguments: Any, **options: Any) -> FunctionSettings:
         """Settings for ``sw.optimizer(matrix=...)``."""
+        if arguments:
+            raise TypeError(
+                f"{self.name}(...) takes options by keyword, as in {self.name}(lr=0.01), and gives "
+                f"settings for sw.optimizer; the function itself is {self.name}.function"
+            )
         unknown = [name for name in options if name not in (*self.options, *_OURS)]
         filled = {name: options.get(name, default) for name, default in self.options.items()}
         missing = [name for name, value in filled.items() if value is inspect.Parameter.empty]

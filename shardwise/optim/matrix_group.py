@@ -89,13 +89,14 @@ class MatrixGroup:
             [position for position, at in enumerate(orders) if at == order]
             for order in sorted(set(orders))
         ]
+        self._prepare(locals_, measured)
         matrices = self._matrices(measured, orders, known)
-        self.spread = self._spread(matrices, shards, replicas)
+        computed = self._computed(matrices)
+        self.spread = self._spread(matrices, shards, replicas, computed)
         if self.spread is not None:
             self.sharding = self.spread.sharding
             matrices = self._matrices(measured, orders, known)
             shards, replicas = self.sharding.axis(self.sharding.sharded), None
-        self._prepare(locals_, measured)
         self.exchange = Exchange(
             matrices,
             shards,
@@ -103,7 +104,7 @@ class MatrixGroup:
             device,
             wire=first["wire"],
             step_bytes=first.get("step_bytes"),
-            **self._computed(matrices),
+            **computed,
         )
         self._stored = [self._weight(position).numel() > 0 for position in range(len(members))]
         self.exchange.agree()
@@ -133,12 +134,18 @@ class MatrixGroup:
         ]
 
     def _spread(
-        self, matrices: Sequence[Matrix], shards: comm.Axis | None, replicas: comm.Axis | None
+        self,
+        matrices: Sequence[Matrix],
+        shards: comm.Axis | None,
+        replicas: comm.Axis | None,
+        computed: dict[str, Any],
     ) -> Spread | None:
         """The even division between replicas, where that is cheaper than one by matrix."""
         if replicas is None:
             return None
-        plan = assign_owners(matrices, shards.size if shards is not None else 1, replicas.size)
+        width = computed.get("results", torch.float32).itemsize
+        ranks = shards.size if shards is not None else 1
+        plan = assign_owners(matrices, ranks, replicas.size, result_width=width)
         parameters = [one.parameter for one in self.members]
         dense = all(local_of(parameter).is_contiguous() for parameter in parameters)
         return (

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.division import Evenly, Span, divide_evenly
 from shardwise.memory import counted
-from shardwise.optim.ownership import Ownership
+from shardwise.optim.ownership import WIDTH, Ownership
 from shardwise.optim.split import Piece
 from shardwise.optim.storage import Sharding, pieces_of, version_of
 from shardwise.placements import ranks_by
@@ -33,20 +33,23 @@ from shardwise.tensor import ShardedTensor
 
 
 def evenly_is_cheaper(plan: Ownership) -> bool:
-    """Whether even parts cost less than whole matrices, in elements that the busiest rank receives
-    from other replicas."""
-    replicas = plan.num_replicas
+    """Whether even parts cost less than whole matrices, in bytes that the busiest rank receives
+    from other replicas: gradients and weights in fp32, results in their own width."""
+    replicas, width = plan.num_replicas, plan.result_width
     stored: Counter[int] = Counter()  # by shard
     parts: Counter[tuple[int, int]] = Counter()  # by replica and shard
     for matrix, (replica, _) in zip(plan.matrices, plan.owners, strict=True):
         for rank, low, high in matrix.pieces:
             stored[rank] += high - low
             parts[replica, rank] += high - low
-    by_matrix = max(stored[rank] + (replicas - 2) * part for (_, rank), part in parts.items())
+    by_matrix = max(
+        WIDTH * (replicas - 1) * part + width * (stored[rank] - part)
+        for (_, rank), part in parts.items()
+    )
     largest = max(matrix.numel for matrix in plan.matrices)
     owned = max(largest, sum(stored.values()) / (replicas * plan.num_shards))
-    most = max(stored.values())
-    evenly = (2 * (replicas - 1) + 1) * most / replicas + owned
+    most = max(stored.values()) / replicas
+    evenly = WIDTH * (2 * (replicas - 1) * most + owned) + width * most
     return evenly < by_matrix
 
 

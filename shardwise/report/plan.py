@@ -55,6 +55,7 @@ from shardwise.report.table import plan_text
 from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
 from shardwise.shard.building import PlannedBuffer
 from shardwise.shard.checks import grain_problems
+from shardwise.shard.data_parallel import GRAINS
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
 
@@ -190,12 +191,12 @@ def plan(
         model = planned_tiles(model, tp)
     if bucket_mb is None:
         root = owners(model, wrap, ignored)
-    elif wrap is None and grain in (None, "tensor"):
+    elif wrap is None and grain in GRAINS:
         root = whole_model(model, ignored)
     else:
         raise ValueError(
             "plan: wrap and grains are fully_shard's, and bucket_mb is data_parallel's, which "
-            "takes the whole model, and of grains 'tensor' alone: give one or the other"
+            "takes the whole model, and of grains 'tensor' and ROW alone: give one or the other"
         )
     precision = precision or Precision()
     problems = precision.unmatched([one.name for owner in root.tree() for one in owner.found])

@@ -16,25 +16,34 @@ has ``bucket_size`` elements:
     shard 2  | g2    | q2  | k2 |
     shard 3  | g3    | q3  | k3 |
 
-Where there are fewer than N matrices of a size, or a row of them is more than half of the model and
-would leave nothing of backward to overlap with, every matrix is cut in k equal parts (grain
-``tensor/k``) and a bucket holds N/k matrices; k is as small as possible. The optimizer brings the
-parts of one matrix together.
+Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole in one
+bucket. A parameter that may be cut anywhere (an embedding) fills the shards that they leave empty:
+
+    shard 0  | g4          |
+    shard 1  | q4   | k4 ..|
+    shard 2  | embedding   |
+    shard 3  | embedding ..|
+
+Where that would still pad much, they are cut by rows, else by elements. A stack ``[experts, out,
+in]`` may be cut between its matrices, which keeps them whole.
+
+Where there are fewer than N matrices of a size, or a row of them is most of the model and would
+leave nothing of backward to overlap with, every matrix is cut in k equal parts (grain ``tensor/k``)
+and a bucket holds N/k matrices; k is as small as possible. The optimizer brings the parts of one
+matrix together.
 
     8 shards, k = 4           | g0 1/4 | g0 2/4 | g0 3/4 | g0 4/4 | g1 1/4 | g1 2/4 | ..
 
-Matrices that fit in no row (the end of the model, a prime number of ranks) are packed whole where
-that pads little, else cut by rows, else by elements. A stack ``[experts, out, in]`` may be cut
-between its matrices, which keeps them whole.
-
-``whole=True`` promises that no matrix is cut: buckets are then as large as that takes, and what
+``grain="tensor"`` promises that no matrix is cut: buckets are then as large as that takes, and what
 fits in no row is packed with padding. The promise is refused where that would pad too much.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.layout import (
     ALIGNMENT,
@@ -47,9 +56,9 @@ from shardwise.layout import (
     tensor_fraction,
 )
 
-# To keep matrices whole, a bucket may exceed ``bucket_size`` while this many buckets remain: the
-# first is reduced while backward fills the second.
-FEWEST_BUCKETS = 2
+# To keep matrices whole, a bucket may be so large a part of all matrices: one bucket is reduced
+# while backward fills the next.
+LARGEST_WHOLE = 0.55
 # Several rows, or parts of matrices, share a bucket while this many remain ...
 MANY_BUCKETS = 8
 # ... and up to this many times ``bucket_size``: the gradients of a bucket are alive at once.
@@ -59,6 +68,8 @@ SMALL_ROW = 1 << 20
 WHOLE_PADDING = 64  # leftovers stay whole where that pads at most 1/64 of all matrices
 PROMISED_PADDING = 8  # with a promise, where that pads at most 1/8 of them
 CUT_PADDING = 128  # parts need not be equal to the row: 1/128 of a bucket may be padding
+MOST_JOINED = 4  # buckets of rows that leftovers may join, so that all pad less
+MOST_FILL = 2  # parameters that fill a bucket, at most
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,8 @@ def plan_matrices(
     num_shards: int,
     bucket_size: int,
     *,
-    whole: bool = False,
+    fill: Sequence[Item] = (),
+    grain: Any = None,
 ) -> list[Bucket]:
     """Buckets for matrices, whose grains say what must stay together for their optimizer.
 
@@ -94,7 +106,10 @@ def plan_matrices(
         items: in backprop order, of grain ``tensor``, or ``tensor/E`` for a stack of E matrices.
         costs: the optimizer's work for each matrix; shards are balanced by it.
         bucket_size: number of elements from which a bucket is large enough to be sent.
-        whole: raise rather than cut a matrix.
+        fill: parameters of grain ``element``, in backprop order. A bucket that they fill has them
+            among its members, counted on from the matrices.
+        grain: "tensor": raise rather than cut a matrix; ROW: cut it rather than make a bucket much
+            larger than ``bucket_size``.
     """
     if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
         raise ValueError(
@@ -103,26 +118,91 @@ def plan_matrices(
         )
     total = sum(item.numel for item in items)
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
-    largest_row = total if whole else max(limit, total // FEWEST_BUCKETS)
-    kinds = _kinds(items, costs, num_shards, bucket_size, limit, largest_row)
-    if whole:
-        kinds = [kind if kind is not None and kind.parts == 1 else None for kind in kinds]
+    whole = grain == "tensor"
+    share = {"tensor": 1.0, ROW: 0.0}.get(grain, LARGEST_WHOLE)
+    largest = max(limit, int(total * share))
+    filler = [Item(one.name, one.shape, ELEMENT) for one in fill]
+    budget = max(total // WHOLE_PADDING, CHEAP_PADDING)
+    cut = _kinds(items, costs, num_shards, bucket_size, limit, largest)
+    uncut = [
+        kind if kind is not None and item.grain.count % kind.parts == 0 else None
+        for item, kind in zip(items, cut, strict=True)
+    ]
+    # All whole; then what is in no row.
+    for kinds in (uncut, cut):
+        buckets, full, loose = _in_rows(items, kinds, num_shards, bucket_size, limit)
+        kept = [*buckets, *([_whole_rows(items, full, num_shards)] if full else [])]
+        if not loose:
+            return _in_completion(kept)
+        # With the rows of the open bucket; alone; with those of buckets that are complete late.
+        choices = [(kept, loose)]
+        for bucket in reversed(kept[-MOST_JOINED if kinds is uncut else len(buckets) :]):
+            others, members = choices[-1]
+            choices.append((others[:-1], sorted([*members, *bucket.members])))
+        if full:
+            choices[:2] = choices[1::-1]
+        if whole:
+            return _promised([*items, *filler], costs, choices, num_shards, budget)
+        for fillers in ([], filler) if kinds is uncut else ([],):
+            for others, members in choices:
+                size = sum(items[index].numel for index in members)
+                least = num_shards * max(items[index].grain_size for index in members) - size
+                if size <= largest and least - sum(one.numel for one in fillers) <= budget:
+                    packed = _packed([*items, *fillers], costs, members, num_shards, budget)
+                    if packed.layout.padding <= budget:
+                        return _in_completion([*others, packed])
+    for part in _in_order([items[index] for index in loose], bucket_size):
+        kept.append(_cut_anywhere(items, [loose[index] for index in part], num_shards))
+    return _in_completion(kept)
+
+
+def _in_completion(buckets: Sequence[Bucket]) -> list[Bucket]:
+    return sorted(buckets, key=lambda bucket: bucket.complete_at)
+
+
+def _promised(
+    every: Sequence[Item],
+    costs: Sequence[int],
+    choices: Sequence[tuple[Sequence[Bucket], Sequence[int]]],
+    num_shards: int,
+    little: int,
+) -> list[Bucket]:
+    """All matrices whole: those that fit in no row by one of the choices, or all in one bucket.
+    Raises where each of these pads too much."""
+    total = sum(item.numel for item in every[: len(costs)])
+    # More buckets overlap more: the first choice that pads little, else the one that pads least.
+    found: list[tuple[int, int, list[Bucket]]] = []
+    for others, members in [*choices, ([], range(len(costs)))]:
+        packed = _packed(every, costs, members, num_shards, little)
+        padding = packed.layout.padding + sum(one.layout.padding for one in others)
+        found.append((max(padding, little), len(found), [*others, packed]))
+    padding, _, buckets = min(found, key=lambda one: one[:2])
+    if padding > max(total // PROMISED_PADDING, little):
+        raise ValueError(
+            f"grain='tensor': {len(costs)} matrices whole on {num_shards} ranks would pad them by "
+            f"{100 * padding / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer ranks, or "
+            f"leave grain out, so that matrices may lie on several ranks"
+        )
+    return _in_completion(buckets)
+
+
+# ------------------------------------------------------------------------------ rows
+
+
+def _in_rows(
+    items: Sequence[Item],
+    kinds: Sequence[_Kind | None],
+    num_shards: int,
+    bucket_size: int,
+    limit: int,
+) -> tuple[list[Bucket], list[list[int]], list[int]]:
+    """Buckets of rows; the full rows of whole matrices that are no bucket yet; and what is in no
+    full row."""
     queues: dict[_Kind, list[int]] = {}
     buckets: list[Bucket] = []
-    full: list[list[int]] = []  # full rows of whole matrices in the bucket that is open
+    full: list[list[int]] = []
     filled = 0  # number of elements in these rows
     loose: list[int] = []
-
-    def size_of(members: Sequence[int]) -> int:
-        return sum(items[index].numel for index in members)
-
-    def close() -> None:
-        nonlocal filled
-        if full:
-            buckets.append(_whole_rows(items, full, num_shards))
-            full.clear()
-            filled = 0
-
     for index, kind in enumerate(kinds):
         if kind is None:
             loose.append(index)
@@ -135,65 +215,16 @@ def plan_matrices(
         if kind.parts > 1:
             buckets.append(_cut_row(items, queue, kind.parts, num_shards))
             continue
-        if filled + num_shards * kind.numel > limit:
-            close()
+        size = num_shards * kind.numel
+        if full and filled + size > limit:
+            buckets.append(_whole_rows(items, full, num_shards))
+            full, filled = [], 0
         full.append(queue)
-        filled += num_shards * kind.numel
+        filled += size
         if filled >= bucket_size:
-            close()
-    loose = sorted(loose + [index for queue in queues.values() for index in queue])
-    budget = max(total // (PROMISED_PADDING if whole else WHOLE_PADDING), CHEAP_PADDING)
-    last = sorted([index for row in full for index in row] + loose)
-    if whole and loose:
-        return _promised(items, costs, buckets, full, loose, num_shards, budget)
-    for members in (last, loose) if loose and full else (last,) if loose else ():
-        if size_of(members) <= limit and _least_padding(items, members, num_shards) <= budget:
-            packed = _packed(items, costs, members, num_shards)
-            if packed.layout.padding <= budget:
-                buckets.append(packed)
-                if members is last:
-                    full.clear()
-                loose = []
-                break
-    close()
-    for part in _in_order([items[index] for index in loose], bucket_size):
-        buckets.append(_cut_anywhere(items, [loose[index] for index in part], num_shards))
-    return sorted(buckets, key=lambda bucket: bucket.complete_at)
-
-
-def _promised(
-    items: Sequence[Item],
-    costs: Sequence[int],
-    buckets: list[Bucket],
-    full: Sequence[Sequence[int]],
-    loose: Sequence[int],
-    num_shards: int,
-    budget: int,
-) -> list[Bucket]:
-    """All matrices whole: those that fit in no row alone, with the rows of the open bucket, or all
-    in one bucket. Raises where each of these pads more than the budget."""
-    rows = [index for row in full for index in row]
-    kept = [*buckets, *([_whole_rows(items, full, num_shards)] if full else [])]
-    choices = [(kept, list(loose)), (buckets, sorted([*rows, *loose])), ([], range(len(items)))]
-    found = []
-    for others, members in choices:
-        packed = _packed(items, costs, members, num_shards)
-        found.append((sum(one.layout.padding for one in others) + packed.layout.padding, packed))
-    # More buckets overlap more: the first choice that pads little, else the one that pads least.
-    allowed = max(budget * PROMISED_PADDING // WHOLE_PADDING, CHEAP_PADDING)
-    best = min(range(len(found)), key=lambda number: (max(found[number][0], allowed), number))
-    padding, packed = found[best]
-    if padding > budget:
-        total = sum(item.numel for item in items)
-        raise ValueError(
-            f"grain='tensor': {len(items)} matrices whole on {num_shards} ranks would pad them by "
-            f"{100 * padding / total:.0f} %, over {100 // PROMISED_PADDING} %: use fewer ranks, or "
-            f"leave grain out, so that matrices may lie on several ranks"
-        )
-    return sorted([*choices[best][0], packed], key=lambda bucket: bucket.complete_at)
-
-
-# ------------------------------------------------------------------------------ rows
+            buckets.append(_whole_rows(items, full, num_shards))
+            full, filled = [], 0
+    return buckets, full, sorted(loose + [one for queue in queues.values() for one in queue])
 
 
 @dataclass(frozen=True)
@@ -212,14 +243,18 @@ def _kinds(
     num_shards: int,
     bucket_size: int,
     limit: int,
-    largest_row: int,
+    largest: int,
 ) -> list[_Kind | None]:
     """The kind of row that each matrix fits in; None where a matrix fits in no row."""
     sizes = [(item.numel, cost) for item, cost in zip(items, costs, strict=True)]
     found: list[_Kind | None] = [None] * len(items)
     for (numel, cost), members in _grouped(sizes).items():
-        fits = num_shards == 1 or num_shards * numel <= max(largest_row, SMALL_ROW)
-        if num_shards <= len(members) and fits:
+        row, first = num_shards * numel, items[members[0]]
+        fits = num_shards == 1 or row <= max(largest, SMALL_ROW)
+        # The matrices of a stack are whole in parts of it too, and the bucket is smaller.
+        parts = _fewest_parts(first, len(members), num_shards, limit) if row > limit else 0
+        apart = parts > 0 and first.grain.count % parts == 0
+        if num_shards <= len(members) and fits and not apart:
             for index in members:
                 found[index] = _Kind(numel, cost, (), 1)
             continue
@@ -295,34 +330,58 @@ def _planned(items: Sequence[Item], members: Sequence[int], num_shards: int) -> 
     return Bucket(tuple(members), plan([items[index] for index in members], num_shards))
 
 
-def _least_padding(items: Sequence[Item], members: Sequence[int], num_shards: int) -> int:
-    """A lower bound of the padding of whole matrices; cheap, to avoid most attempts to pack."""
-    largest = max(items[index].grain_size for index in members)
-    return num_shards * largest - sum(items[index].numel for index in members)
-
-
 def _packed(
-    items: Sequence[Item], costs: Sequence[int], members: Sequence[int], num_shards: int
+    items: Sequence[Item],
+    costs: Sequence[int],
+    members: Sequence[int],
+    num_shards: int,
+    budget: int,
 ) -> Bucket:
-    """The bucket of whole matrices, as balanced in cost as the size of its shards allows."""
+    """The bucket of whole matrices, as balanced in cost as the size of its shards allows. What
+    comes after the matrices among ``items`` fills it where it would pad more than the budget:
+    latest first, because such a bucket is complete late."""
     bucket = _planned(items, members, num_shards)
-    size, starts = bucket.layout.shard_size, {}
-    if any(items[index].grain_size < items[index].numel for index in members) or size % ALIGNMENT:
+    filled = list(members)
+    for index in reversed(range(len(costs), len(items))):
+        gap = bucket.layout.padding
+        if gap <= budget or len(filled) == len(members) + MOST_FILL:
+            break
+        if items[index].numel * 8 > gap:  # a small one fills nothing
+            filled.append(index)
+            other = _planned(items, sorted(filled), num_shards)
+            bucket = min(bucket, other, key=lambda one: one.layout.padding)
+    return _balanced(items, costs, bucket)
+
+
+def _balanced(items: Sequence[Item], costs: Sequence[int], bucket: Bucket) -> Bucket:
+    """The bucket with its matrices in other shards, where their costs are more even; what fills it
+    lies in the last shards."""
+    num_shards, size = bucket.layout.num_shards, bucket.layout.shard_size
+    matrices = [index for index in bucket.members if index < len(costs)]
+    if any(items[index].grain_size < items[index].numel for index in matrices) or size % ALIGNMENT:
         return bucket  # stacks span several shards: their costs are as balanced as their bytes
-    loads, used = [0] * num_shards, [0] * num_shards
-    for index in sorted(members, key=lambda i: (-costs[i], -items[i].numel, i)):
-        numel = items[index].numel
-        fitting = [shard for shard in range(num_shards) if used[shard] + numel <= size]
-        if not fitting:
+    starts, end = {}, num_shards * size
+    for index in bucket.members[len(matrices) :]:
+        end -= _aligned(items[index].numel)
+        starts[index] = end
+    free = [min(size, end - shard * size) for shard in range(num_shards)]
+    # The least loaded shard first, of these the emptiest.
+    heap = [(0, -free[shard], shard) for shard in range(num_shards)]
+    least = min(items[index].numel for index in matrices)
+    for index in sorted(matrices, key=lambda i: (-costs[i], -items[i].numel, i)):
+        full: list[tuple[int, int, int]] = []
+        while heap and -heap[0][1] < items[index].numel:
+            full.append(heapq.heappop(heap))
+        if not heap:
             return bucket
-        shard = min(fitting, key=lambda shard: (loads[shard], used[shard], shard))
-        starts[index] = shard * size + used[shard]
-        used[shard] += _aligned(numel)
-        loads[shard] += costs[index]
-    layout = Layout(
-        bucket.layout.items, num_shards, size, tuple(starts[index] for index in bucket.members)
-    )
-    return Bucket(bucket.members, layout)
+        load, _, shard = heapq.heappop(heap)
+        starts[index] = min((shard + 1) * size, end) - free[shard]
+        free[shard] -= _aligned(items[index].numel)
+        for entry in (*full, (load + costs[index], -free[shard], shard)):
+            if -entry[1] >= least:
+                heapq.heappush(heap, entry)
+    addresses = tuple(starts[index] for index in bucket.members)
+    return Bucket(bucket.members, Layout(bucket.layout.items, num_shards, size, addresses))
 
 
 def _cut_anywhere(items: Sequence[Item], members: Sequence[int], num_shards: int) -> Bucket:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.agreement import raise_together
-from shardwise.layout import ELEMENT, TENSOR, Item, tensor_fraction
+from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, tensor_fraction
 from shardwise.mesh import Ranks, data_mesh, init_mesh
 from shardwise.optim.matrix_group import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
@@ -57,6 +57,7 @@ MeshChoice: TypeAlias = (
     "Mapping[str, DeviceMesh] | Callable[[str, nn.Parameter], DeviceMesh | None]"
 )
 _VERB = "data_parallel"
+GRAINS = (None, "tensor", ROW)
 
 
 def data_parallel(
@@ -65,7 +66,7 @@ def data_parallel(
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     bucket_mb: float = 256,
-    grain: Literal["tensor"] | None = None,
+    grain: Literal["tensor"] | Grain | None = None,
     meshes: MeshChoice | None = None,
     matrix: MuonSettings | None = None,
     overlap_gather: bool | str = False,
@@ -83,12 +84,13 @@ def data_parallel(
         placements: whose compute weights are replicated: ``zero(0)``, ``zero(1)`` (the default),
             ``zero(2)``, or your own; sharded weights are for ``fully_shard``.
         bucket_mb: megabytes of weights, in their own dtype, from which on a bucket is sent. It
-            grows where that keeps matrices whole, up to half of the model, so that the other half
-            of backward overlaps with it. Where there are fewer matrices of a size than ranks, or
-            more than half of the model would be one bucket, each matrix lies in equal parts on
-            several ranks, and the optimizer brings them together. ``sw.plan`` says how many.
+            grows where that keeps matrices whole, up to 55 % of the model, so that the rest of
+            backward overlaps with it; the gradients of a bucket are in memory at once. Where there
+            are too few matrices for the ranks, each matrix lies in equal parts on several ranks,
+            and the optimizer brings them together. ``sw.plan`` says how many.
         grain: "tensor" is a promise that every matrix lies whole on one rank, at the price of
             larger buckets and padding; refused where padding would be more than an eighth.
+            ``sw.ROW``: matrices are cut where that keeps buckets near ``bucket_mb``.
         meshes: other meshes for some parameters, by name pattern (``{"*.experts.*": expert_mesh}``)
             or as a function; a pattern also stands for everything below the module it names. Their
             gradients are summed over that mesh and divided by the ranks of ``mesh``: an expert sees
@@ -118,8 +120,11 @@ def data_parallel(
     routes = {id(one.parameter): one.route for one in routes_of(model)}
     homes, problems = _homes(found, meshes, mesh)
     problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
-    if grain not in (None, "tensor"):
-        problems.append(f"grain={grain!r}: None, or 'tensor' to have every matrix whole")
+    if grain not in GRAINS:
+        problems.append(
+            f"grain={grain!r}: None, 'tensor' to have every matrix whole, or sw.ROW to have small "
+            f"buckets"
+        )
     every = [mesh, *dict.fromkeys(home for home in homes if home != mesh)]
     problems += wrapping_problems([model], found, every, homes, placements, precision, device)
     problems += option_problems(unused_parameters, memory, None)
@@ -204,28 +209,43 @@ def planned_buckets(
         key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
         alike.setdefault(key, []).append(position)
     planned = []
-    for (home, dtype, _, whole, format, _), positions in alike.items():
+    filled: set[int] = set()  # positions that share a bucket with matrices
+    for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
+        home, dtype, trained, whole, format, uneven = key
+        positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
-        # The route of each; the shape that is laid out, and that of the whole tensor.
-        chosen = [
-            (routes[id(f.parameter)], f.shape, f.parameter.shape)
-            for f in (found[position] for position in positions)
-        ]
-        items = [
-            Item(found[position].name, shape, _grain(route.shape_of(shape), whole))
-            for position, (route, shape, _) in zip(positions, chosen, strict=True)
-        ]
-        if whole:
-            costs = [
-                matrix_cost(whole_shape, route, settings, measured=measured)
-                for route, _, whole_shape in chosen
+
+        def items_of(chosen: Sequence[int], whole: bool) -> list[Item]:
+            return [
+                Item(
+                    one.name,
+                    one.shape,
+                    _grain(routes[id(one.parameter)].shape_of(one.shape), whole),
+                )
+                for one in (found[position] for position in chosen)
             ]
-            promised = grain == "tensor"
-            buckets = plan_matrices(items, costs, num_shards[home], bucket_size, whole=promised)
+
+        items = items_of(positions, whole)
+        if not whole:
+            buckets = plan_elements(items, num_shards[home], bucket_size) if items else []
         else:
-            buckets = plan_elements(items, num_shards[home], bucket_size)
+            costs = [
+                matrix_cost(one.shape, routes[id(one)], settings, measured=measured)
+                for one in (found[position].parameter for position in positions)
+            ]
+            others = alike.get((home, dtype, trained, False, format, uneven), [])
+            buckets = plan_matrices(
+                items,
+                costs,
+                num_shards[home],
+                bucket_size,
+                fill=items_of(others, False),
+                grain=grain,
+            )
+            positions += others
         for bucket in buckets:
             members = tuple(positions[member] for member in bucket.members)
+            filled.update(members)
             planned.append(PlannedBuffer(members, bucket.layout, format, home))
     return sorted(planned, key=lambda buffer: -min(buffer.members))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
 from shardwise.placements import PARTIAL, REPLICATE, SHARD
+from shardwise.shard import buckets
+from tests import models
 from tests.cases import pairwise
 from tests.models import PRECISIONS, loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import on_ranks, run_ranks
@@ -143,6 +146,27 @@ def test_matrices_in_parts_over_more_ranks_than_there_are_matrices(
     optimizer = train(model, rank, world_size, 1, alone=True)
     assert not differing(everything(model, optimizer), expected)
     assert grains == {"tensor/4", "element"}
+
+
+@on_ranks(4)
+def test_an_embedding_fills_the_bucket_of_the_last_matrices(rank: int, world_size: int) -> None:
+    """10 matrices over 4 ranks: two rows, and two more with the embedding, which AdamW updates."""
+    with (
+        mock.patch.object(models, "WORDS", 384),
+        mock.patch.object(buckets, "CHEAP_PADDING", 0),
+    ):
+        expected = reference(1, width=64, depth=5)
+        model = sw.data_parallel(
+            make_model(64, 5), mesh=mesh_of(world_size), bucket_mb=CUT, overlap_gather="step"
+        )
+        model.set_gradient_divide_factor(4.0)
+        mixed = [
+            one.items for one in buckets_of(model) if one.items[-1].grain != one.items[0].grain
+        ]
+        names = [[item.name for item in items] for items in mixed]
+        optimizer = train(model, rank, world_size, 1, alone=True)
+    assert names == [["layers.0.down.weight", "layers.0.up.weight", "embedding.weight"]]
+    assert not differing(everything(model, optimizer), expected)
 
 
 # ------------------------------------------------------------------------------ fully_shard

@@ -185,13 +185,16 @@ def breaks(gradient: Tensor, state: State, *, lr: float, how: str, when: int = 2
         raise ArithmeticError("no inverse")
     if how == "nan":
         return gradient * float("nan")
+    if how == "late":
+        return gradient * (float("inf") if float(state["count"][0]) == 2 else 1.0)
     return gradient[:, :1] if how == "shape" else gradient.double()
 
 
 MESSAGES = {
     "state": r"'layers\..\.up.weight': ValueError: breaks, .* \[1, 30, 10\], changed its state",
     "raises": r"'layers\..\.up.weight': ArithmeticError: no inverse",
-    "nan": r"'layers\..\.up.weight': ValueError: breaks, for finite gradients .*returned NaN",
+    "nan": r"'layers\..\.up.weight': ValueError: breaks, for finite gradients .*NaN .* this step",
+    "late": r"'layers\..\.up.weight': breaks, for finite gradients \[30, 10\], .* in the last step",
     "shape": r"returned \[1, 1, 10\] of torch.float32: return an update of the gradient's shape",
     "dtype": r"returned \[1, 30, 10\] of torch.float64: .* and of torch.float32",
 }
@@ -202,21 +205,30 @@ def test_what_goes_wrong_on_one_owner_is_said_by_every_rank(rank: int, world_siz
     for how, message in MESSAGES.items():
         model = make_model(depth=2)
         shard_model(model, sw.zero(3), mesh_of(world_size))
-        when = 1 if how == "nan" else 2
-        matrix = breaks(lr=0.1, how=how, when=when)
-        optimizer = sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
-        if when == 2:
-            train(model, optimizer, rank, world_size, range(1))
+        optimizer = sw.optimizer(model, matrix=breaks(lr=0.1, how=how), elementwise=sw.adamw())
+        for group in optimizer._matrix_groups or ():
+            group.reads_late = how == "late"  # as on GPUs
+        train(model, optimizer, rank, world_size, range(2 if how == "late" else 1))
         before = {name: full(p) for name, p in model.named_parameters() if "up" in name}
         with pytest.raises(RuntimeError, match=message):
             train(model, optimizer, rank, world_size, range(1, 2))
         weights = [name for name in before if name.endswith("weight")]
         for name in weights:
             assert torch.equal(full(model.get_parameter(name)), before[name]), "nothing changed"
+    model = make_model()
+    matrix = breaks(lr=0.1, how="nan", when=1)
+    optimizer = sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())
+    with pytest.raises(RuntimeError, match="returned NaN or infinity in its first step"):
+        train(model, optimizer, 0, 1, range(1))
 
 
 def test_bad_functions_and_options_are_refused_at_once() -> None:
     model = make_model()
+    assert repr(breaks).startswith("breaks(gradient: 'Tensor', state: 'State', *, lr: 'float'")
+    with pytest.raises(
+        TypeError, match=r"breaks\(lr=0.01\), .* function itself is breaks.function"
+    ):
+        breaks(torch.ones(1, 2, 2), {}, lr=0.1)
 
     def build(matrix: Any) -> Any:
         return sw.optimizer(model, matrix=matrix, elementwise=sw.adamw())

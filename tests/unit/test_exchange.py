@@ -17,6 +17,7 @@ from shardwise.layout import ROW, TENSOR, Grain, Item, plan
 from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.ownership import Ownership, assign_owners
 from shardwise.optim.presets import PRESETS, cost
+from shardwise.optim.replicas import evenly_is_cheaper
 from shardwise.optim.split import Matrix, Split, matrices_of, stored_matrices
 from shardwise.optim.storage import Sharding
 from shardwise.placements import chunk_range
@@ -265,6 +266,13 @@ def test_neighbours_for_one_peer_are_one_span_if_they_are_of_one_shape() -> None
         covered.update(range(span.begin, span.end))
     assert covered == Counter(range(3 * 26)), "each element once"
     assert only.to_owners is not None and only.num_sent < len(only.to_owners.sends), "some joined"
+
+
+def test_narrow_results_make_whole_matrices_cheaper_for_replicas() -> None:
+    """8 matrices for 12 replicas: by matrix, most of what a replica receives is results."""
+    matrices = llama({"a": (8, 8)}, 8, 1)
+    found = [evenly_is_cheaper(assign_owners(matrices, 1, 12, result_width=w)) for w in (4, 2)]
+    assert found == [True, False]
 
 
 # ------------------------------------------------------------------------------ on ranks

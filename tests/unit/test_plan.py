@@ -353,6 +353,9 @@ def test_the_states_and_step_of_muon_fit_into_the_states_of_adamw(
         both = [plan(model, shape, strategy, optimizer=o, device=device) for o in ("adamw", "muon")]
         spare = both[0].optimizer_bytes - both[1].optimizer_bytes
         assert 0 < both[1].peak["step"] <= spare, (shape, strategy)
+    alone = plan(model, {"dp": 84}, optimizer="muon", device=device)
+    copies = 2 if device == "cuda" else 8
+    assert alone.peak["step"] <= copies * 4 * 384 * 1056, "one matrix: as received, and whole"
     monkeypatch.setattr(engine, "MuonSettings", partial(sw.muon, step_bytes=1 << 40))
     both = [plan(model, {"dp": 2}, optimizer=o, device="cpu") for o in ("adamw", "muon")]
     spare = both[0].optimizer_bytes - both[1].optimizer_bytes
