@@ -201,7 +201,10 @@ class Clip:
         """Scale the gradients in place."""
         by_kind: dict[Any, list[Tensor]] = {}
         for parameter in gradients.parameters:
-            local = None if parameter.grad is None else local_of(parameter.grad)
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype:  # scaled, it would be rounded
+                grad = parameter.grad = grad.to(parameter.dtype)
+            local = None if grad is None else local_of(grad)
             if local is not None and local.numel():
                 by_kind.setdefault((local.device, local.dtype), []).append(local)
         for (device, dtype), members in by_kind.items():

@@ -106,6 +106,7 @@ class Precision:
     products: Products | None = None
     scales: Scales = "fp32"
     weight_gradient: WeightGradient = "fp8"
+    gradients: str = "main"
 
     def __post_init__(self) -> None:
         known = _PRODUCTS[self.format] if self.format else ("emulated",)

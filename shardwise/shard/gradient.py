@@ -52,7 +52,11 @@ class Gradients:
         wire_dtype: torch.dtype,
         device: torch.device,
         pin: bool,
+        as_computed: bool = False,
     ) -> None:
+        self.as_computed = as_computed
+        for parameter in sharded if as_computed else ():
+            parameter.grad_dtype = None  # any
         self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
         self.main_weight = main_weight
         self.main = MainGrad(main_weight, sharded, pin=pin)
@@ -69,6 +73,7 @@ class Gradients:
         self._waited: set[int] = set()  # the parameters whose microbatches began to wait
         self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
+        self._final = True  # whether no later backward adds to them, as far as the user says
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
@@ -113,6 +118,7 @@ class Gradients:
         self.shows_zeros = zeros
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
+        self._final = last
         self.keep = not sync or (all(waiting) and not last)
         self._drop_waiting()
 
@@ -204,6 +210,9 @@ class Gradients:
         # Room first: this one's buffer and those in flight are never more than the limit.
         runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
         last = self.last
+        if self._shows_computed():
+            runtime.launch(iter(()), 0, partial(self._publish, runtime), self.label)
+            return
         target = self._open_target()
         self._pack(target)
         self._open, self._written = None, set()
@@ -230,6 +239,27 @@ class Gradients:
             # Who adds to gradients meanwhile (autograd, for a penalty on weights at rest) waits.
             done = runtime.lanes.mark("outer")
             self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
+
+    def _shows_computed(self) -> bool:
+        """Show the gradients as autograd computed them, without a copy, where that is all: one
+        rank, one backward, a gradient for each parameter."""
+        if not (self.as_computed and self._final and not self.keep and self._open is None):
+            return False
+        if not self._alone or self.waits or not self.main.fresh:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = list(map(AUTOGRADS.__get__, self.unsharded))
+            if any(
+                grad is None or parameter._added
+                for grad, parameter in zip(grads, self.unsharded, strict=True)
+            ):
+                return False
+            for parameter in self.unsharded:
+                AUTOGRADS.__set__(parameter, None)
+        self.came = self.brought = [True] * len(grads)
+        pairs = zip(self.unsharded, grads, strict=True)
+        self.main.take([whole.local_gradient(grad) for whole, grad in pairs])
+        return True
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
@@ -357,14 +387,17 @@ class Gradients:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
                 self._wait_no_more()
-                hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
-                if hooked:
-                    runtime.wait_on_host()  # hooks may read the gradients on the host
-                for parameter in hooked:
-                    for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
-                        hook(parameter)
+                self._publish(runtime)
 
         return finish
+
+    def _publish(self, runtime: Runtime) -> None:
+        hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
+        if hooked:
+            runtime.wait_on_host()  # hooks may read the gradients on the host
+        for parameter in hooked:
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                hook(parameter)
 
     # ------------------------------------------------------------------ between backwards
 

@@ -89,6 +89,15 @@ class MainGrad:
             local = cut.within(whole, local)
         return ShardedTensor(local, cut, version=main.version)
 
+    def take(self, grads: Sequence[Tensor]) -> None:
+        """Show these gradients, which are in memory of their own."""
+        self._forget()
+        cuts = [parameter.cut for parameter in self._sharded]  # type: ignore[attr-defined]
+        self._shown = [
+            ShardedTensor(counted(grad.detach(), "grad").view(cut.local_shape), cut)
+            for grad, cut in zip(grads, cuts, strict=True)
+        ]
+
     def views(self) -> list[Tensor]:
         """The piece of each parameter, as a plain tensor."""
         assert self.buffer is not None

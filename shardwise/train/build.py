@@ -238,7 +238,7 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
 
 def named_precision(weights: str, *, experts: bool) -> Precision:
     """The precision of this name; gradients are reduced and main weights are stored in fp32."""
-    precision = Precision(weights=weights, reduce="fp32")
+    precision = Precision(weights=weights, reduce="fp32", gradients="computed")
     if precision.format is None or not experts:
         return precision
     # A router compares experts: rounded to MXFP8, it would send tokens to other experts.
