@@ -10,59 +10,68 @@ of each, and the code that torch.compile made for the first.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 import benchmarks.train as bench
 from benchmarks import fp8_steps
-from shardwise.models import gpt
-from shardwise.models.layers import Mask, attend, call_again, rotate
-from shardwise.precision.policy import Precision
+from shardwise.models import gpt, layers
+from shardwise.models.layers import Mask
 from shardwise.train import build
 
 
 def only_products() -> None:
     """Gated products are computed again, norms are kept."""
-    made = gpt.Block.__init__
-
-    def init(self: gpt.Block, *args: object) -> None:
-        made(self, *args)  # type: ignore[arg-type]
-        self.call = gpt.call_once
-
-    gpt.Block.__init__ = init  # type: ignore[assignment]
+    gpt.norm_again = gpt.call_once  # type: ignore[assignment]
 
 
-def rotations() -> None:
-    """Rotated queries and keys are computed again too."""
+def whole_norms() -> None:
+    """Norms are computed again with their scales, as until November 2026."""
+    gpt.norm_again = layers.call_again  # type: ignore[assignment]
+
+
+def keys() -> None:
+    """In place of the norms before attention, rotated keys are computed again."""
 
     def forward(
         self: gpt.Attention, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: object
     ) -> Tensor:
-        def placed(x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-            return rotate(norm(x), rotary)
-
-        q = self.wq(hidden).unflatten(-1, (-1, self.head_width))
-        k = self.wk(hidden).unflatten(-1, (-1, self.head_width))
-        v = self.wv(hidden).unflatten(-1, (-1, self.head_width))
-        q = call_again(partial(placed, norm=self.q_norm), q)
-        k = call_again(partial(placed, norm=self.k_norm), k)
-        mixed: Tensor = self.wo(attend(q, k, v, mask).flatten(2))
+        q, k, v = (
+            linear(hidden).unflatten(-1, (-1, self.head_width))
+            for linear in (self.wq, self.wk, self.wv)
+        )
+        scale = (k.float().square().mean(-1, keepdim=True) + self.k_norm.eps).rsqrt()
+        k = layers.call_again(placed, k, scale, self.k_norm.weight, rotary)
+        q = layers.rotate(self.q_norm(q), rotary)
+        mixed: Tensor = self.wo(layers.attend(q, k, v, mask).flatten(2))
         return mixed
 
+    def placed(x: Tensor, scale: Tensor, weight: Tensor, rotary: Tensor) -> Tensor:
+        return layers.rotate(layers._scaled(x, scale, weight), rotary)
+
+    def attend(
+        self: gpt.Block, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: object
+    ) -> tuple[Tensor, Tensor]:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotary, mask, held)
+        return hidden, layers.norm_again(self.feed_forward_norm, hidden)
+
     gpt.Attention.forward = forward  # type: ignore[assignment]
+    gpt.Block.attend = attend  # type: ignore[assignment]
 
 
 def main_gradients() -> None:
     """Gradients are copied to fp32, as until November 2026."""
-    build.Precision = lambda **fields: Precision(**fields | {"gradients": "main"})  # type: ignore
+    found = build.precision_of
+    loop = sys.modules["shardwise.train.loop"]
+    for module in (build, loop):
+        module.precision_of = lambda *given: replace(found(*given), gradients="main")  # type: ignore
 
 
 # name: (the system, recomputation, changes)
@@ -71,7 +80,8 @@ VARIANTS: dict[str, tuple[str, str, list[Callable[[], None]]]] = {
     "main": ("trainer", "pointwise", [main_gradients]),
     "pointwise": ("trainer", "pointwise", []),
     "products": ("trainer", "pointwise", [only_products]),
-    "rotations": ("trainer", "pointwise", [rotations]),
+    "whole-norms": ("trainer", "pointwise", [whole_norms]),
+    "keys": ("trainer", "pointwise", [keys]),
     "none": ("trainer", "none", []),
     "bare": ("bare", "none", []),
 }
@@ -87,9 +97,7 @@ def measure(name: str, tiny: bool) -> dict[str, object]:
         tiny=tiny,
     )  # fmt: skip
     config = case.config()
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, recompute=recompute)
-    )
+    config = replace(config, model=replace(config.model, recompute=recompute))
     object.__setattr__(case, "config", lambda: config)
     return bench.measure(case)
 

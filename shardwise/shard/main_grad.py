@@ -90,11 +90,12 @@ class MainGrad:
         return ShardedTensor(local, cut, version=main.version)
 
     def take(self, grads: Sequence[Tensor]) -> None:
-        """Show these gradients, which are in memory of their own."""
+        """The next gradients to publish, each in memory of its own, which is left to the
+        parameters then: what a user drops is gone at once."""
         self._forget()
         cuts = [parameter.cut for parameter in self._sharded]  # type: ignore[attr-defined]
         self._shown = [
-            ShardedTensor(counted(grad.detach(), "grad").view(cut.local_shape), cut)
+            ShardedTensor(counted(grad.detach().view(cut.local_shape), "grad"), cut)
             for grad, cut in zip(grads, cuts, strict=True)
         ]
 
@@ -190,6 +191,8 @@ class MainGrad:
                     parameter.grad = grad
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
+        if self.buffer is None:
+            self._forget()
         return hooked
 
 

@@ -233,12 +233,15 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    return named_precision(weights, experts=config.model.num_experts > 0)
+    made = named_precision(weights, experts=config.model.num_experts > 0)
+    # AdamW's kernel reads gradients of any dtype.
+    shown = "computed" if config.optimizer == "adamw" else "main"
+    return dataclasses.replace(made, gradients=shown)  # type: ignore[arg-type]
 
 
 def named_precision(weights: str, *, experts: bool) -> Precision:
     """The precision of this name; gradients are reduced and main weights are stored in fp32."""
-    precision = Precision(weights=weights, reduce="fp32", gradients="computed")
+    precision = Precision(weights=weights, reduce="fp32")
     if precision.format is None or not experts:
         return precision
     # A router compares experts: rounded to MXFP8, it would send tokens to other experts.
