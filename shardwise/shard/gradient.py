@@ -54,7 +54,7 @@ class Gradients:
         pin: bool,
         as_computed: bool = False,
     ) -> None:
-        self.as_computed = as_computed
+        self.as_computed = as_computed  # see Precision.gradients
         for parameter in sharded if as_computed else ():
             parameter.grad_dtype = None  # any
         self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
@@ -210,7 +210,7 @@ class Gradients:
         # Room first: this one's buffer and those in flight are never more than the limit.
         runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
         last = self.last
-        if self._shows_computed():
+        if self.as_computed and self._take_computed():
             runtime.launch(iter(()), 0, partial(self._publish, runtime), self.label)
             return
         target = self._open_target()
@@ -240,26 +240,32 @@ class Gradients:
             done = runtime.lanes.mark("outer")
             self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
 
-    def _shows_computed(self) -> bool:
-        """Show the gradients as autograd computed them, without a copy, where that is all: one
-        rank, one backward, a gradient for each parameter."""
-        if not (self.as_computed and self._final and not self.keep and self._open is None):
+    def _take_computed(self) -> bool:
+        """Take the gradients as autograd computed them, without a copy, where that is all: this
+        rank has every parameter whole, and this backward brought each a gradient of its own."""
+        main = self.main_weight
+        whole = self._alone and all(one.cut.tile is None for one in self.sharded)  # type: ignore[attr-defined]
+        if not (whole and self._final and self.device == main.flat.device) or self.keep:
             return False
-        if not self._alone or self.waits or not self.main.fresh:
+        if self._open is not None or self.waits or not self.main.fresh:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             grads = list(map(AUTOGRADS.__get__, self.unsharded))
-            if any(
-                grad is None or parameter._added
-                for grad, parameter in zip(grads, self.unsharded, strict=True)
-            ):
+            if not all(map(self._is_exact, grads)):
                 return False
             for parameter in self.unsharded:
                 AUTOGRADS.__set__(parameter, None)
         self.came = self.brought = [True] * len(grads)
-        pairs = zip(self.unsharded, grads, strict=True)
-        self.main.take([whole.local_gradient(grad) for whole, grad in pairs])
+        self.main.take(grads)
         return True
+
+    def _is_exact(self, grad: Tensor | None) -> bool:
+        """Whether this gradient has the values that the main gradient would have."""
+        if grad is None or grad.layout is not torch.strided or not grad.is_contiguous():
+            return False
+        main = self.main_weight.dtype
+        exact = torch.promote_types(grad.dtype, main) == main
+        return exact and self.wire_dtype in (main, grad.dtype)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
