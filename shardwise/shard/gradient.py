@@ -55,8 +55,8 @@ class Gradients:
         as_computed: bool = False,
     ) -> None:
         self.as_computed = as_computed  # see Precision.gradients
-        for parameter in sharded if as_computed else ():
-            parameter.grad_dtype = None  # any
+        for one in sharded if as_computed else ():
+            one.grad_dtype = None  # any
         self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
         self.main_weight = main_weight
         self.main = MainGrad(main_weight, sharded, pin=pin)
