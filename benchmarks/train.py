@@ -339,22 +339,26 @@ def table_of(rows: Sequence[report.Row]) -> report.Table:
 
 
 def add(path: Path, folder: Path) -> list[Path]:
-    """Put the rows of a results file into the stored one of the same name, in place of those that
-    it measured before; both keep their dates."""
+    """Put the rows of a results file into the stored one of the same name. The times of rows that
+    they replace stay in a line, beside how much faster the new trainer is."""
+    stored, new = (json.loads(file.read_text()) for file in (folder / path.name, path))
+    before = [one for one in [stored.pop("before", None)] if one]
     kept: dict[Any, list[report.Row]] = {}  # by row of the table
-    facts: dict[str, str] = {}
-    for file in (folder / path.name, path):
-        if not file.exists():
-            continue
-        facts = json.loads(file.read_text())
-        [table] = facts.pop("tables")  # type: ignore[misc]
-        news: dict[Any, list[report.Row]] = {}
-        for row in table["rows"]:  # type: ignore[index]
-            news.setdefault(row["row"], []).append({"measured": facts["date"]} | row)
-        kept |= news
+    for facts in (stored, new):
+        [table] = facts.pop("tables")
+        for name in dict.fromkeys(row["row"] for row in table["rows"]):
+            rows = [{"measured": facts["date"]} | r for r in table["rows"] if r["row"] == name]
+            if name in kept:
+                times = ", ".join(
+                    f"{row['name']} {row['step']:.1f} ms ({row['step'] / rows[0]['step']:.3f}x)"
+                    for row in kept[name]
+                    if row.get("step")
+                )
+                before.append(f"{name}, {kept[name][0]['measured']}: {times}")
+            kept[name] = rows
     order = {case.row: place for place, case in enumerate(cases(tiny=False))}
     rows = [row for name in sorted(kept, key=lambda name: order[name]) for row in kept[name]]
-    return report.write([table_of(rows)], facts, path.stem, folder)
+    return report.write([table_of(rows)], new | {"before": "; ".join(before)}, path.stem, folder)
 
 
 def _in_a_process(case: Case) -> dict[str, Any] | None:

@@ -4,10 +4,10 @@
     the plan of one microbatch --> the most sequences that fit --> the fewest microbatches
 
 Compiled blocks compute norms and gated products again: gpt_1b takes 16 % less memory for at most
-1.6 % more time on an H200. Whole blocks are recomputed only where a microbatch without that would be short of
-``ENOUGH`` tokens, which a GPU needs to be busy. The plan counts memory without compilation, which
-saves some: what it says fits does. All ranks plan with the least memory of any rank, so they decide
-alike.
+1.6 % more time on an H200. Whole blocks are recomputed only where a microbatch without that would
+be short of ``ENOUGH`` tokens, which a GPU needs to be busy. The plan counts memory without
+compilation, which saves some: what it says fits does. All ranks plan with the least memory of any
+rank, so they decide alike.
 """
 
 from __future__ import annotations
