@@ -31,6 +31,7 @@ from benchmarks.models import GPTConfig, gpt_and_tokens, token_loss
 from benchmarks.report import Row, Table
 from benchmarks.workers import Options, in_processes
 from shardwise.precision.fp8 import SQUARE_128, empty_planes, encode
+from shardwise.report.trace import idle_share, kernels_of, merged
 
 WARMUPS, STEPS = 5, 8
 MODELS = {
@@ -142,29 +143,21 @@ def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
-    results = profiler.profiler.kineto_results if profiler.profiler else None
-    events = [
-        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
-        for event in (results.events() if results else ())
-        if event.device_type() == torch.autograd.DeviceType.CUDA
-    ]
-    busy, until = 0, 0
+    events = kernels_of(profiler)
     totals: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for begin, end, name in sorted(events):
-        busy += max(0, end - max(begin, until))
-        until = max(until, end)
+    for begin, end, name in events:
         totals[name] += end - begin
         calls[name] += 1
+    busy = sum(end - begin for begin, end in merged([event[:2] for event in events]))
     top = [
         {"kernel": name[:90], "ms": total * 1e-6 / count, "calls": calls[name] / count}
         for name, total in totals.most_common(TOP)
     ]
-    span = until - min((begin for begin, _, _ in events), default=until)
     return {
         "host": statistics.median(hosts),
         "busy": busy * 1e-6 / count,
-        "idle": 100 * (1 - busy / max(1, span)),
+        "idle": 100 * (idle_share([event[:2] for event in events]) or 0.0),
         "launches": len(events) / count,
         "kernels": top,
     }

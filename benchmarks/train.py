@@ -290,18 +290,23 @@ def run(listed: Sequence[Case]) -> report.Table:
                 "gemm": found["flops"] / seconds / GEMM,
                 "peak": found["peak"],
                 "idle": found["idle"],
+                "kernels": found["kernels"],
                 "first": found["first_step"],
                 "loss": found["loss"],
                 "graphs": f"{found['graphs']} / {found['breaks']}",
             }
         )
-        print(json.dumps(rows[-1] | {"kernels": found["kernels"]}), flush=True)
+        print(json.dumps(rows[-1]), flush=True)
     for row in rows:
         ours = next(r for r in rows if r["row"] == row["row"])
         if row is not ours and row.get("step") and ours.get("step"):
             beside = "compute" if row["name"] == "bare" else "step"
             row["speed"] = row["step"] / ours[beside]  # type: ignore[operator]
             row["memory"] = ours["peak"] and row["peak"] and ours["peak"] / row["peak"]  # type: ignore[operator]
+    return table_of(rows)
+
+
+def table_of(rows: Sequence[report.Row]) -> report.Table:
     return report.Table(
         title="The trainer on one GPU",
         note="bf16 compute, fp32 main weights, 8,192 words, compiled blocks. *trainer*: as a user\n"
@@ -327,9 +332,33 @@ def run(listed: Sequence[Case]) -> report.Table:
             "first": ("to first step s", ".1f"),
             "loss": ("loss", ".4f"),
             "graphs": ("graphs / breaks", ""),
+            "measured": ("measured", ""),
         },
         rows=rows,
     )
+
+
+def add(path: Path, folder: Path) -> list[Path]:
+    """Put the rows of a results file into the stored one of the same name. The times of rows that
+    they replace stay in a line, beside how much faster the new trainer is."""
+    stored, new = (json.loads(file.read_text()) for file in (folder / path.name, path))
+    before = [one for one in [stored.pop("before", None)] if one]
+    kept: dict[Any, list[report.Row]] = {}  # by row of the table
+    for facts in (stored, new):
+        [table] = facts.pop("tables")
+        for name in dict.fromkeys(row["row"] for row in table["rows"]):
+            rows = [{"measured": facts["date"]} | r for r in table["rows"] if r["row"] == name]
+            if name in kept:
+                times = ", ".join(
+                    f"{row['name']} {row['step']:.1f} ms ({row['step'] / rows[0]['step']:.3f}x)"
+                    for row in kept[name]
+                    if row.get("step")
+                )
+                before.append(f"{name}, {kept[name][0]['measured']}: {times}")
+            kept[name] = rows
+    order = {case.row: place for place, case in enumerate(cases(tiny=False))}
+    rows = [row for name in sorted(kept, key=lambda name: order[name]) for row in kept[name]]
+    return report.write([table_of(rows)], new | {"before": "; ".join(before)}, path.stem, folder)
 
 
 def _in_a_process(case: Case) -> dict[str, Any] | None:
@@ -349,7 +378,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="rows that begin so; several by commas")
     parser.add_argument("--without", default="", help="systems to leave out, by commas")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument(
+        "--add", type=Path, metavar="FILE", help="measure nothing; put this .json file into --out"
+    )
     asked = parser.parse_args(words)
+    if asked.add is not None:
+        print(*add(asked.add, asked.out), sep="\n")
+        return
     if asked.case is not None:
         print(json.dumps(measure(Case(**json.loads(asked.case)))))
         return

@@ -137,10 +137,10 @@ def train(command: Train, words: list[str]) -> int:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         gpus = not hidden and glob("/dev/nvidia[0-9]*")
         ranks = "one rank on each GPU" if gpus else "2 ranks"
-        ranks = ranks if command.nproc is None else f"{command.nproc} ranks"
-        print(f"starting {ranks}", flush=True)
+        given_ranks = "one rank" if command.nproc == 1 else f"{command.nproc} ranks"
+        print(f"starting {ranks if command.nproc is None else given_ranks}", flush=True)
     from shardwise.train import session
-    from shardwise.train.launch import default_ranks, launch
+    from shardwise.train.launch import be_only_rank, default_ranks, launch
     from shardwise.train.world import is_rank
 
     request = session.Request(
@@ -149,10 +149,14 @@ def train(command: Train, words: list[str]) -> int:
         out=command.out,
         resume=command.resume,
     )
-    if is_rank():
+
+    def rank() -> int:
         return session.train(
             request, lambda folder, config: _sinks(command.loggers, folder, config)
         )
+
+    if is_rank():
+        return rank()
     resolved, count = session.resolve(request), command.nproc or default_ranks()
     session.check(resolved, count)
     from shardwise.train.preview import preview, without_gpus
@@ -162,6 +166,9 @@ def train(command: Train, words: list[str]) -> int:
         return 0
     if warning := without_gpus(resolved.config, count):
         print(f"warning  {warning}", flush=True)
+    if count == 1 and not command.max_restarts:
+        be_only_rank()
+        return rank()
     return launch(words, nproc=command.nproc, max_restarts=command.max_restarts)
 
 

@@ -78,7 +78,7 @@ def fits(*pieces: Sequence[Tensor]) -> bool:
     narrow = any(one.dtype != torch.float32 for one in (*weights, *averages, *squares))
     dtypes = {one.dtype for one in grads}
     whole = all(one.is_contiguous() for column in pieces for one in column)
-    return not narrow and len(dtypes) == 1 and dtypes <= TYPES.keys() and whole
+    return not narrow and dtypes <= TYPES.keys() and whole
 
 
 def step(
@@ -105,7 +105,8 @@ def step(
     copies = [b if b is not None else w for b, w in zip(besides or weights, weights, strict=True)]
     columns = (weights, grads, averages, squares, copies)
     # A launch has as many programs for each piece as the longest needs: vectors go by themselves.
-    kinds = [(one.numel() > CHUNK, copy.dtype) for one, copy in zip(weights, copies, strict=True)]
+    rows = zip(weights, grads, copies, strict=True)
+    kinds = [(one.numel() > CHUNK, grad.dtype, copy.dtype) for one, grad, copy in rows]
     for kind in dict.fromkeys(kinds):
         chosen = [at for at, one in enumerate(kinds) if one == kind]
         table = addresses([[column[at] for at in chosen] for column in columns])
@@ -114,6 +115,6 @@ def step(
         run(
             _adamw_kernel, (-(-table.longest // CHUNK), len(chosen)),
             table.entries, rates, clip, len(chosen), *betas, 1 - betas[0], 1 - betas[1], eps,
-            grad_type=TYPES[grads[0].dtype], beside_type=TYPES[kind[1]], aligned=table.aligned,
+            grad_type=TYPES[kind[1]], beside_type=TYPES[kind[2]], aligned=table.aligned,
             block=BLOCK, chunk=CHUNK, num_warps=8,
         )  # fmt: skip

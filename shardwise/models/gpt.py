@@ -37,6 +37,7 @@ from shardwise.models.layers import (
     call_again,
     call_once,
     documents_mask,
+    norm_again,
     rotate,
 )
 from shardwise.models.loss import (
@@ -108,7 +109,7 @@ def _gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def pointwise_call(config: GPTConfig) -> Call:
-    """How a block calls its norms and gated products."""
+    """How a block calls its gated products."""
     return call_again if config.recompute == "pointwise" else call_once
 
 
@@ -164,7 +165,7 @@ class Block(nn.Module):
             if config.has_experts(layer)
             else FeedForward(config.dim, config.hidden_width, pointwise_call(config))
         )
-        self.call = pointwise_call(config)
+        self.call_norm = norm_again if config.recompute == "pointwise" else call_once
 
     def forward(
         self,
@@ -183,9 +184,9 @@ class Block(nn.Module):
         self, hidden: Tensor, rotary: Tensor, mask: Mask | None, held: KeyValues | None
     ) -> tuple[Tensor, Tensor]:
         """The hidden states after attention, and the same normed for the feed-forward."""
-        normed = self.call(self.attention_norm, hidden)
+        normed = self.call_norm(self.attention_norm, hidden)
         hidden = hidden + self.attention(normed, rotary, mask, held)  # [B, T, C]
-        return hidden, self.call(self.feed_forward_norm, hidden)
+        return hidden, self.call_norm(self.feed_forward_norm, hidden)
 
     def compile_forward(self, **options: Any) -> None:
         """Run forward through ``torch.compile``; of a block with experts, the part before them,

@@ -85,6 +85,21 @@ def call_again(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return again  # type: ignore[no-any-return]
 
 
+def norm_again(norm: Call, x: Tensor) -> Tensor:
+    """``norm(x)`` of an :class:`RMSNorm`, computed again like :func:`call_again`, but for the scale
+    of each row, which is kept. (Else the weight's gradient, a sum over rows, has to wait for sums
+    along them: one more pass over all gradients.) The same values, gradients to rounding."""
+    plain = isinstance(norm, RMSNorm) and not isinstance(x, DTensor)
+    if not (plain and torch.compiler.is_compiling()):
+        return call_again(norm, x)
+    scale = (x.float().square().mean(-1, keepdim=True) + norm.eps).rsqrt()  # type: ignore[attr-defined]
+    return call_again(_scaled, x, scale, norm.weight)  # type: ignore[attr-defined]
+
+
+def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() * scale * weight).to(x.dtype)
+
+
 Mask = Tensor | BlockMask  # dense: [batch, 1, query, key]
 BLOCK = 128  # queries, and keys, of one block of a BlockMask
 

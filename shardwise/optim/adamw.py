@@ -100,7 +100,7 @@ def step(
     elif weights:
         torch_adamw(
             weights,
-            grads,
+            [grad.to(weight.dtype) for grad, weight in zip(grads, weights, strict=True)],
             averages,
             squares,
             [],

@@ -170,6 +170,14 @@ class Gradients:
             if grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
+    def widen(self) -> None:
+        """Give gradients that are narrower than their weights (``Precision.gradients``) the dtype
+        of these, for steps that have no kernel to read them."""
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype:
+                parameter.grad = grad.to(parameter.dtype)
+
 
 def quoted(names: Sequence[str]) -> str:
     """The first few of many names."""
@@ -199,6 +207,7 @@ class Clip:
 
     def scale(self, gradients: Gradients) -> None:
         """Scale the gradients in place."""
+        gradients.widen()
         by_kind: dict[Any, list[Tensor]] = {}
         for parameter in gradients.parameters:
             local = None if parameter.grad is None else local_of(parameter.grad)

@@ -198,6 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with _plain_attributes():
             self._gradients.check()
             clip, moves = self._take_clip()
+            if clip is None:
+                self._gradients.widen()
         if not moves:
             return loss
         # (the parameters that a part may write, the iterator that runs it), in order; parts of

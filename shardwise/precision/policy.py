@@ -26,6 +26,7 @@ DtypeLike = str | torch.dtype | None
 Products = Literal["emulated", "native", "fp8"]
 Scales = Literal["fp32", "power_of_two"]
 WeightGradient = Literal["fp8", "bf16"]
+ShownGradients = Literal["main", "computed"]
 _FORMATS = ", ".join(map(repr, get_args(Matrices)))
 # The products of each format; the first is the default.
 _PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
@@ -94,6 +95,10 @@ class Precision:
         scales: of ``"fp8_block"``: ``"fp32"``, or ``"power_of_two"``, rounded up.
         weight_gradient: with products in fp8, whether the weight's gradient is one of them
             (``"fp8"``; activations are then saved for backward as codes) or ``"bf16"``.
+        gradients: ``"main"``: ``.grad`` has the dtype of the main weight. ``"computed"``: where one
+            rank has all of it and one backward brings it, ``.grad`` is the tensor that autograd
+            computed, in the dtype of ``weights``: the same values without a copy, in half of the
+            memory. For ``sw.optimizer``, whose steps read either; torch's own need ``"main"``.
     """
 
     weights: DtypeLike = None
@@ -106,6 +111,7 @@ class Precision:
     products: Products | None = None
     scales: Scales = "fp32"
     weight_gradient: WeightGradient = "fp8"
+    gradients: ShownGradients = "main"
 
     def __post_init__(self) -> None:
         known = _PRODUCTS[self.format] if self.format else ("emulated",)
@@ -114,13 +120,14 @@ class Precision:
                 f"Precision(weights={self.weights!r}, products={self.products!r}): choose from "
                 + "; ".join(f"{', '.join(map(repr, p))} for {f!r}" for f, p in _PRODUCTS.items())
             )
-        for field, kinds in (("scales", Scales), ("weight_gradient", WeightGradient)):
+        choices = {"scales": Scales, "weight_gradient": WeightGradient, "gradients": ShownGradients}
+        for field, kinds in choices.items():
             value, default = getattr(self, field), get_args(kinds)[0]
             if value not in get_args(kinds):
                 raise ValueError(
                     f"Precision({field}={value!r}): one of {', '.join(get_args(kinds))}"
                 )
-            if value != default and self.format != "fp8_block":
+            if value != default and self.format != "fp8_block" and field != "gradients":
                 raise ValueError(
                     f"Precision(weights={self.weights!r}, {field}={value!r}): a choice that only "
                     f"weights='fp8_block' leaves"

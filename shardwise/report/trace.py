@@ -110,7 +110,14 @@ def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
     Args:
         device: of the model. On a CUDA device, times are the device's own.
     """
-    recording, profile = _Recording(torch.device(device)), Profile()
+    device, profile = torch.device(device), Profile()
+    with _kernels(device) as kernels:
+        yield from _record(device, profile)
+    profile["idle"] = idle_share(kernels)
+
+
+def _record(device: torch.device, profile: Profile) -> Iterator[Profile]:
+    recording = _Recording(device)
     hooks = [
         register_optimizer_step_pre_hook(recording.step_begins),
         register_optimizer_step_post_hook(recording.step_ends),
@@ -126,6 +133,42 @@ def record_step(device: torch.device | str = "cpu") -> Iterator[Profile]:
         for hook in hooks:
             hook.remove()
     profile.update(_summary(recording, end, calls))
+
+
+@contextmanager
+def _kernels(device: torch.device) -> Iterator[list[Interval]]:
+    """When kernels ran on the device, by torch's profiler; known when the context is left. Empty on
+    a CPU."""
+    found: list[Interval] = []
+    if device.type != "cuda":
+        yield found
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield found
+        torch.cuda.synchronize(device)
+    found += [(begin, end) for begin, end, _ in kernels_of(profiler)]
+
+
+def kernels_of(profiler: Any) -> list[tuple[int, int, str]]:
+    """(begin, end, name) of each kernel and copy that a ``torch.profiler`` saw, in nanoseconds."""
+    results = profiler.profiler.kineto_results if profiler.profiler else None
+    return [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in (results.events() if results else ())
+        if event.device_type() == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
+
+
+def idle_share(kernels: Sequence[Interval]) -> float | None:
+    """The share of the time, from the first kernel to the end of the last, in which none ran.
+
+    >>> idle_share([(0, 2), (1, 3), (5, 6), (7, 8)])
+    0.375
+    """
+    if not kernels:
+        return None
+    busy = merged(kernels)
+    return 1 - sum(end - begin for begin, end in busy) / max(1, busy[-1][1] - busy[0][0])
 
 
 def _summary(recording: _Recording, end: Any, calls: Sequence[comm.Call]) -> Profile:

@@ -52,7 +52,11 @@ class Gradients:
         wire_dtype: torch.dtype,
         device: torch.device,
         pin: bool,
+        as_computed: bool = False,
     ) -> None:
+        self.as_computed = as_computed  # see Precision.gradients
+        for one in sharded if as_computed else ():
+            one.grad_dtype = None  # any
         self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
         self.main_weight = main_weight
         self.main = MainGrad(main_weight, sharded, pin=pin)
@@ -69,6 +73,7 @@ class Gradients:
         self._waited: set[int] = set()  # the parameters whose microbatches began to wait
         self.shows_zeros = False  # whether a parameter without a gradient shows zeros, or None
         self.keep = False  # whether this microbatch's gradients wait, unreduced, for a later one
+        self._final = True  # whether no later backward adds to them, as far as the user says
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
@@ -113,6 +118,7 @@ class Gradients:
         self.shows_zeros = zeros
         waiting = [placement == PARTIAL for placement in self.placements.grad]
         self.last = sync and (last or not any(waiting))
+        self._final = last
         self.keep = not sync or (all(waiting) and not last)
         self._drop_waiting()
 
@@ -204,6 +210,9 @@ class Gradients:
         # Room first: this one's buffer and those in flight are never more than the limit.
         runtime.drain(0 if self._in_flight else runtime.max_reductions - 1)
         last = self.last
+        if self.as_computed and self._take_computed():
+            runtime.launch(iter(()), 0, partial(self._publish, runtime), self.label)
+            return
         target = self._open_target()
         self._pack(target)
         self._open, self._written = None, set()
@@ -230,6 +239,33 @@ class Gradients:
             # Who adds to gradients meanwhile (autograd, for a penalty on weights at rest) waits.
             done = runtime.lanes.mark("outer")
             self.main.buffer.version.reading = partial(runtime.lanes.wait, "compute", done)
+
+    def _take_computed(self) -> bool:
+        """Take the gradients as autograd computed them, without a copy, where that is all: this
+        rank has every parameter whole, and this backward brought each a gradient of its own."""
+        main = self.main_weight
+        whole = self._alone and all(one.cut.tile is None for one in self.sharded)  # type: ignore[attr-defined]
+        if not (whole and self._final and self.device == main.flat.device) or self.keep:
+            return False
+        if self._open is not None or self.waits or not self.main.fresh:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = list(map(AUTOGRADS.__get__, self.unsharded))
+            if not all(map(self._is_exact, grads)):
+                return False
+            for parameter in self.unsharded:
+                AUTOGRADS.__set__(parameter, None)
+        self.came = self.brought = [True] * len(grads)
+        self.main.take(grads)
+        return True
+
+    def _is_exact(self, grad: Tensor | None) -> bool:
+        """Whether this gradient has the values that the main gradient would have."""
+        if grad is None or grad.layout is not torch.strided or not grad.is_contiguous():
+            return False
+        main = self.main_weight.dtype
+        exact = torch.promote_types(grad.dtype, main) == main
+        return exact and self.wire_dtype in (main, grad.dtype)
 
     def _pack(self, target: Buffer) -> None:
         """Bring the grads that autograd left into ``target``, in one pass over all of them."""
@@ -357,14 +393,17 @@ class Gradients:
                 if self._inner is not None:
                     self._inner.block.release(CACHING)
                 self._wait_no_more()
-                hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
-                if hooked:
-                    runtime.wait_on_host()  # hooks may read the gradients on the host
-                for parameter in hooked:
-                    for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
-                        hook(parameter)
+                self._publish(runtime)
 
         return finish
+
+    def _publish(self, runtime: Runtime) -> None:
+        hooked = self.main.publish(self.unsharded, self.brought, self.shows_zeros)
+        if hooked:
+            runtime.wait_on_host()  # hooks may read the gradients on the host
+        for parameter in hooked:
+            for hook in list(parameter._post_accumulate_grad_hooks.values()):  # type: ignore[attr-defined]
+                hook(parameter)
 
     # ------------------------------------------------------------------ between backwards
 

@@ -203,6 +203,7 @@ class Group:
             wire_dtype=self.precision.wire_dtype(self.parameter_dtype),
             device=self._whole_device,
             pin=self.pin,
+            as_computed=self.precision.gradients == "computed",
         )
 
     def _point_at_whole(self) -> None:

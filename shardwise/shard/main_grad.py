@@ -89,6 +89,16 @@ class MainGrad:
             local = cut.within(whole, local)
         return ShardedTensor(local, cut, version=main.version)
 
+    def take(self, grads: Sequence[Tensor]) -> None:
+        """The next gradients to publish, each in memory of its own, which is left to the
+        parameters then: what a user drops is gone at once."""
+        self._forget()
+        cuts = [parameter.cut for parameter in self._sharded]  # type: ignore[attr-defined]
+        self._shown = [
+            ShardedTensor(counted(grad.detach().view(cut.local_shape), "grad"), cut)
+            for grad, cut in zip(grads, cuts, strict=True)
+        ]
+
     def views(self) -> list[Tensor]:
         """The piece of each parameter, as a plain tensor."""
         assert self.buffer is not None
@@ -181,6 +191,8 @@ class MainGrad:
                     parameter.grad = grad
                 if came and parameter._post_accumulate_grad_hooks:
                     hooked.append(parameter)
+        if self.buffer is None:
+            self._forget()
         return hooked
 
 

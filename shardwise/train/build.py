@@ -233,7 +233,10 @@ def precision_of(config: TrainConfig, world: World) -> Precision:
     weights = config.precision
     if weights == "auto":
         weights = "bf16" if world.device.type == "cuda" else "fp32"
-    return named_precision(weights, experts=config.model.num_experts > 0)
+    made = named_precision(weights, experts=config.model.num_experts > 0)
+    # AdamW's kernel reads gradients of any dtype.
+    shown = "computed" if config.optimizer == "adamw" else "main"
+    return dataclasses.replace(made, gradients=shown)  # type: ignore[arg-type]
 
 
 def named_precision(weights: str, *, experts: bool) -> Precision:

@@ -4,6 +4,8 @@
 shardwise train ----------> agent (this process) --> rank 0: shardwise train ...
   no RANK in the environment                     --> rank 1: shardwise train ...
 
+shardwise train, one rank       this process is the rank: its imports are not done twice
+
 torchrun ... -m shardwise.cli train     joins the existing ranks; nothing is launched
 """
 
@@ -35,6 +37,13 @@ MODULE = "shardwise.cli"
 def default_ranks() -> int:
     """One rank per GPU, or two on a machine without GPUs."""
     return torch.cuda.device_count() or 2
+
+
+def be_only_rank() -> None:
+    """Make this process the one rank of a run: no agent, which only several ranks, or one that is
+    started again, would need."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
 
 
 def launch(arguments: Sequence[str], *, nproc: int | None, max_restarts: int = 0) -> int:

@@ -77,7 +77,7 @@ def make_model(config: TrainConfig) -> nn.Module:
 
 def _of_user(config: TrainConfig) -> nn.Module:
     assert config.module is not None
-    model = named_function(config.module, "module")(config)
+    model = named_function(config.module, "module", "config")(config)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"module={config.module!r} returned a {type(model).__name__}; it must return a "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,20 @@ def find_recipe(name: str) -> Recipe:
     return named_function(name, "recipe")
 
 
-def named_function(name: str, what: str) -> Callable[..., Any]:
-    """The function ``file.py:function`` or ``package.module:function``."""
+def named_function(name: str, what: str, *given: str) -> Callable[..., Any]:
+    """The function ``file.py:function`` or ``package.module:function``, which is called with the
+    arguments of these names."""
     place, _, function = name.rpartition(":")
     if not place:
         raise ValueError(f"{what} {name!r}: write file.py:function or package.module:function")
     found = getattr(_module_at(place, f"{what} {name!r}"), function, None)
     if not callable(found):
         raise ValueError(f"{what} {name!r}: {place} has no function {function!r}")
+    try:
+        inspect.signature(found).bind(*given)
+    except TypeError as error:
+        call = f"{function}({', '.join(given)})"
+        raise ValueError(f"{what} {name!r} is called as {call}: {error}") from None
     return found  # type: ignore[no-any-return]
 
 

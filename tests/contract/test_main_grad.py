@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import shardwise as sw
 from tests.cases import pairwise
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
@@ -228,3 +230,39 @@ def test_a_kernel_may_read_the_weight_after_it_said_so(
             assert_at_rest(net, before)
     finally:
         FusedLinear.late = False
+
+
+def train_as_computed(rank: int, size: int, strategy: str, microbatches: int) -> None:
+    """Bit for bit the same with gradients that are shown as autograd computed them."""
+    trained = {}
+    for shown in ("main", "computed"):
+        torch.manual_seed(3)
+        precision = sw.Precision(weights="bf16", reduce="fp32", gradients=shown)  # type: ignore[arg-type]
+        net = wrap(FusedNet(), size, strategy, precision=precision)
+        optimizer = sw.optimizer(net, elementwise=sw.adamw(lr=0.1), matrix=None)
+        for step in range(3):
+            for number in range(microbatches):
+                net.set_is_last_backward(number == microbatches - 1)
+                vector_loss(net, rank, step * microbatches + number).backward()
+            grads = [parameter.grad for parameter in net.parameters()]
+            alone = shown == "computed" and size == microbatches == 1
+            wanted = torch.bfloat16 if alone else torch.float32
+            assert grads and all(grad is not None and grad.dtype == wanted for grad in grads)
+            held = [weakref.ref(grad.to_local()) for grad in grads]
+            del grads
+            optimizer.clip_grad_norm(0.1, in_step=step != 1)
+            optimizer.step()
+            optimizer.zero_grad()
+            # Nothing but the parameters holds gradients that are not in the engine's memory.
+            assert not alone or all(one() is None for one in held)
+        trained[shown] = [parameter.full_tensor().detach() for parameter in net.parameters()]
+    for one, two in zip(*trained.values(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "size"),
+    [("zero0", 1, 1), ("zero3", 1, 1), ("zero3", 3, 1), ("zero1", 3, 1), ("zero3", 1, 2)],
+)
+def test_gradients_as_autograd_computed_them(strategy: str, microbatches: int, size: int) -> None:
+    run_ranks(train_as_computed, size, strategy, microbatches)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -88,6 +89,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 # ------------------------------------------------------------------------------ the true command
+
+
+def test_one_rank_is_the_process_itself_and_stops_when_it_is_asked_to(tmp_path: Path) -> None:
+    name, run = write_recipe(tmp_path, f"**{CHANGES}"), tmp_path / "run"
+    process = start("train", name, "--out", "run", "--nproc", "1", cwd=tmp_path)
+    wait_until(lambda: steps_done(run) >= 3, process)
+    assert json.loads((run / ".lock").read_text())["pid"] == process.pid
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert "starting one rank" in out and "stopped after step" in out
+    *_, saved = events_of(run, "save")
+    assert saved["step"] == events_of(run, "end")[-1]["step"]
+    assert verify(tmp_path / saved["path"]).ok
 
 
 def test_killed_ranks_are_restarted_as_often_as_told_and_then_the_run_ends(

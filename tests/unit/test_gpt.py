@@ -285,7 +285,8 @@ def test_recomputation_changes_no_bit_and_keeps_less(config: GPTConfig) -> None:
 
 def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
     """By torch's own division of a graph into forward and backward: of every block two norms and a
-    gated product are not kept, nothing else changes, and evaluation runs too."""
+    gated product are not kept; the loss is the same, gradients to rounding (those of norms are
+    summed in another order), and evaluation runs too."""
     config = replace(SMALL, hidden_dim=48)
     tokens, targets = words(config)
     grads, kept = [], []
@@ -307,7 +308,9 @@ def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
             assert torch.allclose(model(tokens, targets), loss, atol=1e-6)
     row = tokens.numel() * 4  # bytes of a channel
     assert kept[0] - kept[1] >= config.num_layers * row * (2 * config.dim + 48) * 0.99, kept
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert torch.equal(grads[0][0], grads[1][0])
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------- initial values

@@ -59,6 +59,7 @@ def profile() -> Event:
         "stalls": [[0.0, 0.001, "all_gather over axis 'dp'"], [0.008, 0.009, "reduce_scatter"]],
         "exposed": 0.2,
         "exposed_seconds": 0.002,
+        "idle": 0.0125,
         "memory": {
             "start": {"main": 4096},
             "changes": [
@@ -393,7 +394,8 @@ def test_the_page_is_whole_escaped_and_alone() -> None:
     assert "".join(reader.texts["pre"]) == EVIL, "the sample is shown as it is"
     assert EVIL in "".join(reader.texts["h1"])
     assert outside(page.replace("onerror", "").replace("src=x", "")) == []
-    for words in ("Configuration", "model.width", "Versions", "2.13", "What happened", "20.0 %"):
+    heads = ("Configuration", "model.width", "Versions", "2.13", "What happened")
+    for words in (*heads, "20.0 %", "1.2 %"):  # exposed, idle
         assert words in page, words
     assert page.count("\n", page.index("<script>")) < 100, "a hundred lines of script"
 

@@ -168,11 +168,14 @@ def test_own_recipes_are_found_by_file_and_by_module(tmp_path: Path) -> None:
         "from shardwise.train.config import TrainConfig\n"
         "def large():\n    return TrainConfig(steps=7)\n"
         "def wrong():\n    return 3\n"
+        "def asks(size):\n    return TrainConfig()\n"
     )
     assert load_recipe(f"{file}:large").steps == 7
     assert find_recipe("shardwise.train.recipes:default") is RECIPES["default"]
     with pytest.raises(ValueError, match="returned a int"):
         load_recipe(f"{file}:wrong")
+    with pytest.raises(ValueError, match=r"is called as asks\(\): missing a required argument"):
+        load_recipe(f"{file}:asks")
     with pytest.raises(ValueError, match="has no function 'small'"):
         load_recipe(f"{file}:small")
     with pytest.raises(ValueError, match=r"no file .*none\.py"):
