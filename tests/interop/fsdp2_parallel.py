@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,6 +44,8 @@ from tests.interop.fsdp2_contract import (
 )
 from tests.tensor_parallel import Net as TiledNet
 from tests.tensor_parallel import grid, loss_of, tiled
+
+DataParallelMeshDims: Any = getattr(fsdp, "DataParallelMeshDims", None)  # torch 2.11 has none
 
 # ------------------------------------------------------------------------------ 1, 2: tp
 
@@ -79,8 +82,6 @@ for _name, _sizes in {"dp 2 x tp 2": (2, 2), "dp_outer 2 x dp 1 x tp 2": (2, 1, 
 
 @case("1 SPMD: DTensors replicated over dp of one mesh, dp_mesh_dims", ranks=4)
 def spmd(shard: Any) -> None:
-    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.12
-
     mesh, plain = grid(2, 2), nn.Linear(6, 8)
     model = copy.deepcopy(plain)
     for name, parameter in list(plain.named_parameters()):

@@ -129,7 +129,9 @@ def test_recomputed_blocks_hold_less(experts: int) -> None:
         for recompute in ("none", "block")
     }
     assert held["block"].activations < 0.6 * held["none"].activations
-    assert held["block"].peak == held["none"].peak, "the library's own bytes"
+    few, many = held["block"].peak, held["none"].peak  # the library's own bytes
+    # Before torch 2.13 a recomputed block with experts ends before the next one is gathered.
+    assert few.keys() == many.keys() and all(few[kind] <= many[kind] for kind in few)
 
 
 def test_the_optimizers_step_may_be_the_highest_moment() -> None:
