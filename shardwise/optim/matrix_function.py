@@ -40,9 +40,12 @@ FUNCTIONS: dict[str, MatrixOptimizer] = {}  # by name, of several of a name the 
 
 class FunctionName(str):
     """The name of a matrix optimizer, and itself: others may have the same name. Parameter groups
-    have one, state dicts and checkpoints the plain text."""
+    have one, state dicts and checkpoints the plain text, and copies that go to other processes."""
 
     optimizer: MatrixOptimizer
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,7 @@ class MatrixOptimizer:
                 f"{' and '.join(_OURS)}, which the library takes"
             )
         self._templates: dict[Any, Template] = {}
-        self.name = FunctionName(self.name)
-        self.name.optimizer = FUNCTIONS[self.name] = self
+        FUNCTIONS[self.name] = self
 
     def __call__(self, **options: Any) -> FunctionSettings:
         """Settings for ``sw.optimizer(matrix=...)``."""
@@ -95,8 +97,9 @@ class MatrixOptimizer:
                 f"{self.name}(...): {wrong}; it takes {', '.join((*self.options, *_OURS))}"
             )
         ours = {name: options[name] for name in _OURS if name in options}
-        lr = filled.pop("lr")
-        return FunctionSettings(function=self.name, lr=lr, options=filled, **ours)
+        lr, name = filled.pop("lr"), FunctionName(self.name)
+        name.optimizer = self
+        return FunctionSettings(function=name, lr=lr, options=filled, **ours)
 
     def run(self, gradient: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
         """The update of a batch, with the options that its parameter group has now."""
