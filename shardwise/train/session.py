@@ -175,11 +175,7 @@ def _edits(
     flags, before = flattened(given), flattened(saved.to_json())
     different = [
         f"{name}={value!r} (was {before.get(name)!r})"
-<<<<<<< HEAD
         for name, value in flattened(config.to_json()).items()
-=======
-        for name, value in _flat(config.to_json()).items()
->>>>>>> 4ef0b67 (An optimizer of experts alone clips by the norm of all experts on every rank, and GradScaler skips on all)
         if value != before.get(name) and name not in flags
     ]
     if not different:
