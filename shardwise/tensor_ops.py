@@ -433,8 +433,8 @@ class Operations:
     def _unscale(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Unscale local gradients; an inf on one rank stops the step on all of them.
 
-        Those of an expert mesh are some of the ranks. The widest mesh of the list has all: there
-        the others learn of it, who hold other experts.
+        Those of an expert mesh are some of the ranks. Over the axis of the experts, or on the
+        widest mesh of the list, the others learn of it, who hold other experts.
         """
         tensors, found_inf, *rest = args
         locals_ = [one._local_tensor if type(one) is self.kind else one for one in tensors]
@@ -444,9 +444,9 @@ class Operations:
         cuts = {(cut.mesh, cut.axes): cut for cut in self._cuts(list(tensors))}.values()
         widest = max(cuts, key=lambda cut: cut.mesh.size())
         for cut in cuts:
-            within = cut.mesh.size() < widest.mesh.size()
+            within = cut.ranks.others is None and cut.mesh.size() < widest.mesh.size()
             over = widest if within else cut
-            axes = over.ranks.axes if within else over.axes
+            axes = over.ranks.axes if within else over.norm_axes
             value = over.reduce(found_inf.reshape(1), "max", axes)
             found_inf.copy_(value.view_as(found_inf))
 

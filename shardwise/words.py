@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -145,6 +146,38 @@ def choice_problems(settings: Any) -> list[str]:
         for name, choices in _choices(type(settings)).items()  # type: ignore[arg-type]
         if getattr(settings, name) not in choices
     ]
+
+
+def type_problems(settings: Any) -> list[str]:
+    """A sentence for each field of a dataclass whose value is not of the field's type: JSON gives
+    any. A whole number is a float too, and True is no number. Choices: see above."""
+    return [
+        f"{name}={value!r} is a {type(value).__name__}: give {' or '.join(map(_word, kinds))}"
+        for name, kinds in _kinds(type(settings)).items()  # type: ignore[arg-type]
+        if not any(_fits(value := getattr(settings, name), kind) for kind in kinds)
+    ]
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    kind = {float: (float, int)}.get(kind, kind)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return names.get(kind, "null" if kind is type(None) else kind.__name__)
+
+
+@cache
+def _kinds(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The types of each field that is no mere choice."""
+    unions, chosen = (Union, UnionType), _choices(kind)
+    hints = [(name, hint) for name, hint in get_type_hints(kind).items() if name not in chosen]
+    return {n: get_args(hint) if get_origin(hint) in unions else (hint,) for n, hint in hints}
 
 
 @cache

@@ -347,10 +347,11 @@ class OptimizerLoad:
         """Options of the saved groups whose parameters this group holds."""
         for key in {key: None for source in sources for key in source}:
             values = [source[key] for source in sources if key in source]
-            current = group.get(key)
+            current = str(group[key]) if key == "function" and key in group else group.get(key)
             if key in _MACHINE_OPTIONS:
                 continue
-            if not all(_alike(value, current) for value in values):
+            other = key == "function" and any(value != current for value in values)
+            if other or not all(_alike(value, current) for value in values):
                 self._problem_of(f"'{key}' of group {index} of the optimizer", values[0], current)
             elif any(encode(value, "") != encode(values[0], "") for value in values[1:]):
                 warn_once(
@@ -364,7 +365,7 @@ class OptimizerLoad:
             elif isinstance(current, Tensor):
                 new = torch.as_tensor(values[0]).to(current)
                 self._writes.append(partial(current.copy_, new))
-            else:
+            elif key != "function":  # it is the same
                 self._writes.append(partial(group.__setitem__, key, values[0]))
 
     def _plan_momentum(

@@ -41,6 +41,8 @@ def encode(value: Any, where: str, depth: int = 0) -> Any:
     """JSON for ``value``; a ``CheckpointError`` names the place of a value that can't be saved."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, str):
+        return str(value)
     if depth > MAX_DEPTH:
         raise CheckpointError(
             f"{where:.200}... is more than {MAX_DEPTH} deep inside other values (or holds itself): "

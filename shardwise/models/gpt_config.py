@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.words import bound_problems, choice_problems
+from shardwise.words import bound_problems, choice_problems, type_problems
 
 Recompute = Literal["auto", "none", "pointwise", "block"]
 Score = Literal["softmax", "sigmoid"]
@@ -143,7 +143,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, Mapping):  # as JSON gives it back
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        problems = self._problems()
+        problems = type_problems(self) or self._problems()
         if problems:
             raise ValueError("GPTConfig cannot work: " + "; ".join(problems))
 
@@ -237,7 +237,7 @@ class GPTConfig:
         factors = ("rope_theta", "norm_eps", "expert_scale", "capacity_factor")
         problems += bound_problems(self, 0, *factors, above=True)
         terms = ("balance_coefficient", "sequence_balance_coefficient", "z_coefficient")
-        problems += bound_problems(self, 0, *terms, "bias_rate")
+        problems += bound_problems(self, 0, *terms, "head_z_coefficient", "bias_rate")
         problems += choice_problems(self)
         if problems:  # what follows divides by the numbers above
             return problems

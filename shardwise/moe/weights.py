@@ -201,7 +201,9 @@ class ExpertTensor:
             if together is not None:
                 write(together, places[0][1])  # type: ignore[index]
                 return
-        value = write(None, False)
+        held = [place for place in places if place is not None]
+        shape = (len(places), *held[0][0].shape)
+        value = write(held[0][0].new_empty(shape), False)  # in their dtype: no sum is rounded
         for place, part in zip(places, value, strict=True):
             if place is not None:
                 target, add = place

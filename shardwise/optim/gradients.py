@@ -47,7 +47,8 @@ from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
 from shardwise.tensor_whole import gathered
 
-# Set by sw.optimizer on parameters of experts: ranks outside their mesh store other experts.
+# Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True
+# where only their modules know these ranks.
 OTHERS_ELSEWHERE = "_shardwise_others_elsewhere"
 
 
@@ -254,8 +255,10 @@ def grad_norm(
     device = torch.device("cpu")
     for parameter in parameters:
         assert widest is not None
-        axes, copies = gradient_axes(parameter), 1
-        if _others_elsewhere(parameter) and 0 < _num_ranks(parameter) < _num_ranks(widest):
+        axes, copies, others = gradient_axes(parameter), 1, _others_of(parameter)
+        if isinstance(others, comm.Axis):
+            axes = (*axes, others)
+        elif others and 0 < _num_ranks(parameter) < _num_ranks(widest):
             # Every rank adds its part of its experts, divided by the number of copies.
             sharding = sharding_of(parameter)
             held = division_of(parameter) is None
@@ -285,12 +288,15 @@ def grad_norm(
     return (total if largest else total.pow(1.0 / norm_type)).float()
 
 
-def _others_elsewhere(parameter: Tensor) -> bool:
-    """Whether ranks outside a parameter's mesh store other experts in its place, and not copies.
+def _others_of(parameter: Tensor) -> comm.Axis | bool:
+    """The axis whose ranks store other experts; else whether ranks outside of the parameter's mesh
+    store others, and not copies.
 
     Of torch's DTensors only our experts do (``sw.optimizer`` marks them): ranks beside the mesh of
     tensor parallelism store copies."""
-    return isinstance(parameter, ShardedTensor) or bool(getattr(parameter, OTHERS_ELSEWHERE, False))
+    if isinstance(parameter, ShardedTensor):
+        return parameter.cut.ranks.others or True
+    return getattr(parameter, OTHERS_ELSEWHERE, False)
 
 
 def _num_ranks(parameter: Tensor) -> int:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,7 +35,17 @@ from shardwise.words import bound_problems, choice_problems
 State = dict[str, Tensor]
 Template = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of a state: shape of one, and dtype
 _OURS = ("weight_decay", "wire")  # options that the library takes, not the function
-FUNCTIONS: dict[str, MatrixOptimizer] = {}  # by name; a parameter group, and a checkpoint, has that
+FUNCTIONS: dict[str, MatrixOptimizer] = {}  # by name, of several of a name the last
+
+
+class FunctionName(str):
+    """The name of a matrix optimizer, and itself: others may have the same name. Parameter groups
+    have one, state dicts and checkpoints the plain text, and copies that go to other processes."""
+
+    optimizer: MatrixOptimizer
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class MatrixOptimizer:
                 f"state, *, lr, ...), options by keyword, without *args, **kwargs and "
                 f"{' and '.join(_OURS)}, which the library takes"
             )
+        self._templates: dict[Any, Template] = {}
         FUNCTIONS[self.name] = self
 
     def __repr__(self) -> str:
@@ -95,8 +105,9 @@ class MatrixOptimizer:
                 f"{self.name}(...): {wrong}; it takes {', '.join((*self.options, *_OURS))}"
             )
         ours = {name: options[name] for name in _OURS if name in options}
-        lr = filled.pop("lr")
-        return FunctionSettings(function=self.name, lr=lr, options=filled, **ours)
+        lr, name = filled.pop("lr"), FunctionName(self.name)
+        name.optimizer = self
+        return FunctionSettings(function=name, lr=lr, options=filled, **ours)
 
     def run(self, gradient: Tensor, state: State, group: Mapping[str, Any]) -> Tensor:
         """The update of a batch, with the options that its parameter group has now."""
@@ -111,6 +122,8 @@ def matrix_optimizer(function: Callable[..., Tensor]) -> MatrixOptimizer:
 
 def function_of(group: Mapping[str, Any]) -> MatrixOptimizer:
     name = group["function"]
+    if isinstance(name, FunctionName):
+        return name.optimizer
     if name not in FUNCTIONS:
         raise ValueError(
             f"there is no matrix optimizer {name!r} in this process: import the file that defines "
@@ -123,21 +136,24 @@ def template_of(rows: int, cols: int, group: Mapping[str, Any]) -> Template:
     """The states of one matrix [rows, cols]: the function runs once without values, on the meta
     device, or on zeros where it looks at values. Raises what is wrong with it."""
     function = function_of(group)
-    options = tuple((name, group[name]) for name in function.options)
-    return _template(function, rows, cols, options)
+    options = {name: group[name] for name in function.options}
+    # Schedulers change the learning rate in every step; no state has a shape by it.
+    key = rows, cols, repr({name: value for name, value in options.items() if name != "lr"})
+    if key not in function._templates:
+        function._templates[key] = _template(function, rows, cols, options)
+    return function._templates[key]
 
 
-@lru_cache(maxsize=256)
 def _template(
-    function: MatrixOptimizer, rows: int, cols: int, options: tuple[tuple[str, Any], ...]
+    function: MatrixOptimizer, rows: int, cols: int, options: Mapping[str, Any]
 ) -> Template:
     state: State = {}
     try:
         gradient = torch.zeros(1, rows, cols, device="meta")
-        update = function.run(gradient, state, dict(options))
+        update = function.run(gradient, state, options)
     except (NotImplementedError, RuntimeError, ValueError):  # no values to look at
         state, gradient = {}, torch.zeros(1, rows, cols)
-        update = function.run(gradient, state, dict(options))
+        update = function.run(gradient, state, options)
     problem = problem_of(function.name, gradient, update, state)
     if problem is not None:
         raise ValueError(problem)

@@ -66,7 +66,7 @@ def optimizer(
     for module in model.modules():
         if isinstance(module, GroupedLinear) and module.total_experts > module.num_experts:
             for parameter in module.parameters(recurse=False):
-                setattr(parameter, OTHERS_ELSEWHERE, True)
+                setattr(parameter, OTHERS_ELSEWHERE, module.axis or True)
     routed = routes_of(model)
     found = [one for one in routed if one.parameter.requires_grad]
     if not found:

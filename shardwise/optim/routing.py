@@ -206,6 +206,8 @@ def route_problems(name: str, shape: tuple[int, ...], chosen: Route) -> list[str
             f"'{name}' of shape {list(shape)} is no matrix [out, in] and no stack of them "
             f"[experts, out, in]; send it to the elementwise optimizer"
         ]
+    if 0 in seen:
+        return [f"'{name}' of shape {list(shape)} has no elements: leave it out of the matrices"]
     reason = chosen.split.problem(seen) if chosen.split is not None else None
     return [f"'{name}' of shape {list(shape)}: {reason}"] if reason else []
 
@@ -257,8 +259,8 @@ def _default(
         return "elementwise", "output head, by name"
     if shape in known.vocabularies and id(parameter) == known.last:
         return "elementwise", "output head, shaped like an embedding"
-    if min(shape[-2:]) == 1:
-        return "elementwise", "a single row or column"
+    if 0 in shape or min(shape[-2:]) == 1:
+        return "elementwise", "a single row or column" if parameter.numel() else "no elements"
     return "matrix", "matrix" if len(shape) == 2 else "stacked matrices"
 
 

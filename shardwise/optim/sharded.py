@@ -291,17 +291,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------ state dicts
 
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is neither copied nor pickled: owners and names belong to its "
+            f"parameters. Build one for the copied model, and load the state_dict() of this one"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Like torch's; of matrix optimizers the names."""
+        made: dict[str, Any] = super().state_dict()
+        for group in made["param_groups"]:
+            group |= {"function": str(group["function"])} if "function" in group else {}
+        return made
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load like torch's; momentum that was saved in the other form is converted."""
         wanted = [group.get("momentum_form", "") for group in self.param_groups]
-        kinds = [group["kind"] for group in self.param_groups]
-        saved = [group.get("kind") for group in state_dict["param_groups"]]
+        functions = [group.get("function") for group in self.param_groups]
+        kinds = [group.get("function", group["kind"]) for group in self.param_groups]
+        saved = [group.get("function", group.get("kind")) for group in state_dict["param_groups"]]
         if kinds != saved:
             raise ValueError(
                 f"the state dict holds groups of kinds {saved}, this optimizer {kinds}: build it "
                 f"with the same matrix= and elementwise= as the one that was saved"
             )
         super().load_state_dict(state_dict)
+        for function, group in zip(functions, self.param_groups, strict=True):
+            group |= {"function": function} if function is not None else {}  # of that name this one
         for matrices in self._matrix_groups or ():
             for one in matrices.members:
                 self.state[one.parameter] = matrices.state_of(one, self.state[one.parameter])

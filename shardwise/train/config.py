@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import REPLICATE, STRATEGIES, Placements
-from shardwise.words import bound_problems, choice_problems
+from shardwise.words import bound_problems, choice_problems, type_problems
 
 Strategy = Literal["zero0", "zero1", "zero2", "zero3", "hsdp", "hfsdp"]
 OptimizerName = Literal[
@@ -160,7 +160,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, Mapping):  # as JSON gives it back
             object.__setattr__(self, "model", GPTConfig(**self.model))
-        problems = self._problems()
+        problems = type_problems(self) or self._problems()
         if problems:
             raise ValueError("this configuration cannot work: " + "; ".join(problems))
 

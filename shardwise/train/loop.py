@@ -409,6 +409,11 @@ class Trainer:
                 f"{loaded}: its extra holds no {missing}: it was not written by 'shardwise train'. "
                 f"Load it with sw.load, or resume from a run"
             )
+        if self.config.steps < extra["step"]:
+            raise ValueError(
+                f"steps={self.config.steps}: {loaded} has done {extra['step']} of them already; "
+                f"give as many or more, or begin anew without --resume"
+            )
         for group, options in zip(groups, configured, strict=True):
             group.update(options)
         self.step, self.skips.total = extra["step"], extra["skipped"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import tempfile
 from typing import Any
 
@@ -127,7 +128,16 @@ def gradients(rank: int, world_size: int, strategy: str, layout: str) -> list[fl
     ]
     found.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
     found.append(float(nn.utils.get_total_norm([p.grad for p in net.parameters()])))
-    return [*found, float(norm)]
+    # An optimizer of nothing but experts: no parameter of it lies on all ranks.
+    experts = [(name, p) for name, p in net.named_parameters() if "fc2.weight" in name]
+    alone = nn.utils.get_total_norm([plain.moe.experts.fc2.weight.grad]) * 0.5 / norm
+    found.append(float(sw.Muon(experts).clip_grad_norm(1e9) / alone))
+    infinite, one = torch.zeros(()), torch.ones(())
+    if first == 0:  # on the ranks with one half of the experts
+        experts[0][1].grad.to_local().fill_(math.inf)
+    grads = [parameter.grad for _, parameter in experts]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, infinite, one)  # as GradScaler does
+    return [*found, float(infinite), float(norm)]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +148,11 @@ def test_expert_gradients_and_their_norm_are_those_of_one_process(
     ranks: int, strategy: str, layout: str
 ) -> None:
     results = run_ranks(gradients, ranks, strategy, layout)
-    for foreach, one_by_one, clipped, after, norm in results:
+    for foreach, one_by_one, clipped, after, alone, infinite, norm in results:
         assert foreach == one_by_one == clipped == pytest.approx(norm, rel=1e-5)
         assert after == pytest.approx(0.5, rel=1e-4)
+        assert alone == pytest.approx(1.0, rel=1e-4)
+        assert infinite == 1.0, "every rank leaves the step out"
     assert all(result == results[0] for result in results), "the same on every rank, bit for bit"
 
 

@@ -478,6 +478,13 @@ def test_what_cannot_change_on_resume_is_refused_by_name(
         assert re.search(said, text), text
 
 
+def test_fewer_steps_than_were_done_are_refused(finished: Path, tmp_path: Path) -> None:
+    path = str(finished / "run" / "checkpoints" / "step-000004")
+    changes = {"data": str(finished / "text.txt"), "steps": 2}
+    for text in run_ranks(refuse, 2, str(tmp_path / "b"), path, changes):
+        assert "steps=2: " in text and "step-000004 has done 4 of them already" in text
+
+
 def older_one(rank: int, world_size: int, folder: str, path: str, data: str, older: bool) -> Any:
     try:
         trainer = make_trainer(rank, world_size, folder, path, or_older=older, data=data)

@@ -247,6 +247,20 @@ def test_gradients_are_added_to_main_grad_in_fp32(layout: Any, delay: bool) -> N
         torch.testing.assert_close(parameter.main_grad - 1, reference.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_main_grads_that_lie_apart_are_not_rounded_on_the_way() -> None:
+    """Weights in 16 bits: those of experts one by one are as good as those of all together."""
+    found = []
+    for layout in ("grouped", "indexed"):
+        mlp = make(weight_layout=layout).bfloat16()
+        for parameter in mlp.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)
+        x, p, dy = data(UNEVEN)
+        mlp(x.bfloat16(), ends_of(UNEVEN), p).backward(dy.bfloat16())
+        found.append(torch.cat([one.main_grad.flatten() for one in mlp.parameters()]))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], found[0].bfloat16().float())
+
+
 def test_delayed_gradients_come_second_linear_first_and_complete_once() -> None:
     mlp = make(bias=True, weight_layout="indexed", delay_weight_gradient=True, path="loop")
     fired: list[str] = []

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.checkpoint import CheckpointError
 from shardwise.optim import functions
 from shardwise.optim.functions import ANY
 from shardwise.optim.functions.muon import orthogonalise
@@ -223,3 +225,60 @@ def test_they_are_short_and_the_trainer_knows_them() -> None:
     for file in folder.glob("*.py"):
         assert len(file.read_text().splitlines()) <= 120, file
     assert {*get_args(OptimizerName)} == {*ANY, "adamw"}
+
+
+def scaled(by: float, runs: list[float]) -> Any:
+    @sw.matrix_optimizer
+    def mine(gradient: Tensor, state: State, *, lr: float, betas: Any = (0.9,)) -> Tensor:
+        runs.append(by)
+        int(gradient.sum())  # looks at values, so that no meta tensor will do
+        state["n"] = gradient.new_zeros(len(gradient))
+        return by * lr * gradient
+
+    return mine
+
+
+def test_functions_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    one, other = scaled(1.0, [])(lr=0.1, betas=[0.5]), scaled(-1.0, [])(lr=0.1)
+    for number, (settings, factor) in enumerate(((one, 0.1), (other, -0.1), (one, 0.1))):
+        model = Weights({"a": (8, 9), "b": (8, 9), "none": (0, 8)})
+        model.b.requires_grad_(False)
+        optimizer = sw.optimizer(model, matrix=settings, elementwise=sw.adamw(lr=0.1))
+        torch.save(optimizer.state_dict(), tmp_path / "state")
+        sw.save(tmp_path / f"saved{number}", model, optimizer)
+        sw.load(tmp_path / f"saved{number}", model, optimizer)
+        optimizer.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+        model.b.requires_grad_(True)
+        optimizer.add_param_group({"params": [model.b], "kind": "function"})
+        before = model.a.detach().clone(), model.b.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for was, parameter in zip(before, (model.a, model.b), strict=True):
+            torch.testing.assert_close(was - parameter.detach(), torch.full((8, 9), factor))
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.*state_dict\(\)"):
+            copy.deepcopy(optimizer)
+    lion, scion = (
+        sw.optimizer(model, matrix=ANY[name](lr=0.1), elementwise=sw.adamw(lr=0.1))
+        for name in ("spectral_lion", "scion")
+    )
+    with pytest.raises(ValueError, match=r"kinds \['scion', .*this optimizer \['spectral_lion'"):
+        lion.load_state_dict(scion.state_dict())
+    sw.save(tmp_path / "scion", model, scion)
+    with pytest.raises(CheckpointError, match=r"'function' of group 0 .*scion"):
+        sw.load(tmp_path / "scion", model, lion)
+    with pytest.raises(ValueError, match=r"'none' of shape .0, 8. has no elements"):
+        sw.route(model, matrix="none")
+
+
+def test_a_scheduler_costs_no_run_of_the_function() -> None:
+    runs: list[float] = []
+    settings = scaled(1.0, runs)(lr=0.1)
+    model = Weights({"a": (8, 9)})
+    optimizer = sw.optimizer(model, matrix=settings, elementwise=sw.adamw(lr=0.1))
+    before = len(runs)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        model.a.grad = torch.ones_like(model.a)
+        optimizer.step()
+    assert len(runs) == before + 3

@@ -165,6 +165,18 @@ def test_a_start_that_left_only_its_lock_begins_anew(here: Path) -> None:
     (here / "run" / "config.json").write_text('{"warp": 9}')
     with pytest.raises(ValueError, match=r"config\.json cannot be read .*'warp'.*without --resume"):
         resolve(Request(out="run", resume="latest"))
+    values = {"deterministic": "no", "microbatches": "8", "data": None, "lr": True, "model": 3}
+    (here / "run" / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        resolve(Request(out="run", resume="latest"))
+    for text in (
+        "deterministic='no' is a str: give true or false",
+        "microbatches='8' is a str: give a whole number or auto",
+        "data=None is a NoneType: give a text",
+        "lr=True is a bool: give a number",
+        "model=3 is a int: give GPTConfig",
+    ):
+        assert text in str(caught.value)
 
 
 def test_checkpoints_that_are_all_damaged_are_not_passed_over_for_a_new_run(here: Path) -> None:
@@ -233,6 +245,9 @@ def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -
     with pytest.raises(ValueError, match=r"seed=4 \(saved: 0;.*run/config\.json differs"):
         resolve(again)
     assert resolve(dataclasses.replace(again, changes={"seed": 0})).config.seed == 0
+    stretched = {**load_recipe("smoke").to_json()["model"], "rope_scaling": {"factor": 2.0}}
+    edit("run", seed=0, model=stretched)
+    assert "model.rope_scaling.factor=2.0 (was None)" in resolve(again).note
     edit("run", seed=0, model={**load_recipe("smoke").to_json()["model"], "dim": 4})
     with pytest.raises(ValueError, match=r"another model than run/config\.json \(dim .* 4 here"):
         resolve(again)
