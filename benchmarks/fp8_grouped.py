@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped MLP of experts with fp8 products beside bf16's, and each of its passes by itself: the
-part ``--only grouped`` of ``python -m benchmarks.fp8_steps``."""
+parts ``--only grouped passes`` of ``python -m benchmarks.fp8_steps``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from shardwise.precision.fp8 import SQUARE_128, Plane, encode
 from shardwise.precision.fp8_experts import Rows, expert_codes
 
 KEYS = ("shape", "name", "forward", "forward_speed", "backward", "backward_speed", "peak")
+TORCH = {
+    "forward_torch": ("forward x torch", ".2f"),
+    "backward_torch": ("backward x torch", ".2f"),
+}
 
 
 class CodedTensor(ExpertTensor):
@@ -52,7 +56,8 @@ class Coded(grouped_mlp.Ours):
 
 
 def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[Row]:
-    """The grouped MLP with fp8 products beside bf16's, gradients added to fp32 main gradients."""
+    """The grouped MLP with fp8 products beside bf16's, ours and what one writes with torch alone,
+    gradients added to fp32 main gradients."""
     torch.manual_seed(0)
     bf16 = torch.bfloat16
     w1 = torch.randn(experts, 2 * width, hidden, device="cuda", dtype=bf16) / hidden**0.5
@@ -67,22 +72,20 @@ def grouped_rows(experts: int, hidden: int, width: int, rows: int) -> Iterator[R
     for system in systems.values():
         for parameter in system.parameters:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    peer = grouped_mlp.Peer(w1.requires_grad_(), w2.requires_grad_())
+    peer.main_grads = [torch.zeros_like(each, dtype=torch.float32) for each in (w1, w2)]
+    systems[grouped_mlp.PEER] = peer
     found = grouped_mlp.measure(systems, (x, ends, p, dy), 10, True)
     for name, figures in found.items():
         row: Row = {"shape": f"{experts}, {hidden}, {width}, {rows}", "name": name, **figures}
         for key in ("forward", "backward"):
             row[f"{key}_speed"] = found["bf16"][key] / figures[key]
+            row[f"{key}_torch"] = found[grouped_mlp.PEER][key] / figures[key]
         yield row
     CodedTensor.planes.clear()
 
 
-def tables() -> Iterator[Table]:
-    """The whole MLP, then its passes, after each shape."""
-    yield from _mlp_tables()
-    yield from _pass_tables()
-
-
-def _mlp_tables() -> Iterator[Table]:
+def mlp_tables() -> Iterator[Table]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
         try:
@@ -92,13 +95,14 @@ def _mlp_tables() -> Iterator[Table]:
         yield Table(
             title="Grouped MLP",
             note="Balanced rows, weights as codes, weight gradients added to fp32 main gradients.\n"
-            "Speed: bf16's time over this one's; both are this library's.",
-            columns={key: grouped_mlp.COLUMNS[key] for key in KEYS},
+            "Speed: this library's bf16's time over this one's; x torch: torch's own bf16's\n"
+            f"(`{grouped_mlp.PEER}`) over this one's.",
+            columns={key: grouped_mlp.COLUMNS[key] for key in KEYS} | TORCH,
             rows=rows,
         )
 
 
-def _pass_tables() -> Iterator[Table]:
+def pass_tables() -> Iterator[Table]:
     rows: list[Row] = []
     for shape in grouped_mlp.SHAPES:
         for name, work, run in passes(*shape):

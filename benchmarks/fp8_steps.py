@@ -410,7 +410,7 @@ def swiglu_table() -> Iterator[Table]:
     )
 
 
-PARTS = ["kernels", "swiglu", "grouped", "steps"]
+PARTS = ["kernels", "swiglu", "grouped", "passes", "steps"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -441,7 +441,8 @@ def main(arguments: Sequence[str]) -> None:
         made = {
             "kernels": (kernel_tables, product_table),
             "swiglu": (swiglu_table,),
-            "grouped": (fp8_grouped.tables,),
+            "grouped": (fp8_grouped.mlp_tables,),
+            "passes": (fp8_grouped.pass_tables,),
         }
         try:
             for part in (part for part in parts if part in made):

@@ -22,6 +22,7 @@ from shardwise.kernels.grouped import GroupedTile
 from shardwise.kernels.grouped_activation import rounded
 from shardwise.kernels.grouped_codes import Folded
 from shardwise.kernels.grouped_fc1 import decode, first_row, halves, schedule, store_ragged
+from shardwise.kernels.grouped_weight import put
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
 
@@ -94,16 +95,6 @@ def product(
 
 
 @triton.jit
-def _put(
-    desc, expert, row, column, value, rows: tl.constexpr, wide: tl.constexpr, add: tl.constexpr
-):
-    value = tl.reshape(value, (1, rows, wide))
-    if add:  # a tile has one writer; the copy engine's own sums took 10 to 25 % longer
-        value += desc.load([expert, row, column])
-    desc.store([expert, row, column], value.to(desc.dtype))
-
-
-@triton.jit
 def _weight_kernel(
     a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_experts, tile_rows, tile_columns,
     rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, add: tl.constexpr,
@@ -123,8 +114,8 @@ def _weight_kernel(
             acc = tl.dot(a, b.T, acc)
         acc *= tl.load(scales_ptr + expert)
         left, right = halves(acc, rows, columns)
-        _put(out_desc, expert, row, column, left, rows, half, add)
-        _put(out_desc, expert, row, column + half, right, rows, half, add)
+        put(out_desc, expert, row, column, left, rows, half, add)
+        put(out_desc, expert, row, column + half, right, rows, half, add)
 
 
 def weight_gradient(

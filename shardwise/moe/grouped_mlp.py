@@ -138,7 +138,8 @@ class GroupedMLP(nn.Module):
         self._run_inner_hooks()
         bundles = self._bundles()
         check_inputs(x, ends, bundles, self.num_experts, self.hidden)
-        if p.shape != (len(x),) or p.dtype not in (torch.float32, wide(x).dtype):
+        sums = torch.promote_types(x.dtype, torch.float32)
+        if p.shape != (len(x),) or p.dtype not in (torch.float32, sums):
             raise ValueError(
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"

@@ -114,7 +114,6 @@ def test_weight_gradient(kind: str) -> None:
         "columns": tile.columns,
         "step": tile.step,
         "add": kind == "fp32",
-        "engine": True,
     }
     compiled(grouped_weight._weight_kernel, tile, constants, types)
 

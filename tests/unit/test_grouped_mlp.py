@@ -204,6 +204,15 @@ def test_only_x_and_z_are_kept_for_backward() -> None:
     assert sorted(floats) == sorted([(rows, HIDDEN), (rows, 2 * WIDTH)])
 
 
+def test_a_forward_casts_no_rows() -> None:
+    mlp, (x, p, _) = make(path="grouped_mm").bfloat16(), data(UNEVEN)
+    rows = x.bfloat16()
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        mlp(rows, ends_of(UNEVEN), p.float())
+    casts = [event for event in profiler.events() if event.name == "aten::_to_copy"]
+    assert casts and list(rows.shape) not in [event.input_shapes[0] for event in casts]
+
+
 def test_z_is_given_back_before_the_gradients_of_the_first_linear() -> None:
     """They are the largest, and z the largest of what is kept; a retained graph keeps it."""
     seen: list[bool] = []
