@@ -94,10 +94,10 @@ class MainGrad:
         parameters then: what a user drops is gone at once."""
         self._forget()
         cuts = [parameter.cut for parameter in self._sharded]  # type: ignore[attr-defined]
-        self._shown = [
-            ShardedTensor(counted(grad.detach().view(cut.local_shape), "grad"), cut)
-            for grad, cut in zip(grads, cuts, strict=True)
-        ]
+        pairs = zip(grads, cuts, strict=True)
+        self._shown = [ShardedTensor(grad.view(cut.local_shape), cut) for grad, cut in pairs]
+        for shown in self._shown:
+            counted(shown._local_tensor, "grad")
 
     def views(self) -> list[Tensor]:
         """The piece of each parameter, as a plain tensor."""

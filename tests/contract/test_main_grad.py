@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise as sw
+from shardwise.memory import ledger
 from tests.cases import pairwise
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
@@ -249,6 +250,8 @@ def train_as_computed(rank: int, size: int, strategy: str, microbatches: int) ->
             wanted = torch.bfloat16 if alone else torch.float32
             assert grads and all(grad is not None and grad.dtype == wanted for grad in grads)
             held = [weakref.ref(grad.to_local()) for grad in grads]
+            if alone:
+                assert ledger.current["grad"] == sum(grad.to_local().nbytes for grad in grads)
             del grads
             optimizer.clip_grad_norm(0.1, in_step=step != 1)
             optimizer.step()
