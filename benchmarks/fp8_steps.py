@@ -51,7 +51,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 # Model, precision, optimizers.
 CASES: list[tuple[str, str, tuple[str, ...]]] = [
-    (name, precision, ("adamw", "muon")) for name in MODELS for precision in ("bf16", "fp8_block")
+    (name, precision, ("adamw", "sw.adamw", "muon"))  # torch's, and the two of sw.optimizer
+    for name in MODELS
+    for precision in ("bf16", "fp8_block")
 ]
 CASES += [(name, "fp8_block, head too", ("adamw",)) for name in MODELS]
 CASES += [("0.96B", "fp8_block, dW in bf16", ("adamw",))]
@@ -126,7 +128,8 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return sw.optimizer(model, matrix=sw.muon(lr=1e-3), elementwise=sw.adamw(lr=1e-4))
+    matrices = sw.muon(lr=1e-3) if kind == "muon" else None
+    return sw.optimizer(model, matrix=matrices, elementwise=sw.adamw(lr=1e-4))
 
 
 def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
