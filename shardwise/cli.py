@@ -57,10 +57,6 @@ def _train_command() -> Any:
     return made
 
 
-class UsageError(ValueError):
-    """Raised for words that cannot be; the message says what to type instead."""
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     code = run(list(sys.argv[1:] if arguments is None else arguments))
@@ -199,16 +195,16 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     counts = ("ranks", "replicas", "sequences", "tokens", "microbatches")
     for name in counts:
         if (count := getattr(command, name)) is not None and count < 1:
-            raise UsageError(f"--{name} {count}: give 1 or more")
+            raise ValueError(f"--{name} {count}: give 1 or more")
     if not 0 <= command.rank < command.ranks:
-        raise UsageError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
+        raise ValueError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
     model, config = _model_of(command.model)
     wanted = [command.precision, config.precision if config else None, "bf16"]
     weights = next(name for name in wanted if name not in (None, "auto"))
     recipe = config
     tp = (config.tp if config else 1) if command.tp is None else command.tp
     if tp < 1 or command.ranks % tp:
-        raise UsageError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
+        raise ValueError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
     config = dataclasses.replace(
         config or TrainConfig(),
         strategy=command.strategy or (config.strategy if config else "zero3"),
@@ -228,7 +224,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     shape = config.mesh_shape(command.ranks // tp) | ({"tp": tp} if tp > 1 else {})
     ep = config.ep if command.ep is None else command.ep
     if ep < 1 or (ep > 1 and not mixtures_of(model)):
-        raise UsageError(
+        raise ValueError(
             f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, and nothing "
             f"where it has none"
         )
@@ -278,7 +274,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
     with torch.device("meta"):
         if path.suffix == ".json":
             if not path.is_file():
-                raise UsageError(f"{name}: there is no such file; give a Hugging Face config.json")
+                raise ValueError(f"{name}: there is no such file; give a Hugging Face config.json")
             return GPT(config_from_hf(parse_json(path.read_bytes(), name))), None
         made = find_recipe(name)()
         if isinstance(made, TrainConfig):
@@ -287,7 +283,7 @@ def _model_of(name: str) -> tuple[Any, Any]:
             return GPT(dataclasses.replace(made.model, vocab_size=words)), made
         if isinstance(made, torch.nn.Module):
             return made, None
-    raise UsageError(
+    raise ValueError(
         f"{name} returned a {type(made).__name__}: a recipe returns a TrainConfig, a factory a "
         f"torch.nn.Module"
     )
@@ -300,7 +296,7 @@ def generate(command: Generate, words: list[str]) -> int:
 
     model, codec = open_model(command.path)
     if codec is None:
-        raise UsageError(
+        raise ValueError(
             f"{command.path} has no tokenizer: it was trained on tokens of an unknown one; put its "
             f"tokenizer.json beside the exported weights"
         )
@@ -326,10 +322,10 @@ def report(command: Report, words: list[str]) -> int:
     from shardwise.report.html import compare_runs, write_report
 
     if not command.runs:
-        raise UsageError("shardwise report: name the folder of a run, or several to compare")
+        raise ValueError("shardwise report: name the folder of a run, or several to compare")
     several = len(command.runs) > 1
     if several and not command.out.parent.is_dir():
-        raise UsageError(f"--out {command.out}: make the folder {command.out.parent} first")
+        raise ValueError(f"--out {command.out}: make the folder {command.out.parent} first")
     print(compare_runs(command.runs, command.out) if several else write_report(command.runs[0]))
     return 0
 
@@ -386,7 +382,7 @@ def bench(words: list[str]) -> int:
         print("\n" + examples("bench"))
         return 0
     if name not in known:
-        raise UsageError(f"shardwise bench {name}: one of {', '.join(known)}")
+        raise ValueError(f"shardwise bench {name}: one of {', '.join(known)}")
     check_torch()
     sys.path.insert(0, str(root))
     importlib.import_module(f"benchmarks.{name.replace('-', '_')}").main(words[1:])

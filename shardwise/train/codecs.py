@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from shardwise.train.tokens import (
     DataError,
-    DataNotFoundError,
     MissingExtraError,
     Tokens,
     dtype_for,
@@ -157,7 +156,7 @@ class Pieces:
         """A ``tokenizer.json``, or a directory that holds one."""
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
-            raise DataNotFoundError(
+            raise DataError(
                 f"tokenizer {name!r}: there is no file {file}; give a {FILE} of the `tokenizers` "
                 f"package, or a directory that holds one"
             )

@@ -44,9 +44,6 @@ from shardwise.train.codecs import (
 )
 from shardwise.train.tokens import (
     DataError,
-    DataNotFoundError,
-    EmptyDataError,
-    ShortDataError,
     Tokens,
 )
 
@@ -86,7 +83,7 @@ def stdlib_documents(folder: Path | None = None) -> Iterator[Document]:
     documents = _sources("stdlib", folder, _NOT_OURS | _NOT_TEXT)
     if not documents:
         why = "it is zipped" if folder.suffix == ".zip" or folder.is_file() else "only compiled"
-        raise EmptyDataError(
+        raise DataError(
             f"this Python has no readable sources of its standard library in {folder} ({why}, or "
             f"stripped): name other data, for example --data 'texts/*.txt'"
         )
@@ -111,7 +108,7 @@ def files_of(spec: str) -> list[Path]:
     found = found or [Path(one) for one in glob.glob(str(path), recursive=True)]
     files = sorted(one for one in found if one.is_file())
     if not files and not path.is_dir():
-        raise DataNotFoundError(
+        raise DataError(
             f"{spec!r} names no data: there is no such file or directory and the pattern matches "
             f"nothing; give a text, .jsonl or .parquet file, a directory, a quoted pattern, a .bin "
             f"token file, stdlib, stdlib+torch or hf:NAME"
@@ -131,7 +128,7 @@ def file_documents(spec: str) -> list[Document]:
         count = len(documents) - len(texts)
         warn_once(logger, "%s: passed over %d binary files", spec, count)
     if not texts:
-        raise EmptyDataError(
+        raise DataError(
             f"{spec!r} holds no text: {len(found)} files, {len(found) - len(documents)} of them "
             f"empty and {len(documents)} binary; name text files, or a token file by itself"
         )
@@ -149,7 +146,7 @@ def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
         rows = package.load_dataset(name, config or None, split=split or "train", streaming=True)
         row = next(iter(rows), None)
     except (OSError, ValueError) as error:
-        raise DataNotFoundError(
+        raise DataError(
             f"{spec!r} could not be loaded ({str(error).splitlines()[0]}): check the name, the "
             f"configuration, the split and the network"
         ) from error
@@ -164,7 +161,7 @@ def dataset_documents(spec: str, first: int = 0) -> Iterator[Document]:
             count += 1
             yield Document(f"{name}/{index}", text.encode())
     if count == 0 and not first:
-        raise EmptyDataError(f"{spec!r} has no row with text in column {column!r}")
+        raise DataError(f"{spec!r} has no row with text in column {column!r}")
 
 
 def _hidden(path: Path, below: Path) -> bool:
@@ -209,7 +206,7 @@ class Corpus:
     def __post_init__(self) -> None:
         for part in ("train", "held_out"):
             if len(getattr(self, part)) < 2:
-                raise ShortDataError(
+                raise DataError(
                     f"{self.name!r} leaves {len(getattr(self, part))} tokens for {part}: at least "
                     f"2 are needed, one to read and one to guess; give more text"
                 )

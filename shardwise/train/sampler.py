@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.train.tokens import DataError, DataPositionError, ShortDataError, Tokens, check_range
+from shardwise.train.tokens import DataError, Tokens, check_range
 
 IGNORED = -100  # a target that is not scored, as in models.gpt
 PERIOD = 10_000  # samples in which weights hold exactly, so they have four digits
@@ -80,7 +80,7 @@ class Sampler:
             raise DataError("; ".join(problems))
         lengths = [length for length, _ in shares] or [len(tokens)]
         if min(lengths) < context + 1:
-            raise ShortDataError(
+            raise DataError(
                 f"{min(lengths)} training tokens are less than one window of context={context} and "
                 f"the token after it: give more text or shorten the context"
             )
@@ -191,7 +191,7 @@ class Sampler:
             if not isinstance(value, int) or value < 0:
                 problems.append(f"{key} {value!r}, which must be a number of 0 or more")
         if problems:
-            raise DataPositionError(
+            raise DataError(
                 f"the saved position is of other data ({'; '.join(problems)}): resume with the "
                 f"data and the context of the saved run, or start a new one"
             )
@@ -253,7 +253,7 @@ class HeldOut:
                 f"positive"
             )
         if len(tokens) < 2:
-            raise ShortDataError(f"{len(tokens)} held-out tokens: at least 2 are needed")
+            raise DataError(f"{len(tokens)} held-out tokens: at least 2 are needed")
         self.tokens = tokens
         self.context, self.batch_size = context, batch_size
         self.vocab_size = vocab_size

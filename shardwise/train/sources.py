@@ -52,7 +52,6 @@ from shardwise.train.corpus import (
 from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,
-    DataNotFoundError,
     Tokens,
     dtype_for,
     is_token_file,
@@ -456,7 +455,7 @@ def _cut_ends(name: str, arrays: Sequence[Tokens], fraction: float) -> tuple[Tok
     """Hold out the end of every file: token files do not say where documents begin."""
     total = sum(map(len, arrays))
     if total == 0:
-        raise DataNotFoundError(f"{name} holds no tokens: write it again")
+        raise DataError(f"{name} holds no tokens: write it again")
     train, held = [], []
     for tokens in arrays:
         most = _MOST_HELD_OUT * len(tokens) // total

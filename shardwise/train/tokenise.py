@@ -42,7 +42,6 @@ from shardwise.train.codecs import (
 from shardwise.train.corpus import dataset_documents, files_of
 from shardwise.train.tokens import (
     DataError,
-    EmptyDataError,
     Tokens,
     TokenWriter,
 )
@@ -345,7 +344,7 @@ class _Shards:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and self.documents == 0:
             self._drop()
-            raise EmptyDataError(f"there is no text in what was named: {self.out} is not written")
+            raise DataError(f"there is no text in what was named: {self.out} is not written")
         if kind is None:
             self._publish()
         self._drop()

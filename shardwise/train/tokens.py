@@ -47,28 +47,8 @@ class DataError(ValueError):
     """Data that can't be trained on. Every message names the value, the reason and the fix."""
 
 
-class DataNotFoundError(DataError):
-    """There are no data of the given name."""
-
-
-class EmptyDataError(DataError):
-    """There are data of that name, but no text in them."""
-
-
-class ShortDataError(DataError):
-    """There is text, but less than one window of it."""
-
-
-class TokenFileError(DataError):
-    """A token file that can't be read as one."""
-
-
 class MissingExtraError(DataError, ImportError):
     """A package that only this kind of data needs is not installed."""
-
-
-class DataPositionError(DataError):
-    """A saved position in other data."""
 
 
 # ------------------------------------------------------------------------------ files
@@ -231,12 +211,12 @@ def open_raw_tokens(path: str | Path, bits: int, vocab_size: int) -> Tokens:
     dtype = _DTYPES[f"uint{bits}"]
     size = path.stat().st_size
     if size == 0 or size % dtype.itemsize:
-        raise TokenFileError(
+        raise DataError(
             f"{path} holds {size} bytes, which is no whole number of {bits}-bit tokens: it is "
             f"empty, truncated or of another width"
         )
     if _magic_of(path) == MAGIC:
-        raise TokenFileError(f"{path} has a header: name it without the raw{bits}: prefix")
+        raise DataError(f"{path} has a header: name it without the raw{bits}: prefix")
     tokens = _map(path, dtype, 0)
     for begin in (0, max(0, len(tokens) - _CHUNK)):
         check_range(tokens[begin : begin + _CHUNK], vocab_size, str(path), begin)
@@ -252,19 +232,19 @@ def read_header(path: Path) -> TokenHeader:
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
     if head[: len(MAGIC)] != MAGIC:
-        raise TokenFileError(
+        raise DataError(
             f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): write it with "
             f"shardwise.train.tokens.write_tokens, or name a file of bare integers as "
             f"raw16:PATH:VOCAB or raw32:PATH:VOCAB"
         )
     if len(head) < HEADER_BYTES:
-        raise TokenFileError(
+        raise DataError(
             f"{path} is truncated: it has {len(head)} bytes, and a header alone {HEADER_BYTES}; "
             f"copy or write it again"
         )
     version, length = (int(number) for number in np.frombuffer(head, "<u4", 2, len(MAGIC)))
     if version != VERSION:
-        raise TokenFileError(
+        raise DataError(
             f"{path} has format version {version}, and this shardwise reads version {VERSION}: "
             f"write it again"
         )
@@ -275,7 +255,7 @@ def read_header(path: Path) -> TokenHeader:
         if _encode_header(header) != head:
             raise ValueError("some of its bits have changed")
     except (ValueError, TypeError, RecursionError) as error:
-        raise TokenFileError(f"{path} has a damaged header ({error}): write it again") from None
+        raise DataError(f"{path} has a damaged header ({error}): write it again") from None
     _check_size(path, header)
     return header
 
@@ -297,7 +277,7 @@ def _check_size(path: Path, header: TokenHeader) -> None:
     expected = HEADER_BYTES + header.count * _DTYPES[header.dtype].itemsize
     if size != expected:
         what = "truncated" if size < expected else "longer than its header says"
-        raise TokenFileError(
+        raise DataError(
             f"{path} is {what}: {header.count} tokens take {expected} bytes and it has {size}; "
             f"copy or write it again"
         )
@@ -330,7 +310,7 @@ def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
         check_range(chunk, header.vocab_size, str(path), begin)
         digest.update(np.ascontiguousarray(chunk).data)
     if digest.hexdigest() != header.sha256:
-        raise TokenFileError(
+        raise DataError(
             f"{path} has other contents than were written (sha256 {digest.hexdigest()[:12]}…, the "
             f"header says {header.sha256[:12]}…): copy or write it again"
         )
@@ -339,7 +319,7 @@ def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:
 def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
     if len(tokens) and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
         at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
-        raise TokenFileError(
+        raise DataError(
             f"{name}: token {begin + at} is {int(tokens[at])}, outside 0 to {vocab_size - 1}: the "
             f"file is damaged, or vocab_size={vocab_size} is not its tokenizer's"
         )
@@ -347,4 +327,4 @@ def check_range(tokens: Tokens, vocab_size: int, name: str, begin: int) -> None:
 
 def _require_file(path: Path) -> None:
     if not path.is_file():
-        raise DataNotFoundError(f"{path}: there is no such file; give the path of a token file")
+        raise DataError(f"{path}: there is no such file; give the path of a token file")
