@@ -42,14 +42,14 @@ class Call:
 
     __slots__ = ("__weakref__", "forward", "gated", "recorded", "state", "task", "unit", "weights")
 
-    def __init__(self, unit: Unit, weights: Any = None, *, recorded: bool = True) -> None:
+    def __init__(self, unit: Unit, weights: Any, recorded: bool, forward: int) -> None:
         self.unit = ref(unit)
         self.weights = weights  # the versions of the weights that it computes with
         self.recorded = recorded  # whether autograd records it, so that a backward can come
         self.state = State.RUNNING
         self.task = -1  # the backward that entered it last
         self.gated = False  # whether its inputs' gradients pass through a gate of ours
-        self.forward = 0  # the number of the root's forward; 0: made inside a backward
+        self.forward = forward  # the number of the root's forward; 0: made inside a backward
 
     def enters(self) -> bool:
         """Whether the backward that runs now has not come to this call before."""
@@ -115,7 +115,7 @@ class Calls:
 
     begin        RUNNING
     end          RUNNING to AWAITED where a backward can come, else DONE
-    enter        AWAITED to OPEN where gradients go on to its inputs, else DONE
+    enter        AWAITED to OPEN where gradients go on to inputs, visible or hidden, else DONE
     leave        any to DONE: the gradients of its inputs are on their way
     forget       no longer counted among the awaited; a kept graph may still lead into one
     stop         RUNNING and OPEN to DONE
@@ -146,17 +146,22 @@ class Calls:
         """Whether none runs, and every module of a list has run."""
         return not self.running and self._begun % len(self._modules) == 0
 
-    def wait_for(self, call: Call, forward: int) -> None:
-        """A backward of ``call`` may come; its forward belongs to one of the root's."""
-        call.forward, call.state = forward, State.AWAITED
+    @property
+    def outside(self) -> bool:
+        """Whether one runs that no backward has begun: a backward that comes now is inside it."""
+        return any(call.forward for call in self.running)
+
+    def wait_for(self, call: Call) -> None:
+        """A backward of ``call`` may come."""
+        call.state = State.AWAITED
         self.awaited.append(call)
 
-    def enter(self, call: Call) -> None:
-        """Backward has come to a call."""
+    def enter(self, call: Call, stays: bool) -> None:
+        """Backward has come to a call. ``stays``: no gate tells when it has left it again."""
         if call.state is State.AWAITED:
             _remove(self.awaited, call)
-            call.state = State.OPEN if call.gated else State.DONE
-            if call.gated:
+            call.state = State.OPEN if call.gated or stays else State.DONE
+            if call.state is State.OPEN:
                 self.open.append(call)
 
     def leave(self, call: Call) -> None:
@@ -293,19 +298,29 @@ def _packed_by(hooks: type) -> bool:
     return pack.__module__ == hooks.__module__ and pack.__qualname__.startswith(hooks.__name__)
 
 
-def calls_on_stack(modules: Sequence[nn.Module]) -> int:
-    """How many calls of these modules run now, by Python's own stack. Walks all of it: for rare
-    cases."""
-    found, frame = 0, sys._getframe()
+def calls_on_stack(modules: Sequence[nn.Module], frame: Any = None) -> int:
+    """How many calls of these modules run now, by Python's own stack (this thread's, or that which
+    ends in ``frame``). Walks all of it: for rare cases."""
+    found, frame = 0, frame or sys._getframe()
     while frame is not None:
         # torch's register_fsdp_forward_method makes methods of that name.
         if frame.f_code in _CALLS or frame.f_code.co_name == "wrapped_method":
             found += any(frame.f_locals.get("self") is module for module in modules)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 
 _CALLS = (nn.Module._call_impl.__code__,)
+
+
+def engine_on_stack(frame: Any) -> Any:
+    """The call of autograd's engine on the stack that ends in ``frame``, the innermost; or None."""
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back
+    return frame
+
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # type: ignore[attr-defined]
 
 
 def will_come(leaf: Tensor) -> bool:
@@ -339,25 +354,46 @@ def recomputes_inside(unit: Unit) -> bool:
     return any(type(node).__name__ == _REENTRANT for node in _behind(unit))
 
 
-def refuse_chosen(units: Sequence[Any]) -> None:
-    """Raise in a backward for chosen inputs that reaches all weights which modules still hold
-    whole, and none at rest: these may have been chosen too, and no graph knows them. ``units``:
-    those that expect a backward."""
-    whole = [unit for unit in units if unit.shows_at_rest]
-    at_rest = [unit for unit in units if not unit.shows_at_rest and unit.arrivals.trainable]
-    if (
-        at_rest
-        and all(all_will_come(unit.arrivals.leaves()) for unit in whole)
-        and not any(will_come(leaf) for unit in at_rest for leaf in unit.arrivals.leaves())
-        # A gate is behind this node: without chosen inputs this backward would reach all leaves.
-        and any(isinstance(getattr(node, "call", None), Call) for node in _behind())
-    ):
+def reads_on(unit: Unit) -> bool:
+    """Whether backward, which has just reached an output of the unit, may read its frozen weights
+    after the last gradient has come: where the graph leads out of the unit through no gate, to
+    inputs in an object that cannot be opened, in a closure, in an attribute."""
+    ours = set(map(id, unit.arrivals.leaves()))
+    kept = not any(group.comes_and_goes for group in unit.groups)
+    if kept or not ours or len(ours) == len(unit.places):
+        return False
+    for node in _behind(unit):
+        leaf = getattr(node, "variable", None)
+        if isinstance(getattr(node, "call", None), Call) or not (leaf is None or id(leaf) in ours):
+            return True
+    return False
+
+
+def refuse_chosen(unit: Unit) -> None:
+    """Raise in a backward for chosen inputs that names parameters of the unit at rest: forward
+    computed with whole ones, so no graph knows these."""
+    if reaches_all_leaves():
+        return
+    at_rest = {id(one): cut.name for g in unit.groups for one in g.sharded for cut in [one.cut]}  # type: ignore[attr-defined]
+    names = [at_rest[id(one)] for one in _chosen_inputs() if id(one) in at_rest]
+    if names:
         raise RuntimeError(
-            f"backward(inputs=...) reaches the gathered weights of {[u.name for u in whole]} and "
-            f"none of {[u.name for u in at_rest]}, whose parameters are at rest, where no graph "
-            f"knows them: call backward() without inputs=, and requires_grad_(False) on what shall "
-            f"have no gradient"
+            f"torch.autograd.grad or backward(inputs=...) asks for {', '.join(names[:4])}"
+            f"{', ...' if names[4:] else ''} of unit '{unit.name}', parameters at rest: forward "
+            f"computes with gathered weights, so no graph knows these, and the answer would be "
+            f"None. Call backward() without inputs=, requires_grad_(False) on what shall have no "
+            f"gradient, and read .grad"
         )
+
+
+def _chosen_inputs() -> Sequence[Any]:
+    """The inputs that the backward which runs now was asked for, by Python's own stack. (A device's
+    backward runs in a thread of its own.)"""
+    for frame in (sys._getframe(), *sys._current_frames().values()):
+        engine = engine_on_stack(frame)
+        if engine is not None:
+            return engine.f_locals["args"][3] or ()  # type: ignore[no-any-return]
+    return ()
 
 
 def _behind(until: Unit | None = None) -> Iterator[Any]:

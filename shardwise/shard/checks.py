@@ -137,6 +137,12 @@ def module_problems(
                 f"'{f.name}' belongs to a {f.owners[0].__name__}(sparse=True): gradients are "
                 f"summed over ranks in dense buffers; build it with sparse=False"
             )
+        elif mesh.size() > 1 and any(getattr(m, "max_norm", None) is not None for m in f.modules):
+            problems.append(
+                f"'{f.name}' belongs to a {f.owners[0].__name__}(max_norm=...), whose forward "
+                f"rewrites the rows that it looks up, on each rank others: build it without "
+                f"max_norm, and bound rows after the optimizer's step (torch.renorm)"
+            )
         elif hasattr(parameter, "fsdp_pre_all_gather"):
             problems.append(
                 f"{UNSUPPORTED}'{f.name}' is a {type(parameter).__name__} with "

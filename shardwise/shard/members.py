@@ -326,6 +326,13 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
 def refuse_side_way(unit: Unit) -> None:
     """Raise where backward has come to a unit not through an output of its forward, which would
     have gathered the weights: it may have read memory that was released."""
+    if unit.calls.outside:
+        raise RuntimeError(
+            f"backward() inside the forward of unit '{unit.name}' brings gradients to weights of "
+            f"that unit itself, which the rest of its forward reads: wrap the modules that this "
+            f"backward goes through as units of their own, detach what it starts from, or use "
+            f"torch.autograd.grad for chosen tensors"
+        )
     gone = (one.pending or not all(memory.live for memory in one.blocks) for one in unit.groups)
     if not unit.weights.shown and any(gone):
         raise RuntimeError(

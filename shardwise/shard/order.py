@@ -56,6 +56,11 @@ class Order:
         """The units of this forward, in order of entry."""
         return [unit for unit in map(_alive, self._entries) if unit is not None]
 
+    def forget(self, unit: Unit) -> None:
+        """Drop a unit that another model has taken over."""
+        for listed in (self._expected, self._entries, self._exits):
+            listed[:] = [reference for reference in listed if reference() is not unit]
+
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:

@@ -11,11 +11,13 @@ released at the end.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -28,7 +30,13 @@ from shardwise.memory import CACHING, Source, TracePool
 from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
-from shardwise.shard.call import Calls, reaches_all_leaves, refuse_chosen, will_come
+from shardwise.shard.call import (
+    Calls,
+    calls_on_stack,
+    engine_on_stack,
+    reaches_all_leaves,
+    will_come,
+)
 from shardwise.shard.initial_values import same_over_tiles, warn_of_unlike_gradients
 from shardwise.shard.members import check_first_forward, refuse_ddp, stray_gradients
 from shardwise.shard.order import Order
@@ -102,6 +110,7 @@ class Runtime:
         self.forward = 0  # the number of the root's last forward
         self.answered = 0  # the last of these that a backward came to
         self.in_forward = False  # whether that forward runs now (or has raised)
+        self._thread = 0  # the thread in which it began
         self.for_inputs = False  # whether the backward that runs now brings no parameter's gradient
         # Forwards whose graph the backward that runs now walks; 0 is what it runs itself.
         self.walked = {0}
@@ -154,12 +163,40 @@ class Runtime:
         refuse_ddp(self.units)
         self.order.begin_forward()
         self.forward += 1
-        self.in_forward = True
+        self.in_forward, self._thread = True, get_ident()
         for unit in self.units:
             unit.tidy()  # all before the first gather: their memory is free for it
         if not self._writers_awaited:
             self.await_writers()
         self._writers_awaited = False
+
+    @property
+    def in_other_thread(self) -> bool:
+        """Whether another thread is inside a forward of the root, or inside a backward."""
+        here, failed = get_ident(), self.has_failed()
+        forward = self.in_forward and self._thread != here
+        if not failed and not forward:
+            return False
+        threads = sys._current_frames()
+        del threads[here]
+        root = [module for one in self.units[0].modules if (module := one()) is not None]
+        inside = forward and self._thread in threads and calls_on_stack(root, threads[self._thread])
+        return bool(inside) or (failed and any(map(engine_on_stack, threads.values())))
+
+    def refuse_other_threads(self, name: str) -> None:
+        """Raise in a forward that begins while another thread runs this model."""
+        if self.in_other_thread:
+            raise RuntimeError(
+                f"the forward of unit '{name}' begins while another thread is inside a forward or "
+                f"a backward of the same model: one thread would release the weights that the "
+                f"other reads, and ranks would communicate in different orders. Let the threads "
+                f"take turns, in the same order on every rank"
+            )
+
+    def give_up(self, unit: Unit) -> None:
+        """Another root takes this unit over: it belongs to two models."""
+        self._units = [reference for reference in self._units if reference() is not unit]
+        self.order.forget(unit)
 
     def await_writers(self, event: Any = None) -> None:
         """Make gathers wait for what has written main weights so far: for all that compute was
@@ -266,8 +303,6 @@ class Runtime:
             self.recover()  # the backward before this one raised
         self.order.begin_backward()
         self.for_inputs = self._is_for_inputs()
-        if not self.for_inputs and not reaches_all_leaves():
-            refuse_chosen([unit for unit in self.units if unit.expects_backward])
         ending = _Ending(self)
         self._ending = weakref.ref(ending, partial(_dropped, weakref.ref(self)))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -311,8 +346,10 @@ class Runtime:
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
-                f"shardwise lost track of the order of its units. Call reset_iter_state() on the "
-                f"root to go on, and please report the order in which your model calls them"
+                f"an autograd function may run a backward of its own inside the unit (reversible "
+                f"layers): wrap the modules that it calls with fully_shard, each by itself. Else "
+                f"shardwise lost track of its units: please report the order in which they run. "
+                f"reset_iter_state() on the root lets training go on"
             )
         self._ending = None
         if strays:

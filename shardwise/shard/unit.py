@@ -7,8 +7,7 @@ missing         the gradients that this backward has not brought yet (``arrivals
 delayed         of the missing gradients: those that come later, perhaps after this backward
 progress        what this backward has done for the unit: UNTOUCHED, GATHERED, PASSED, DONE
 
-Each event may do this (``=``: the fact stays as it is; ``tests/contract/test_machine.py`` drives
-random programs and finds no other step):
+Each event may do this (``=``: the fact stays; tests/contract/test_machine.py finds no other step):
 
     event           phase                   progress
     pre_forward     resting > forward       =
@@ -32,6 +31,7 @@ random programs and finds no other step):
     end_backward    backward > resting      any > done
     end_backward    backward = backward     =                       waits for delayed gradients
     end_backward    any > resting           =
+    end_backward    forward = forward       =                       it was inside that forward
     release_unused  any = any               any > untouched         the backward is over
     rest            any > resting           =                       reshard(), or an exception
 
@@ -59,7 +59,9 @@ from shardwise.shard.call import (
     cast_floats,
     in_checkpoint,
     in_recomputation,
+    reads_on,
     recomputes_inside,
+    refuse_chosen,
     will_come,
 )
 from shardwise.shard.members import (
@@ -160,9 +162,6 @@ class Unit(Wrapped):
             Runtime.start(self, module)
         return self.pre_forward(args, kwargs)
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.post_forward(output)
-
     def adopt_runtime(self, runtime: Runtime) -> None:
         super().adopt_runtime(runtime)
         for group in self.groups:
@@ -175,21 +174,20 @@ class Unit(Wrapped):
         runtime.lanes.refuse_capture(f"forward of '{self.name}'")
         refuse_transforms(self)
         recomputing = runtime.in_backward
-        if not recomputing and (runtime.has_failed() or self.calls.running):
+        if not recomputing:
             self._recover()
         with annotate(self.name, "gather for forward"):
-            if not recomputing:
-                if self.is_root:
-                    runtime.begin_forward()
-                elif not runtime.in_forward:  # called by itself; else the root has tidied all units
-                    self.tidy()
+            if not recomputing and self.is_root:
+                runtime.begin_forward()
+            elif not recomputing and not runtime.in_forward:
+                self.tidy()  # called by itself; else the root has tidied all units
             if self.phase is not Phase.BACKWARD:
                 self.phase = Phase.FORWARD
             self.expose("forward")
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         recorded = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self, self.weights.versions, recorded=recorded)
+        call = Call(self, self.weights.versions, recorded, 0 if recomputing else runtime.forward)
         self.calls.begin(call)
         if recorded and not recomputing and in_checkpoint():
             for group in self.groups:
@@ -199,8 +197,11 @@ class Unit(Wrapped):
 
     def _recover(self) -> None:
         """Go on where an exception, or the user's interrupt, ended a forward or a backward."""
+        self.runtime.refuse_other_threads(self.name)
         if self.runtime.has_failed():
             self.runtime.recover()
+        elif not self.calls.running:
+            return
         for unit in self.runtime.units:
             unit.drop_dead_calls(entering=unit is self)
 
@@ -228,16 +229,16 @@ class Unit(Wrapped):
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
-        call = self.calls.end()
-        runtime = self.runtime
+        call, runtime = self.calls.end(), self.runtime
         if not runtime.in_backward:
             runtime.order.left(self)
+        awaited = call is not None and call.recorded and self._watch(call, output)
         if self.phase is Phase.FORWARD and self.calls.finished and not runtime.in_backward:
-            self._end_forward(call is not None and call.recorded, output)
+            self._end_forward(awaited, output)
             if self.is_root:
                 runtime.end_forward()
-        if call is not None and call.recorded and self._watch(call, output):
-            self.calls.wait_for(call, 0 if runtime.in_backward else runtime.forward)
+        if call is not None and awaited:
+            self.calls.wait_for(call)
         return cast_floats(output, self.precision.output_dtype)
 
     def _watch(self, call: Call, output: Any) -> bool:
@@ -278,7 +279,7 @@ class Unit(Wrapped):
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
             self._enter_backward()
-        self.calls.enter(call)
+        self.calls.enter(call, stays=not call.gated and reads_on(self))
 
     def _enter_backward(self) -> None:
         self.refuse_changes()
@@ -287,6 +288,7 @@ class Unit(Wrapped):
             self.weights.take_trainability()
         runtime = self.runtime
         runtime.begin_backward()
+        refuse_chosen(self)
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()
@@ -316,9 +318,8 @@ class Unit(Wrapped):
 
     def _prefetch_backward(self) -> None:
         after = self.runtime.order.after(self)
-        if after is not None and not after.gathers_in_backward:
-            after = None
-        self._prefetch(after, self.backward_prefetch, "backward")
+        wanted = after is not None and after.gathers_in_backward
+        self._prefetch(after if wanted else None, self.backward_prefetch, "backward")
 
     def _expect_gradients(self, comes: Callable[[Tensor], bool] | None) -> None:
         """``comes``: which gradients to wait for, of parameters that are trained; None: all."""
@@ -335,8 +336,8 @@ class Unit(Wrapped):
         the same collectives in the same order, with zeros for gradients."""
         if self.unused != "zeros" or self.progress is Progress.DONE or not self.expects_backward:
             return
-        if ended and self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
-            refuse(self._rest())
+        if ended and self.phase is Phase.FORWARD and not self.calls.outside:
+            refuse(self._rest())  # recomputed, and no gradient came after all
         if self.phase is not Phase.RESTING:
             return
         leaves = self.arrivals.leaves()
@@ -388,8 +389,8 @@ class Unit(Wrapped):
 
     def end_backward(self) -> None:
         """Backward is over: complete what waited for nothing any more."""
-        if self.phase is Phase.FORWARD:  # recomputed, and no gradient came after all
-            refuse(self.rest())
+        if self.phase is Phase.FORWARD and not self.calls.outside:
+            refuse(self.rest())  # recomputed, and no gradient came after all
         if self.phase is not Phase.BACKWARD:
             return
         self.calls.stop()
@@ -440,8 +441,7 @@ class Unit(Wrapped):
 
     @property
     def shows_at_rest(self) -> bool:
-        """Whether the modules hold whole weights outside of forward and backward: by ``unshard()``,
-        or kept since a forward."""
+        """Whether the modules hold whole weights at rest: by ``unshard()``, or since a forward."""
         return self.weights.shown and self.phase is Phase.RESTING
 
     def hide(self, force: bool = False) -> None:

@@ -190,6 +190,8 @@ class Wrapped:
 
     def begin(self, runtime: Runtime, name: str, is_root: bool) -> None:
         """The root's first forward: this unit gets its name in the model, lanes and memory."""
+        if self._runtime is not None:
+            self._runtime.give_up(self)  # type: ignore[arg-type]
         self.name, self.is_root = name, is_root
         self.adopt_runtime(runtime)
         for number, group in enumerate(self.groups):

@@ -242,7 +242,9 @@ def _after_failure(module: nn.Module, args: Any, output: Any) -> None:
     """Put the sharded parameters back after a forward that raised: code that catches the exception
     and calls ``model.zero_grad()`` means the sharded parameters."""
     unit = unit_of(module)
-    if unit is not None and unit.calls.running and not unit.runtime.in_backward:
+    if unit is None or not unit.calls.running:
+        return
+    if not unit.runtime.in_backward and not unit.runtime.in_other_thread:
         unit.drop_dead_calls(entering=True)
 
 
