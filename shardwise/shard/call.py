@@ -392,18 +392,18 @@ def _chosen_inputs() -> Sequence[Any]:
     for frame in (sys._getframe(), *sys._current_frames().values()):
         engine = engine_on_stack(frame)
         if engine is not None:
-            return engine.f_locals["args"][3] or ()  # type: ignore[no-any-return]
+            return (*engine.f_locals["args"], None, None, None, None)[3] or ()
     return ()
 
 
-def _behind(until: Unit | None = None) -> Iterator[Any]:
+def _behind(until: Unit) -> Iterator[Any]:
     """The nodes behind the one that runs now, as far as the gates of the inputs of ``until``."""
     seen: set[Any] = {None}
     waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
         call = getattr(node, "call", None)
-        if node in seen or (isinstance(call, Call) and call.unit() is until is not None):
+        if node in seen or (isinstance(call, Call) and call.unit() is until):
             continue  # what is behind the gate of its inputs is not inside
         yield node
         seen.add(node)
