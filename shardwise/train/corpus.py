@@ -211,7 +211,7 @@ class Corpus:
                     f"2 are needed, one to read and one to guess; give more text"
                 )
         if len(self.held_out) < 8 and self.codec and not num_bytes(self.codec, self.held_out[1:]):
-            raise ShortDataError(
+            raise DataError(
                 f"{self.name!r} leaves {len(self.held_out)} tokens for held_out, and the text ends "
                 f"there: nothing is left to guess. Give more text, or a larger held_out"
             )

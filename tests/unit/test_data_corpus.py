@@ -193,7 +193,7 @@ def test_data_that_is_not_there_or_empty_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="at least 2"):
         load_corpus(str(tmp_path / "short.txt"))
     (tmp_path / "short.txt").write_bytes(SENTENCE)  # the last token and the document's end
-    with pytest.raises(ShortDataError, match=r"2 tokens for held_out.*a larger held_out"):
+    with pytest.raises(DataError, match=r"2 tokens for held_out.*a larger held_out"):
         load_corpus(str(tmp_path / "short.txt"), held_out=1e-9)
 
 
