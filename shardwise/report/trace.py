@@ -145,7 +145,7 @@ def _kernels(device: torch.device) -> Iterator[list[Interval]]:
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         yield found
-        torch.cuda.synchronize(device)
+        streams.Clock(device).synchronize()
     found += [(begin, end) for begin, end, _ in kernels_of(profiler)]
 
 
