@@ -277,6 +277,9 @@ class Wrapped:
     _fsdp_param_groups: tuple[()] = ()
     _fsdp_param_group: None = None  # torch 2.11 had one
 
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.post_forward(output)  # type: ignore[attr-defined]
+
     @property
     def _state_ctx(self) -> Runtime:
         return self.runtime
