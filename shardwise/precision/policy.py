@@ -35,6 +35,14 @@ _PRODUCTS: dict[Matrices, tuple[Products, ...]] = {
     "mxfp8_2d": ("emulated", "native"),
     "fp8_block": ("fp8", "emulated"),
 }
+# Names of other libraries' recipes, and why there is none of that name.
+_ELSEWHERE = {
+    "blockwise": "'fp8_block' is that recipe",
+    "nvfp4": "the GPUs that the kernels are for multiply no fp4",
+} | dict.fromkeys(
+    ("fp8", "tensorwise", "rowwise", "delayed"),
+    "one scale for a whole tensor or row needs all its parts, which ranks hold; choose 'fp8_block'",
+)
 
 
 def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
@@ -48,6 +56,7 @@ def as_dtype(value: DtypeLike, field: str) -> torch.dtype | None:
             f"Precision({field}={value!r}): use one of {', '.join(_NAMES)} or a torch dtype of "
             f"16, 32 or 64 bits, or None to keep the parameter's own"
             + (f"; or one of {_FORMATS}" if field == "weights" else "")
+            + (f". {value!r}: {_ELSEWHERE[value]}" if value in tuple(_ELSEWHERE) else "")
         )
     return dtype
 

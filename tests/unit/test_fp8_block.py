@@ -205,6 +205,8 @@ def test_what_a_user_may_say() -> None:
         ({"weights": "bf16", "weight_gradient": "bf16"}, "only weights='fp8_block'"),
         ({"weights": "fp8_block", "scales": "fp16"}, "one of fp32, power_of_two"),
         ({"weights": "fp8_blocks"}, "'fp8_block'"),
+        ({"weights": "blockwise"}, "'fp8_block' is that recipe"),
+        ({"weights": "nvfp4"}, "multiply no fp4"),
     ):
         with pytest.raises(ValueError, match=words):
             sw.Precision(**options)  # type: ignore[arg-type]
