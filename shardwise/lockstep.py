@@ -124,6 +124,11 @@ class Journal:
         steps = self._issued.get(STEP) or _Issued()
         return steps.count, steps.trail, steps.recent[-1] if steps.recent else "nothing"
 
+    def forget_writes(self) -> None:
+        """Begin anew: every rank of the group has loaded its weights."""
+        for operation in (STEP, SETTINGS):
+            self._issued.pop(operation, None)
+
     def issued(self) -> dict[str, Any]:
         """How many of each operation, and the last ones, as JSON knows it."""
         return {
@@ -376,7 +381,7 @@ def _stepped_apart(*ranks: tuple[int, str]) -> str:
         f"the optimizers of the ranks are out of step: {did}. Every rank must step alike, with the "
         f"gradients of the same parameters: decide by a value that all ranks share (a loss or a "
         f"norm that is all-reduced), and drop gradients on every rank or on none. The weights of "
-        f"the ranks no longer belong together: load a checkpoint"
+        f"the ranks no longer belong together: load a checkpoint (sw.load) on every rank"
     )
 
 

@@ -177,11 +177,12 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     if lacking and not getattr(optimizer, "compares_gradients", False):
         known = zlib.crc32(repr(lacking).encode())
         kind += f" without the gradients of {lacking[:3]} ({len(lacking)} in all, {known:08x})"
-    settings = _settings_by_mesh(optimizer)
+    settings, clipped = _settings_by_mesh(optimizer), getattr(optimizer, "clipped", "")
     for mesh in {id(mesh): mesh for _, mesh in buffers.values()}.values():
         for axis in Ranks(mesh).axes:
             axis.journal.add(STEP, kind)
-            axis.journal.add(SETTINGS, f"{type(optimizer).__name__}.step() with {settings[mesh]}")
+            words = f"{type(optimizer).__name__}.step() with {clipped}{settings[mesh]}"
+            axis.journal.add(SETTINGS, words)
 
 
 def _settings_by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, str]:

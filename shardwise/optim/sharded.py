@@ -80,6 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.half_step: str | None = None  # the problem, once a step has raised half way
         self._matrix_groups: list[MatrixGroup] | None = None
         self._clip: Clip | None = None  # of the next step
+        self.clipped = ""  # how, in words: ranks must clip alike
         # By name, of the last clip: the norm of this rank's piece of each gradient, on the device.
         self.last_norms: list[tuple[str, Tensor]] = []
         super().__init__(groups, defaults or {})
@@ -265,11 +266,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 clip.scale(self._gradients)
         self.last_norms = [(self._name(parameter), norm) for parameter, norm in clip.parts]
+        self.clipped = f"max_norm={max_norm} norm_type={norm_type}; "
         return clip.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and a clip that no step has used."""
-        self._clip = None
+        self._clip, self.clipped = None, ""
         super().zero_grad(set_to_none)
 
     def _take_clip(self) -> tuple[Tensor | None, bool]:
@@ -277,7 +279,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Where a part of the step has no kernel that clips, the host waits for the norm.
         """
-        clip, self._clip = self._clip, None
+        clip, self._clip, self.clipped = self._clip, None, ""
         if clip is None:
             return None, True
         fused = all(group.fused for group in self._matrix_groups or ())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 import tempfile
 import time
 import unittest
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import comm, lockstep
-from shardwise.mesh import Ranks
 from tests.contract.helpers import (
     MAIN_STRATEGIES,
     WIDTH,
@@ -410,9 +410,12 @@ def test_optimizers_that_step_apart_are_named(
 
 @on_ranks(2, fresh=True)
 def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_size: int) -> None:
-    """Another rate, perhaps of a schedule that looks at this rank's loss; a load on one rank; a
-    save while a step is missing on one rank."""
+    """Another rate, perhaps of a schedule that looks at this rank's loss; another clip; a load on
+    one rank; a save while a step is missing on one rank. A load on every rank ends it."""
     net = wrap(Skipping(), world_size, "zero3")
+    shared: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    sw.save(f"{shared[0]}/begin", net)
     plain = {name: torch.zeros(value.shape) for name, value in net.state_dict().items()}
     settings: list[tuple[Any, str]] = [
         (lambda: torch.optim.SGD(net.parameters(), lr=0.1 + rank), "lr=1.1"),
@@ -421,26 +424,29 @@ def test_ranks_that_write_their_weights_otherwise_are_named(rank: int, world_siz
             lambda: torch.optim.Adam(net.parameters(), betas=(0.9, 0.5 + rank / 4)),
             "betas=(0.9, 0.7",
         ),
+        (lambda: clipped(net, 0.1 + rank), "max_norm=1.1"),
     ]
-    journals = [axis.journal for axis in Ranks(net.entry.weight.device_mesh).axes]
     for build, expected in settings:
         vector_loss(net, rank).backward()
         build().step()
         message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
         assert expected in message and "rank 0 ran" in message, message
         net.reset_iter_state()
-        for journal in journals:
-            journal._issued.clear()
+        sw.load(f"{shared[0]}/begin", net)
     if rank == 0:
         net.load_state_dict(plain)
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
     assert "rank 0 ran load_state_dict() of 'Skipping' and rank 1 ran nothing" in message, message
     net.reset_iter_state()
-    with tempfile.TemporaryDirectory() as folder:
-        shared: list[Any] = [folder]
-        dist.broadcast_object_list(shared)
-        message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
+    message = raised(lambda: sw.save(f"{shared[0]}/a", net), RuntimeError)
     assert "rank 1 ran 0 of them, nothing last" in message, message
+    shutil.rmtree(shared[0], ignore_errors=True)
+
+
+def clipped(net: nn.Module, max_norm: float) -> Any:
+    optimizer = sw.optimizer(net, matrix=None, elementwise=sw.adamw(lr=0.1))
+    optimizer.clip_grad_norm(max_norm)
+    return optimizer
 
 
 @on_ranks(4, fresh=True)
