@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, _redistribute
+from torch.distributed.tensor import DTensor, Replicate, _redistribute, distribute_tensor
 from torch.overrides import get_default_nowrap_functions
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -69,6 +69,10 @@ class WholeTensor(Tensor):
 
     def to_local(self) -> Tensor:
         return self.full_tensor()
+
+    def __format__(self, spec: str) -> str:
+        """For ``f"{norm:.3f}"``, which torch gives to no subclass."""
+        return format(self.full_tensor(), spec)
 
 
 def whole(value: Tensor, of: str = "") -> WholeTensor:
@@ -144,10 +148,20 @@ def on_the_whole(
 
 
 def into_plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Write into a plain tensor, with gathered operands (collective)."""
-    plain, keywords = tree_map_only(DTensor, gathered, (list(args), kwargs))
-    func(*plain, **keywords)
-    return args[0]
+    """Write into a plain tensor, or into a DTensor of torch's, with gathered operands
+    (collective)."""
+    target = args[0]
+    operands, keywords = tree_map_only(DTensor, gathered, (list(args[1:]), kwargs))
+    if isinstance(target, DTensor):
+        mesh, everywhere = target.device_mesh, [Replicate()] * target.device_mesh.ndim
+
+        def placed(one: Tensor) -> DTensor:  # like the target: torch moves no rows in place
+            placements = target.placements if one.shape == target.shape else everywhere
+            return distribute_tensor(one, mesh, placements, src_data_rank=None)
+
+        operands, keywords = tree_map_only(Tensor, placed, (operands, keywords))
+    func(target, *operands, **keywords)
+    return target
 
 
 def _writes(name: str) -> bool:

@@ -204,6 +204,10 @@ def check_copies(rank: int, world_size: int, *case: Any) -> None:
             tensor.copy_(chunked)
             check(tensor, others[name])
             check(tensor + chunked, others[name] * 2)
+            chunked.add_(tensor)
+            assert torch.equal(chunked.full_tensor(), others[name] * 2)
+            chunked.copy_(tensor)
+            assert torch.equal(chunked.full_tensor(), others[name])
         assert torch.equal(torch.empty(tensor.shape).copy_(tensor), tensor.full_tensor())
         with pytest.raises(NotImplementedError, match="shape"):
             tensor.copy_(torch.zeros(2, 99))
@@ -279,6 +283,7 @@ def check_reads(rank: int, world_size: int, *case: Any) -> None:
     ]
     for number, read in enumerate(reads):
         torch.testing.assert_close(full_of(read(tensor)), read(full), msg=str(number))
+    assert f"{tensor.norm():.2f}" == f"{full.norm():.2f}"
     # A result that looks like a view of the parameter and is none can't be written to.
     for write in (
         lambda: tensor.t().zero_(),
