@@ -294,6 +294,11 @@ def generate(command: Generate, words: list[str]) -> int:
 
     from shardwise.train.weights import open_model, text_after
 
+    if command.tokens < 0 or not 0 <= command.seed < 1 << 63:
+        raise ValueError(
+            f"--tokens {command.tokens} --seed {command.seed}: give 0 or more, and a seed below "
+            f"2**63"
+        )
     model, codec = open_model(command.path)
     if codec is None:
         raise ValueError(

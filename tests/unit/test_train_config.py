@@ -118,6 +118,14 @@ def test_a_value_of_another_version_is_named() -> None:
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"steps=0.*lr=-1.*decay=2.*strategy='zero9'"):
         TrainConfig(steps=0, lr=-1, decay=2, strategy="zero9")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"seed=10{20} must be less than 2\*\*43"):
+        TrainConfig(seed=10**20)
+
+
+def test_numbers_that_generate_cannot_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--tokens", "-1"], ["--seed", str(1 << 70)]):
+        assert cli.run(["generate", "nowhere", *words]) == 2
+        assert f"{' '.join(words)}" in capsys.readouterr().err
 
 
 def test_a_mesh_that_does_not_fit_names_the_fix() -> None:
