@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -360,8 +361,9 @@ def reads_on(unit: Unit) -> bool:
     inputs in an object that cannot be opened, in a closure, in an attribute."""
     ours = set(map(id, unit.arrivals.leaves()))
     kept = not any(group.comes_and_goes for group in unit.groups)
-    if kept or not ours or len(ours) == len(unit.places):
+    if kept or not ours or len(ours) == sum(len(group.items) for group in unit.groups):
         return False
+    ours.add(id(sentinel))
     for node in _behind(unit):
         leaf = getattr(node, "variable", None)
         if isinstance(getattr(node, "call", None), Call) or not (leaf is None or id(leaf) in ours):
@@ -389,7 +391,9 @@ def refuse_chosen(unit: Unit) -> None:
 def _chosen_inputs() -> Sequence[Any]:
     """The inputs that the backward which runs now was asked for, by Python's own stack. (A device's
     backward runs in a thread of its own.)"""
-    for frame in (sys._getframe(), *sys._current_frames().values()):
+    here, others = sys._getframe(1), sys._current_frames()  # a frame that held itself would stay
+    del others[get_ident()]
+    for frame in (here, *others.values()):
         engine = engine_on_stack(frame)
         if engine is not None:
             return (*engine.f_locals["args"], None, None, None, None)[3] or ()

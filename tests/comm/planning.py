@@ -270,6 +270,6 @@ def assert_planned(
             for number, step in enumerate(steps):
                 what = f"{strategy} {precision}, {microbatches} microbatches, step {number}"
                 for name, predicted in facts_of(made).items():
-                    assert step[name] == predicted, (what, name)
+                    assert step[name] == predicted, (what, name, step[name], predicted)
                     compared += 1
     assert compared >= world_size * len(cases) * 5

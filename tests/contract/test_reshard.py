@@ -255,7 +255,7 @@ def test_whole_weights_kept_over_an_optimizer_step_are_refreshed(
         for parameter in plain.parameters():
             parameter.add_(0.25)
         assert_close(net.blocks[1](vectors(rank)), plain.blocks[1](vectors(rank)), "output", 1e-5)
-        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-4)
+        assert_close(net(words(rank)), plain(words(rank)), "output", 1e-3)  # of some hundreds
 
 
 @on_ranks(2)

@@ -285,7 +285,7 @@ def test_recomputation_changes_no_bit_and_keeps_less(config: GPTConfig) -> None:
 
 def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
     """By torch's own division of a graph into forward and backward: of every block two norms and a
-    gated product are not kept; the loss is the same, gradients to rounding (those of norms are
+    gated product are not kept; the loss and gradients are the same to rounding (those of norms are
     summed in another order), and evaluation runs too. In fp64: the norm of fp32 on a CPU is a
     function of its own, whose results torch 2.11 keeps."""
     config = replace(SMALL, hidden_dim=48)
@@ -309,7 +309,6 @@ def test_compiled_blocks_compute_norms_and_gated_products_again() -> None:
             assert torch.allclose(model(tokens, targets), loss, atol=1e-6)
     row = tokens.numel() * 8  # bytes of a channel
     assert kept[0] - kept[1] >= config.num_layers * row * (2 * config.dim + 48) * 0.99, kept
-    assert torch.equal(grads[0][0], grads[1][0])
     for one, two in zip(*grads, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
