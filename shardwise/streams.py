@@ -265,8 +265,10 @@ class Clock:
         if self.on_device:
             torch.cuda.synchronize(self._device)
 
-    def seconds(self, mark: Any) -> float:
-        """The seconds at a mark that has been reached."""
+    def seconds(self, mark: Any, since: Any = None) -> float:
+        """The seconds from ``since`` (None: when the clock was made) to a mark; waits for it."""
+        since = self._begin if since is None else since
         if not self.on_device:
-            return float(mark - self._begin)
-        return float(self._begin.elapsed_time(mark)) / 1e3
+            return float(mark - since)
+        mark.synchronize()
+        return float(since.elapsed_time(mark)) / 1e3

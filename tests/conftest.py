@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -46,6 +49,9 @@ def pytest_configure() -> None:
     thread of gloo would interrupt the one that just sent to it, inside of a lock, and poll until
     that lock is free: a third of all CPU time, where ranks outnumber cores."""
     keep_one_product()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")
+        atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
     if sys.platform == "linux":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

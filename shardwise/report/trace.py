@@ -143,7 +143,9 @@ def _kernels(device: torch.device) -> Iterator[list[Interval]]:
     if device.type != "cuda":
         yield found
         return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    # Without acc_events torch warns that later cycles forget; there is one cycle.
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profiler:
         yield found
         streams.Clock(device).synchronize()
     found += [(begin, end) for begin, end, _ in kernels_of(profiler)]

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +84,8 @@ class _Issued:
     figures: Callable[[], list[float]]  # waits: loss, auxiliary loss, norm, load of the experts
     norms: list[tuple[str, Tensor]]
     lr: list[Any]
+    began: Any  # marks of the trainer's clock
+    ended: Any
 
     def nonfinite(self, world: World) -> list[str]:
         """The gradients that are not finite, on any rank; waits (collective)."""
@@ -133,7 +134,8 @@ class Trainer:
         self._first_step = self.step
         self.quantised = Tally()  # of activations and gradients in fp8, in steps before evaluations
         self._issued: list[_Issued] = []  # steps whose figures have not been read
-        self._concluded = time.perf_counter()  # when the last step's figures were read
+        self._clock = streams.Clock(world.device)
+        self._ended = self._clock.mark()  # the end of the last step, or what followed it
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
@@ -169,7 +171,7 @@ class Trainer:
         # A run that is too short to reach its profile step records the last one.
         profiled = min(self.step + config.profile_step, config.steps) if config.profile_step else 0
         with Guard() as guard:
-            self._concluded = time.perf_counter()
+            self._ended = self._clock.mark()
             while self.step < config.steps and reason is None:
                 if self.step >= config.fp8_steps and precision_of(self.config, self.world).format:
                     self._leave_fp8()
@@ -190,7 +192,7 @@ class Trainer:
                     self.save()
                 self._report_save(wait=False)
                 if scores or saves:  # their time is no step's
-                    self._concluded = time.perf_counter()
+                    self._ended = self._clock.mark()
             if reason is not None:
                 self.events("stop", step=self.step, reason=reason)
             self._finish_saving()
@@ -225,11 +227,14 @@ class Trainer:
         parts.optimizer.zero_grad()
         parts.scheduler.step()
         self.step += 1
+        began, self._ended = self._ended, self._clock.mark()
         issued = _Issued(
             step=self.step,
             figures=figures,
             norms=parts.optimizer.last_norms,
             lr=parts.scheduler.get_last_lr(),
+            began=began,
+            ended=self._ended,
         )
         self._issued.append(issued)
         # A GPU is given the next step before the host waits for this one.
@@ -257,8 +262,7 @@ class Trainer:
         agreed = torch.tensor(ours, dtype=torch.float64)
         comm.all_reduce(agreed, world.axis).wait()
         (mean, extra), stops = (agreed[:2] / world.size).tolist(), int(agreed[2])
-        now = time.perf_counter()
-        seconds, self._concluded = now - self._concluded, now
+        seconds = self._clock.seconds(issued.ended, since=issued.began)
         self.events(
             "step",
             step=issued.step,

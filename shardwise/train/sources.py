@@ -22,6 +22,7 @@ import glob
 import hashlib
 import logging
 import math
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from shardwise.train.codecs import (
     digest_of_codec,
     num_bytes,
     open_codec,
+    require,
     saved_codec,
 )
 from shardwise.train.corpus import (
@@ -156,9 +158,8 @@ def load_corpus(
         spec: the data, as the module's docstring lists them.
         tokenizer: ``bytes``, ``bpe:SIZE`` or the path of a pretrained one, for text.
         held_out: fraction of the bytes (or tokens) that is never trained on.
-        cache: directory for what is costly to make (learned pieces and the tokens made with them).
-            A rank that finds them there does not make them again: let one rank per machine go
-            first.
+        cache: directory for what is costly to make (learned pieces, tokens made with pieces). A
+            rank that finds them there does not make them again: let one rank per machine go first.
         tokens_needed: how many tokens of a dataset (``hf:``) are read at the most.
     """
     if not 0 < held_out <= 0.5:
@@ -185,12 +186,12 @@ def load_corpus(
     sha256 = _mixed_digest({name: digest_of(found) for name, found in documents.items()}, sources)
     parts = [hold_out(found, held_out) for found in documents.values()]
     codec = open_codec(tokenizer)
-    if codec is None:
-        codec, tokens = _learned(parts, codec_named(tokenizer)[1], cache)
-    else:
+    if codec is not None and not isinstance(codec, Bytes):
+        sha256 = hashlib.sha256(f"{sha256}{digest_of_codec(codec)}".encode()).hexdigest()
+    if isinstance(codec, Bytes):
         tokens = _encoded(parts, codec)
-        if not isinstance(codec, Bytes):
-            sha256 = hashlib.sha256(f"{sha256}{digest_of_codec(codec)}".encode()).hexdigest()
+    else:
+        codec, tokens = _with_pieces(parts, codec or codec_named(tokenizer)[1], cache)
     return _corpus_of(spec, sha256, tokens, sources, codec)
 
 
@@ -260,33 +261,56 @@ def _corpus_of(
     )
 
 
-# ----------------------------------------------------------------------------------- learned pieces
+# ------------------------------------------------------------------------------------------ pieces
 
 
-def _learned(
-    parts: Sequence[Documents], size: int, cache: str | Path | None
+def _with_pieces(
+    parts: Sequence[Documents], codec: Codec | int, cache: str | Path | None
 ) -> tuple[Codec, TokenParts]:
-    """Pieces learned from the training parts alone, and the tokens made with them."""
+    """The tokens made with a codec. A number: learn so many pieces, from the training parts alone.
 
-    def learn() -> Pieces:
-        return Pieces.train((one.data for train, _ in parts for one in train), size)
+    They are kept in ``cache``, and a copy for the next run of this user: see :func:`shared_cache`.
+    """
+
+    def make() -> Codec:
+        if not isinstance(codec, int):
+            return codec
+        return Pieces.train((one.data for train, _ in parts for one in train), codec)
 
     if cache is None:
-        codec = learn()
-        return codec, _encoded(parts, codec)
+        made = make()
+        return made, _encoded(parts, made)
     # The digest of both parts: another fraction held out learns other pieces.
     digests = "".join(digest_of(train) + digest_of(held) for train, held in parts)
-    folder = Path(cache) / f"bpe-{size}-{hashlib.sha256(digests.encode()).hexdigest()[:16]}"
+    name = f"bpe-{codec}"
+    if not isinstance(codec, int):
+        name, digests = "pieces", digests + digest_of_codec(codec)
+    folder = Path(cache) / f"{name}-{hashlib.sha256(digests.encode()).hexdigest()[:16]}"
+    shared = shared_cache() / f"{folder.name}-{require('tokenizers', 'bpe').__version__}"
     if not folder.is_dir():
-        codec = learn()
         with _new_folder(folder) as partial:
-            codec.save(partial / FILE)
-            for number, tokens in enumerate(_encoded(parts, codec)):
-                for name, array in zip(_names(number), tokens, strict=True):
-                    count = num_bytes(codec, array)
-                    write_tokens(partial / name, array, codec.vocab_size, num_bytes=count)
+            if shared.is_dir():
+                shutil.copytree(shared, partial, dirs_exist_ok=True)
+            else:
+                made = make()
+                if isinstance(made, Pieces):
+                    made.save(partial / FILE)
+                for number, tokens in enumerate(_encoded(parts, made)):
+                    for name, array in zip(_names(number), tokens, strict=True):
+                        count = num_bytes(made, array)
+                        write_tokens(partial / name, array, made.vocab_size, num_bytes=count)
+    if not shared.is_dir():
+        with contextlib.suppress(OSError), _new_folder(shared) as partial:  # no room, no home
+            shutil.copytree(folder, partial, dirs_exist_ok=True)
     found = [tuple(open_tokens(folder / name)[0] for name in _names(n)) for n in range(len(parts))]
-    return Pieces.load(folder / FILE, size), found  # type: ignore[return-value]
+    made = Pieces.load(folder / FILE, codec) if isinstance(codec, int) else codec
+    return made, found  # type: ignore[return-value]
+
+
+def shared_cache() -> Path:
+    """The folder of what one run of this user leaves for the next: ``$XDG_CACHE_HOME/shardwise``,
+    or ``~/.cache/shardwise``. It may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
 
 
 def _names(number: int) -> tuple[str, str]:

@@ -325,8 +325,33 @@ def test_byte_pairs_keep_bits_per_byte_and_are_made_once(
     again = load_corpus(str(folder), tokenizer="bpe:290", cache=cache)
     assert np.array_equal(again.train, corpus.train) and isinstance(again.train, np.memmap)
     assert open_tokens(cache / made[0] / "train.bin")[1].num_bytes == corpus.train_bytes
+    other_run = load_corpus(str(folder), tokenizer="bpe:290", cache=tmp_path / "other")
+    assert np.array_equal(other_run.train, corpus.train)
     with pytest.raises(TypeError):  # other data need other pieces
         load_corpus(str(folder / "a"), tokenizer="bpe:290", cache=cache)
+
+
+def test_text_is_made_into_pretrained_pieces_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tokenizers")
+    folder = texts(tmp_path / "data")
+    learned = load_corpus(str(folder), tokenizer="bpe:290").codec
+    assert isinstance(learned, Pieces)
+    learned.tokenizer.add_special_tokens(["<|endoftext|>"])
+    learned.save(tmp_path / "tokenizer.json")
+    options = {"tokenizer": str(tmp_path / "tokenizer.json")}
+    plain = load_corpus(str(folder), **options)
+    first = load_corpus(str(folder), **options, cache=tmp_path / "first")
+    monkeypatch.setattr(Pieces, "encode", None)  # nobody encodes again
+    for cache in ("first", "second"):
+        again = load_corpus(str(folder), **options, cache=tmp_path / cache)
+        assert np.array_equal(again.train, plain.train) and again.sha256 == plain.sha256
+    assert np.array_equal(first.held_out, plain.held_out)
+    learned.tokenizer.add_tokens(["fox"])
+    learned.save(tmp_path / "tokenizer.json")
+    with pytest.raises(TypeError):  # another tokenizer makes other tokens
+        load_corpus(str(folder), **options, cache=tmp_path / "second")
 
 
 def test_without_a_cache_the_same_pieces_are_learned(tmp_path: Path) -> None:
