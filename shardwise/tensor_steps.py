@@ -7,6 +7,7 @@
     after a step    the write is counted, so that the next gather refreshes the weights
     zero_grad       drops microbatches that wait to be reduced, too, and gradients that are still
                     to be computed; that of modules alike
+    clipping        refuses gradients of which microbatches wait to be reduced
     foreach         optimizers and clipping take lists of ShardedTensors, as of DTensors
     DTensor(...)    with our placements is a ShardedTensor
     operations      on ShardedTensors are asked of them, on torch before 2.13 too
@@ -40,6 +41,7 @@ from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
+from shardwise.tensor_whole import lost_writes
 from shardwise.uncompiled import skip_frames, uncompiled
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     gradients later, so nothing is said of them then."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
+    if lost_writes:
+        name = lost_writes.pop()
+        lost_writes.clear()
+        raise RuntimeError(
+            f"a write to a part of '{name}' since the last step went to a gathered copy and is "
+            f"lost (torch.Tensor.__setitem__ called by itself?): write name[...] = values, or "
+            f"copy_(values) to the whole"
+        )
     _take_over_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -134,6 +144,17 @@ def _leave_pieces_alone() -> None:
     torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedTensor)
 
 
+def refuse_unreduced(parameters: Iterable[Tensor], what: str) -> None:
+    """Raise where microbatches of these parameters wait to be reduced: ``.grad`` lacks them."""
+    ours = [p for p in parameters if type(p) is ShardedTensor]
+    waiting = [p.cut.name for p in ours if (v := p.version) and p.cut.index in v.waiting]
+    if waiting:
+        raise RuntimeError(
+            f"{what} before the last microbatch: gradients of {waiting} still wait unreduced, and "
+            f"would be left out. {UNREDUCED}, or zero_grad() to drop them"
+        )
+
+
 def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Raise where microbatches wait unreduced, or forward ran and nothing has a gradient. Note the
     step, and the parameters that it leaves out: ranks compare both, with their collectives, in the
@@ -143,13 +164,7 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
         ours = [p for p in every if p.requires_grad]
         lacking = [p.cut.name for p in ours if GRAD.__get__(p) is None]
     buffers = {id(v): (v, p.cut.full_mesh) for p in every if (v := p.version) is not None}
-    waiting = [p.cut.name for p in every if (v := p.version) and p.cut.index in v.waiting]
-    if waiting:
-        raise RuntimeError(
-            f"the optimizer steps before the last microbatch: gradients of {waiting} still wait "
-            f"unreduced, and the step would leave them out. {UNREDUCED}, or zero_grad() to drop "
-            f"them"
-        )
+    refuse_unreduced(every, "the optimizer steps")
     kind = f"{type(optimizer).__name__}.step()"
     failed = any(v.failed() for v, _ in buffers.values())
     if len(lacking) < len(ours):
@@ -248,6 +263,23 @@ register_optimizer_step_post_hook(_after_step)
 
 
 # ------------------------------------------------------------------------------ other places
+
+
+def _refusing_unreduced(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def clip_reduced(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        refuse_unreduced(parameters, "gradients are clipped")
+        return clip(parameters, *args, **kwargs)
+
+    return clip_reduced
+
+
+# The first is called by clip_grad_norm_, which others may have imported by its name.
+for _name in ("_clip_grads_with_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+    for _place in (torch.nn.utils.clip_grad, torch.nn.utils):
+        if hasattr(_place, _name):
+            setattr(_place, _name, _refusing_unreduced(getattr(_place, _name)))
 
 # torch.optim and clip_grad_norm_ choose their foreach code by exact type.
 for _types in (_optimizer_foreach_types, _foreach_types):

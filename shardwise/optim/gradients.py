@@ -45,6 +45,7 @@ from shardwise.cut import Cut
 from shardwise.division import Division
 from shardwise.optim.storage import axes_of, local_of, sharding_of, version_of
 from shardwise.tensor import GRAD, ShardedTensor
+from shardwise.tensor_steps import refuse_unreduced
 from shardwise.tensor_whole import gathered
 
 # Set by sw.optimizer on parameters of experts: the axis whose ranks store other experts, or True
@@ -232,6 +233,7 @@ def measure_clip(
         raise ValueError(f"clip_grad_norm({max_norm!r}): the norm must be more than 0")
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm(norm_type={norm_type!r}): use 2, 1 or inf")
+    refuse_unreduced(gradients.parameters, f"clip_grad_norm({max_norm})")
     gradients.check()
     parts: list[tuple[Tensor, Tensor]] = []
     norm = grad_norm(gradients.parameters, norm_type, parts)

@@ -7,11 +7,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise import comm
 from shardwise.shard.members import refuse_side_way
+from shardwise.shard.whole_parameter import Whole
+from shardwise.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from shardwise.shard.unit import Unit
@@ -321,9 +323,6 @@ def engine_on_stack(frame: Any) -> Any:
     return frame
 
 
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # type: ignore[attr-defined]
-
-
 def will_come(leaf: Tensor) -> bool:
     """Whether the backward that runs now computes the gradient of a parameter, or has it computed
     later."""
@@ -352,7 +351,7 @@ def recomputes_inside(unit: Unit) -> bool:
     """Whether the backward that runs now will come to a reentrant checkpoint inside the unit whose
     output it has just reached. Such a one starts a backward of its own: of the parameters that it
     reads the graph knows nothing."""
-    return any(type(node).__name__ == _REENTRANT for node in _behind(unit))
+    return any(type(node).__name__ == _REENTRANT for node in _behind([_node_now()], unit))
 
 
 def reads_on(unit: Unit) -> bool:
@@ -364,46 +363,41 @@ def reads_on(unit: Unit) -> bool:
     if kept or not ours or len(ours) == sum(len(group.items) for group in unit.groups):
         return False
     ours.add(id(sentinel))
-    for node in _behind(unit):
+    for node in _behind([_node_now()], unit):
         leaf = getattr(node, "variable", None)
         if isinstance(getattr(node, "call", None), Call) or not (leaf is None or id(leaf) in ours):
             return True
     return False
 
 
-def refuse_chosen(unit: Unit) -> None:
-    """Raise in a backward for chosen inputs that names parameters of the unit at rest: forward
-    computed with whole ones, so no graph knows these."""
-    if reaches_all_leaves():
-        return
-    at_rest = {id(one): cut.name for g in unit.groups for one in g.sharded for cut in [one.cut]}  # type: ignore[attr-defined]
-    names = [at_rest[id(one)] for one in _chosen_inputs() if id(one) in at_rest]
-    if names:
+@functools.wraps(torch.autograd.graph._engine_run_backward)  # type: ignore[attr-defined]
+def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's own, for ``backward`` and ``torch.autograd.grad``. Raises where this was asked for
+    parameters at rest: forward computed with whole ones, so no graph knows these."""
+    asked = {id(one) for one in args[3] or () if isinstance(one, ShardedTensor)}
+    roots = [getattr(one, "grad_fn", None) or getattr(one, "node", None) for one in outputs]
+    leaves = (getattr(node, "variable", None) for node in _behind(roots if asked else []))
+    wholes = [one for one in leaves if isinstance(one, Whole) and id(one._at_rest) in asked]
+    if wholes:
+        names = f"{', '.join(one.name_here for one in wholes[:4])}{', ...' if wholes[4:] else ''}"
         raise RuntimeError(
-            f"torch.autograd.grad or backward(inputs=...) asks for {', '.join(names[:4])}"
-            f"{', ...' if names[4:] else ''} of unit '{unit.name}', parameters at rest: forward "
-            f"computes with gathered weights, so no graph knows these, and the answer would be "
-            f"None. Call backward() without inputs=, requires_grad_(False) on what shall have no "
-            f"gradient, and read .grad"
+            f"torch.autograd.grad or backward(inputs=...) asks for {names} of unit "
+            f"{wholes[0]._group.label}, parameters at rest: forward computes with gathered "
+            f"weights, so no graph knows these, and the answer would be None. Call backward() "
+            f"without inputs=, requires_grad_(False) on what shall have no gradient, and read .grad"
         )
+    return _engine_run(outputs, *args, **kwargs)
 
 
-def _chosen_inputs() -> Sequence[Any]:
-    """The inputs that the backward which runs now was asked for, by Python's own stack. (A device's
-    backward runs in a thread of its own.)"""
-    here, others = sys._getframe(1), sys._current_frames()  # a frame that held itself would stay
-    del others[get_ident()]
-    for frame in (here, *others.values()):
-        engine = engine_on_stack(frame)
-        if engine is not None:
-            return (*engine.f_locals["args"], None, None, None, None)[3] or ()
-    return ()
+_engine_run = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
+_ENGINE = _engine_run.__code__
+for _place in (torch.autograd.graph, torch.autograd):
+    _place._engine_run_backward = _run_backward  # type: ignore[attr-defined]
 
 
-def _behind(until: Unit) -> Iterator[Any]:
-    """The nodes behind the one that runs now, as far as the gates of the inputs of ``until``."""
+def _behind(waiting: list[Any], until: Unit | None = None) -> Iterator[Any]:
+    """These nodes and those behind them, as far as the gates of the inputs of ``until``."""
     seen: set[Any] = {None}
-    waiting: list[Any] = [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
     while waiting:
         node = waiting.pop()
         call = getattr(node, "call", None)
@@ -414,6 +408,7 @@ def _behind(until: Unit) -> Iterator[Any]:
         waiting += [behind for behind, _ in node.next_functions]
 
 
+_node_now = torch._C._current_autograd_node  # type: ignore[attr-defined]
 _REENTRANT = f"{torch.utils.checkpoint.CheckpointFunction.__name__}Backward"
 
 

@@ -61,7 +61,6 @@ from shardwise.shard.call import (
     in_recomputation,
     reads_on,
     recomputes_inside,
-    refuse_chosen,
     will_come,
 )
 from shardwise.shard.members import (
@@ -288,7 +287,6 @@ class Unit(Wrapped):
             self.weights.take_trainability()
         runtime = self.runtime
         runtime.begin_backward()
-        refuse_chosen(self)
         if self.unused == "zeros":
             for unit in runtime.order.before(self):
                 unit.pass_by()

@@ -227,4 +227,13 @@ def test_gradients_asked_for_parameters_at_rest_are_named(
 ) -> None:
     net = wrap(Solver(), world_size, strategy)
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    assert "asks for norm.weight" in message and "parameters at rest" in message, message
+    assert "asks for '" in message and "parameters at rest" in message, message
+    net, plain = pair(Net)
+    wrap(net, world_size, strategy)
+    before = transient_bytes()
+    loss, weights = word_loss(net, rank), list(net.parameters())
+    message = raised(lambda: torch.autograd.grad(loss, weights, allow_unused=True), RuntimeError)
+    assert "'down.weight'" in message and "parameters at rest" in message, message
+    penalty = sum(weight.square().sum() for weight in weights)
+    assert None not in torch.autograd.grad(penalty, weights, allow_unused=True)
+    check(net, plain, word_loss, rank, world_size, before)
