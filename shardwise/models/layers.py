@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +103,8 @@ def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 Mask = Tensor | BlockMask  # dense: [batch, 1, query, key]
 BLOCK = 128  # queries, and keys, of one block of a BlockMask
+# For a text that grows by a token each time: cuDNN prepares 5 ms for every new length.
+_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def documents_mask(tokens: Tensor, end: int | None, begin: int = 0) -> Mask | None:
@@ -160,12 +163,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         flex = q.device.type == "cuda" and not torch.compiler.is_compiling()
         mix = _compiled_flex_attention() if flex else flex_attention
         return mix(*heads, block_mask=mask, **options).transpose(1, 2)  # type: ignore[no-any-return]
-    causal, ahead = mask is None, k.shape[1] - q.shape[1]
-    if causal and ahead:  # torch's causal mask begins with the first key
+    ahead = k.shape[1] - q.shape[1]
+    if not ahead:
+        options |= {"attn_mask": mask, "is_causal": mask is None}
+        return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+    if mask is None:  # torch's causal mask begins with the first key
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(ahead)
-        causal = False
-    mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=causal, **options)
-    return mixed.transpose(1, 2)
+    with sdpa_kernel(_ANY_LENGTH):
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask, **options).transpose(1, 2)
 
 
 class KeyValues:
