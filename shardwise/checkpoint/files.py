@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
@@ -48,10 +50,12 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
+        self.begins: dict[int, int] = {}  # where the bytes at an address in memory were written
         self._refused: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
+        self.begins[numpy.frombuffer(view, numpy.uint8).ctypes.data] = self._size
         try:
             if view.nbytes < _LARGE:
                 self._hash.update(view)
@@ -206,39 +210,3 @@ def check_size(folder: Path, file: File) -> None:
 
 def _not_as_written(folder: Path, file: File) -> str:
     return f"{folder / file.name} is damaged: its sha256 is not that of the bytes that were written"
-
-
-class Window(io.RawIOBase):
-    """A part of a file that looks like a file: one tensor among many."""
-
-    def __init__(self, stream: io.BufferedReader, begin: int, length: int) -> None:
-        self._stream, self._begin, self._length, self._at = stream, begin, length, 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def part(self) -> tuple[io.BufferedReader, int, int]:
-        return self._stream, self._begin, self._length
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._stream.seek(self._begin + self._at)
-        read = self._stream.readinto(view[:count])
-        self._at += read
-        return read

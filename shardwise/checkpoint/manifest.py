@@ -3,7 +3,8 @@
 
     step-000300/
       __0_0.distcp  __1_0.distcp    tensors, one file per rank, in torch DCP's format
-      .metadata                     where every piece of every tensor is (DCP's)
+      index.json                    where every piece of every tensor is
+      .metadata                     the same for torch's DCP; never read here
       state.json                    optimizer groups, tied names, other values of the model
       rank-00000.json ...           random states and extra of each rank
       manifest.json                 names, sizes, sha256 of all of the above; what wrote them
@@ -47,8 +48,8 @@ from shardwise.checkpoint.values import (
 )
 
 NAME = "manifest.json"
-FORMAT = "shardwise checkpoint 1"
-METADATA, STATE = ".metadata", "state.json"
+FORMAT = "shardwise checkpoint 2"
+INDEX, METADATA, STATE = "index.json", ".metadata", "state.json"
 _VALUES = ("config", "optimizer")  # fields with any values, tagged in JSON
 
 
@@ -158,7 +159,7 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
     names = {file.name for file in files}
     # First the number: a billion ranks would make a set of a billion names.
     needed = len(names) == len(files) > body["world_size"] and {
-        *(METADATA, STATE),
+        *(INDEX, METADATA, STATE),
         *map(rank_file, range(body["world_size"])),
     }
     if not needed or not needed <= names:

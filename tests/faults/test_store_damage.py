@@ -27,7 +27,7 @@ from shardwise.checkpoint import (
 from tests.models import fill, filled, mesh_of
 from tests.ranks import run_ranks
 
-FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "state.json", "rank-00001.json")
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "index.json", "state.json", "rank-00001.json")
 
 
 def save_two(rank: int, world_size: int, root: str) -> None:
