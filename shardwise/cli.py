@@ -207,7 +207,8 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     model, recipe = _model_of(command.model)
     config = recipe or TrainConfig()
     # Of a model that is no GPT the model itself tells whether experts can be spread.
-    asked = {"ep": config.ep, "tp": config.tp, "replicas": None} | given(command.configuration)
+    asked: dict[str, Any] = {"ep": config.ep, "tp": config.tp, "replicas": None}
+    asked |= given(command.configuration)
     ep, tp = asked.pop("ep"), asked.pop("tp")
     if tp < 1 or command.ranks % tp:
         raise ValueError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")

@@ -26,7 +26,6 @@ import numpy
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
-_BLOCK = 1 << 22
 _LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its start
 
 
@@ -193,11 +192,8 @@ def read_listed(folder: Path, file: File, limit: int) -> bytes:
 
 def check_bytes(folder: Path, file: File) -> None:
     """Read a file of any size and compare its sha256."""
-    digest, left = hashlib.sha256(), file.size
     with open_listed(folder, file) as stream:
-        while left and (block := stream.read(min(_BLOCK, left))):
-            digest.update(block)
-            left -= len(block)
+        digest = hashlib.file_digest(stream, "sha256")
     if digest.hexdigest() != file.sha256:
         raise DamagedError(_not_as_written(folder, file))
 

@@ -69,7 +69,8 @@ class Checkpoint:
                 for chunk in wanted:
                     flat = torch.empty(chunk.num_bytes, dtype=torch.uint8)
                     stream.seek(chunk.begin)
-                    if stream.readinto(flat.numpy()) != chunk.num_bytes:
+                    count = stream.readinto(flat.numpy())  # type: ignore[arg-type]
+                    if count != chunk.num_bytes:
                         raise DamagedError(f"{self.path / name} has become shorter")
                     yield chunk, flat.view(chunk.dtype).view(chunk.sizes)
 

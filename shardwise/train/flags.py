@@ -55,7 +55,7 @@ def flags_of(
 
 
 def _flags(kind: type, fields: dict[str, Any]) -> Any:
-    made: Any = TypedDict(f"{kind.__name__}Flags", fields, total=False)  # type: ignore[operator]
+    made: Any = TypedDict(f"{kind.__name__}Flags", fields, total=False)  # type: ignore[misc, operator]
     made.__doc__ = re.sub(r":\w+:`([^`]+)`|``([^`]+)``", r"\1\2", kind.__doc__ or "")
     return made
 

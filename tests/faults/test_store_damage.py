@@ -123,7 +123,7 @@ def test_every_rank_raises_where_one_has_found_the_damage(name: str, root: Path)
 def test_no_flipped_bit_anywhere_passes(root: Path) -> None:
     path, rng = root / "step-000002", random.Random(3)
     names = sorted(entry.name for entry in path.iterdir())
-    assert len(names) == 7  # two ranks: two of tensors, two of values; index, state, manifest
+    assert len(names) == 8  # two ranks: two of tensors, two of values; two indices, state, manifest
     for name in names:
         whole = (path / name).read_bytes()
         for _ in range(40):
