@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
+_HEAD = 1 << 12  # bytes: more than an archive of torch has before its numbers
 _LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its start
 
 
@@ -49,12 +48,13 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
-        self.begins: dict[int, int] = {}  # where the bytes at an address in memory were written
+        self.head = bytearray()  # the first bytes since somebody has emptied it
         self._refused: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        self.begins[numpy.frombuffer(view, numpy.uint8).ctypes.data] = self._size
+        if len(self.head) < _HEAD:
+            self.head += view.cast("B")[:_HEAD]
         try:
             if view.nbytes < _LARGE:
                 self._hash.update(view)

@@ -3,7 +3,7 @@
 
     index.json    "model.up.weight": ["float32", [4, 3], [[rank, begin, offsets, sizes], ...]]
     .metadata     the same for torch: its own DCP reads such a folder. Nothing here reads it, since
-                  it is a pickle, and a pickle runs whatever it says.
+                  it is a pickle, and a pickle runs whatever it says; the index has its sha256.
 
 ``begin`` is where the numbers lie in the rank's file. They stand there inside of the archive that
 ``torch.save`` writes, as in memory, so a load reads bytes and interprets nothing.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -34,11 +35,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.files import File
+from shardwise.checkpoint.manifest import METADATA
 from shardwise.checkpoint.values import dtype_name, dtype_of, parse_json
 from shardwise.layout import Shape
 
 MAX_BYTES = 1 << 27
 MAX_DIMENSIONS = 64
+_NUMBERS = b"archive/data/0"  # as torch calls the first storage of an archive
 _TOO_MANY = 1 << 62  # elements or bytes
 _MAX_CUT_DIMENSIONS = 10
 _DCP_VERSION = "1.0.0"  # of the form in which ``for_torch`` writes
@@ -88,8 +91,19 @@ def tensor_file(rank: int) -> str:
 # ------------------------------------------------------------------------------ writing
 
 
-def dump(index: Mapping[str, Entry]) -> bytes:
-    """The contents of ``index.json``."""
+def numbers_in(head: bytes, data: Tensor) -> int:
+    """Where the numbers of a tensor lie in the archive that ``torch.save`` made of it, from the
+    first bytes of that. A header stands before them; a name ends it, and how many bytes of padding
+    follow is written before the name."""
+    at = head.index(_NUMBERS)
+    begin = at + len(_NUMBERS) + int.from_bytes(head[at - 2 : at], "little")
+    first = data.reshape(-1).view(torch.uint8)[: max(0, len(head) - begin)]
+    assert head[begin : begin + len(first)] == first.numpy().tobytes(), "another form of archive"
+    return begin
+
+
+def dump(index: Mapping[str, Entry], metadata: File) -> bytes:
+    """The contents of ``index.json``; ``metadata``: the file for torch."""
     tensors = {
         key: [
             dtype_name(entry.dtype),
@@ -98,7 +112,7 @@ def dump(index: Mapping[str, Entry]) -> bytes:
         ]
         for key, entry in index.items()
     }
-    content = {"byteorder": sys.byteorder, "tensors": tensors}
+    content = {"byteorder": sys.byteorder, METADATA: metadata.sha256, "tensors": tensors}
     data = json.dumps(content, separators=(",", ":")).encode()
     if len(data) > MAX_BYTES:
         raise CheckpointError(
@@ -138,13 +152,17 @@ def for_torch(index: Mapping[str, Entry]) -> bytes:
 def parse(data: bytes, where: str, files: Iterable[File]) -> Index:
     """The index in ``index.json``; every field is checked, every byte lies in a listed file."""
     content = parse_json(data, where)
+    listed = {file.name: file for file in files}
     try:
         if content["byteorder"] != sys.byteorder:
             raise ValueError(f"tensors of a machine with byteorder {shown(content['byteorder'])}")
-        sizes = {file.name: file.size for file in files}
-        return {key: _entry(key, value, sizes) for key, value in content["tensors"].items()}
+        sizes = {name: file.size for name, file in listed.items()}
+        index = {key: _entry(key, value, sizes) for key, value in content["tensors"].items()}
     except (DamagedError, TypeError, LookupError, AttributeError, ValueError) as error:
         raise DamagedError(f"{where} is not what shardwise writes: {error}") from error
+    if content.get(METADATA) != listed[METADATA].sha256:
+        raise DamagedError(f"{METADATA} is not the file that was written with {where}")
+    return index
 
 
 def _entry(key: str, value: Any, sizes: Mapping[str, int]) -> Entry:

@@ -101,7 +101,10 @@ class Manifest:
             raise CheckpointError(_nothing_there(folder)) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
-            raise DamagedError(f"{path} has the format {shown(found)}; '{FORMAT}' can be read")
+            raise DamagedError(
+                f"{path} has the format {shown(found)}, and '{FORMAT}' can be read: load it with "
+                f"the version that wrote it, or its tensors with torch.distributed.checkpoint"
+            )
         body = content.get("body")
         if not isinstance(body, dict) or _digest(body) != content.get("sha256"):
             raise DamagedError(f"{path} is damaged: its sha256 is not that of what was written")

@@ -39,7 +39,15 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.files import File, HashedFile, write_file
-from shardwise.checkpoint.index import Chunk, Entry, Index, dump, for_torch, tensor_file
+from shardwise.checkpoint.index import (
+    Chunk,
+    Entry,
+    Index,
+    dump,
+    for_torch,
+    numbers_in,
+    tensor_file,
+)
 from shardwise.checkpoint.manifest import (
     INDEX,
     METADATA,
@@ -291,9 +299,9 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     with HashedFile(folder / tensor_file(rank)) as stream:
         for piece in snapshot.pieces:
             data, archive = on_host(piece.data), stream.tell()
-            stream.begins.clear()
+            stream.head.clear()
             torch.save(data, cast(IO[bytes], stream))
-            begin = stream.begins[data.data_ptr()] if data.numel() else archive
+            begin = archive + numbers_in(stream.head, data) if data.numel() else archive
             box = (list(piece.shape), list(piece.offsets), list(data.shape))
             place = (begin, (archive, stream.tell() - archive))
             items.append([piece.key, dtype_name(data.dtype), *box, *place])
@@ -309,8 +317,8 @@ def _publish(
     parts = attempt.parts()
     index = _join(parts, snapshot.keys)
     files = [File(*entry) for part in parts for entry in part["files"]]
-    files.append(write_file(attempt.folder / INDEX, dump(index)))
-    files.append(write_file(attempt.folder / METADATA, for_torch(index)))
+    metadata = write_file(attempt.folder / METADATA, for_torch(index))
+    files += [metadata, write_file(attempt.folder / INDEX, dump(index, metadata))]
 
     def write_manifest() -> None:
         Manifest(

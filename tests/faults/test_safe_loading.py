@@ -93,16 +93,26 @@ def test_an_honest_checkpoint_resealed_is_accepted(path: Path) -> None:
 
 
 def test_what_torch_would_unpickle_is_never_read(path: Path, proof: Path) -> None:
-    """``.metadata`` is there for torch alone, and so are the archives around the numbers."""
+    """``.metadata`` is there for torch alone; one that was put there later is refused by name."""
     data = pickle.dumps(Payload(proof))
     pickle.loads(data)
     assert proof.is_dir(), "the payload is live"
     proof.rmdir()
     (path / ".metadata").write_bytes(data)
     seal(path)
+    assert_refused(path, proof, DamagedError, ".metadata")
+    digest = hashlib.sha256(data).hexdigest()
+    rewrite(path, lambda content: content.update({".metadata": digest}))
     assert verify(path).ok and export(path, path.parent / "out")
     assert sw.load(path, nn.Linear(3, 4)) == {"step": 1}
     assert not proof.exists(), "code has run"
+
+
+def test_a_checkpoint_of_the_first_form_says_what_reads_it(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("checkpoint 2", "checkpoint 1"))
+    with pytest.raises(DamagedError, match=r"checkpoint 1.*version that wrote it.*torch\.distr"):
+        sw.load(path, nn.Linear(3, 4))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
