@@ -301,7 +301,7 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
             data, archive = on_host(piece.data), stream.tell()
             stream.head.clear()
             torch.save(data, cast(IO[bytes], stream))
-            begin = archive + numbers_in(stream.head, data) if data.numel() else archive
+            begin = archive + numbers_in(bytes(stream.head), data) if data.numel() else archive
             box = (list(piece.shape), list(piece.offsets), list(data.shape))
             place = (begin, (archive, stream.tell() - archive))
             items.append([piece.key, dtype_name(data.dtype), *box, *place])
