@@ -28,6 +28,7 @@ from tyro.conf import DisallowNone, arg, subcommand
 
 from shardwise import __version__, check_torch
 from shardwise.commands import (
+    PLANNED,
     Bench,
     Data,
     Export,
@@ -44,17 +45,22 @@ from shardwise.train.flags import flags_of, given
 from shardwise.train.recipes import RECIPES, load_recipe
 
 
-def _train_command() -> Any:
-    """``Train`` with a flag for every field of ``TrainConfig``."""
-    flags = flags_of(TrainConfig, load_recipe(Train.recipe), GROUPS)
+def _with_flags(command: type, flags: Any) -> Any:
+    """A command with flags for fields of ``TrainConfig``."""
     field: Any = (
         "configuration",
-        Annotated[flags, arg(name="")],  # type: ignore[valid-type]
-        dataclasses.field(default_factory=flags),
+        Annotated[flags, arg(name="")],
+        dataclasses.field(default_factory=dict),
     )
-    made = dataclasses.make_dataclass("Train", [field], bases=(Train,), frozen=True, kw_only=True)
-    made.__doc__ = Train.__doc__
+    bases, name = (command,), command.__name__
+    made = dataclasses.make_dataclass(name, [field], bases=bases, frozen=True, kw_only=True)
+    made.__doc__ = command.__doc__
     return made
+
+
+def _train_command() -> Any:
+    """``Train`` with a flag for every field of ``TrainConfig``."""
+    return _with_flags(Train, flags_of(TrainConfig, load_recipe(Train.recipe), GROUPS))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -97,7 +103,8 @@ def _parse_and_run(words: list[str]) -> int:
 
 
 def _commands() -> Any:
-    kinds = {"train": _train_command(), "data": Data, "generate": Generate, "plan": PlanCommand}
+    plans = _with_flags(PlanCommand, flags_of(TrainConfig, None, only=PLANNED))
+    kinds = {"train": _train_command(), "data": Data, "generate": Generate, "plan": plans}
     kinds |= {"report": Report, "verify": Verify, "export": Export, "bench": Bench}
     return Union[tuple(Annotated[kind, subcommand(name)] for name, kind in kinds.items())]  # noqa: UP007
 
@@ -141,7 +148,7 @@ def train(command: Train, words: list[str]) -> int:
 
     request = session.Request(
         recipe=command.recipe,
-        changes=given(command.configuration),
+        changes=given(command.configuration, GROUPS),
         out=command.out,
         resume=command.resume,
     )
@@ -192,27 +199,21 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.train.build import named_precision
     from shardwise.words import parse_size
 
-    counts = ("ranks", "replicas", "sequences", "tokens", "microbatches")
-    for name in counts:
+    for name in ("ranks", "sequences", "tokens"):
         if (count := getattr(command, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give 1 or more")
     if not 0 <= command.rank < command.ranks:
         raise ValueError(f"--rank {command.rank}: give one from 0 to {command.ranks - 1}")
-    model, config = _model_of(command.model)
-    wanted = [command.precision, config.precision if config else None, "bf16"]
-    weights = next(name for name in wanted if name not in (None, "auto"))
-    recipe = config
-    tp = (config.tp if config else 1) if command.tp is None else command.tp
+    model, recipe = _model_of(command.model)
+    config = recipe or TrainConfig()
+    # Of a model that is no GPT the model itself tells whether experts can be spread.
+    asked: dict[str, Any] = {"ep": config.ep, "tp": config.tp, "replicas": None}
+    asked |= given(command.configuration)
+    ep, tp = asked.pop("ep"), asked.pop("tp")
     if tp < 1 or command.ranks % tp:
         raise ValueError(f"--tp {tp} of {command.ranks} ranks: give a divisor of their number")
-    config = dataclasses.replace(
-        config or TrainConfig(),
-        strategy=command.strategy or (config.strategy if config else "zero3"),
-        optimizer=command.optimizer or (config.optimizer if config else "muon"),
-        replicas=command.replicas,
-        tp=1,
-        microbatches=command.microbatches or (config.num_microbatches if config else 1),
-    )
+    config = dataclasses.replace(config, **asked, ep=1, tp=1)
+    weights = "bf16" if config.precision == "auto" else config.precision
     options: dict[str, Any] = {
         "precision": named_precision(weights, experts=bool(mixtures_of(model))),
         "optimizer": config.optimizer,
@@ -222,7 +223,6 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         "name": command.model,
     }
     shape = config.mesh_shape(command.ranks // tp) | ({"tp": tp} if tp > 1 else {})
-    ep = config.ep if command.ep is None else command.ep
     if ep < 1 or (ep > 1 and not mixtures_of(model)):
         raise ValueError(
             f"--ep {ep} cannot spread the experts of {command.model}: give 1 or more, and nothing "

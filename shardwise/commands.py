@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from shardwise.train.config import OptimizerName, PrecisionName, Strategy
-from shardwise.train.flags import one_of
 from shardwise.train.recipes import RECIPES
 
 LoggerName = Literal["tensorboard", "wandb"]
 Switch = Annotated[bool, FlagCreatePairsOff]
+# The fields of a TrainConfig that a plan takes as flags.
+PLANNED = ("strategy", "replicas", "ep", "tp", "optimizer", "precision", "microbatches")
 
 # What `shardwise COMMAND --help` ends with; "" is the help of shardwise itself.
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -148,32 +148,21 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte."""
+    """Bytes per rank, padding, collectives and Newton-Schulz work of one step, to the byte.
+
+    A value that is not given comes from the recipe.
+    """
 
     model: Positional[str] = "default"
     """A recipe, a Hugging Face config.json (or its folder), or module:factory."""
     ranks: int = 8
     """Ranks of the run, over all nodes."""
-    strategy: Annotated[Strategy | None, *one_of(Strategy)] = None
-    """Default: the recipe's, or else zero3."""
-    replicas: int | None = None
-    """Size of the outer axis of hsdp and hfsdp."""
     bucket_mb: float | None = None
     """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
-    ep: int | None = None
-    """Over how many ranks experts are spread."""
-    tp: int | None = None
-    """Ranks of tensor parallelism, each with its tile of the model."""
     sequences: int | None = None
     """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
     tokens: int | None = None
     """Tokens of a microbatch on one rank, instead of whole sequences."""
-    optimizer: Annotated[OptimizerName | None, *one_of(OptimizerName)] = None
-    """Default: the recipe's, or else muon."""
-    precision: Annotated[PrecisionName | None, *one_of(PrecisionName)] = None
-    """Default, and "auto": the recipe's, or else bf16."""
-    microbatches: int | None = None
-    """Default: the recipe's, or else 1."""
     memory: str | None = None
     """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
     dry_run: Switch = False
@@ -184,6 +173,7 @@ class PlanCommand:
     """Write the shard map there."""
     json: Switch = False
     """Print the plan as JSON."""
+    configuration: Annotated[Any, arg(name="")] = None
 
 
 @dataclass(frozen=True, kw_only=True)

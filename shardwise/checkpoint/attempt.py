@@ -32,6 +32,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -196,6 +197,21 @@ def temporary(final: Path, kind: str = "tmp") -> Path:
     """A new name beside ``final`` that says which process made it."""
     process = f"{_machine()}-{os.getpid()}-{_start(os.getpid())}"
     return final.with_name(f"{final.name}.{kind}-{process}-{secrets.token_hex(4)}")
+
+
+@contextlib.contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is whole, and is removed if anything fails."""
+    folder = temporary(final)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        sync_directory(folder)
+        os.rename(folder, final)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_directory(final.parent)
 
 
 def is_abandoned(path: Path) -> bool:

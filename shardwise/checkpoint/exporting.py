@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.attempt import is_taken, temporary
+from shardwise.checkpoint.attempt import is_taken, whole_folder
 from shardwise.checkpoint.errors import CheckpointError
-from shardwise.checkpoint.files import sync_directory, write_file
+from shardwise.checkpoint.files import write_file
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.reading import Checkpoint, compare_bytes
 from shardwise.checkpoint.state import model_key
@@ -77,22 +76,12 @@ def export(
         convert, config = _as_gpt(checkpoint, dtype, end_token)
     make = _Converter(checkpoint, convert, dtype)
     files = _assign_files(make, max_file_bytes)
-    folder = temporary(target)
-    folder.mkdir(parents=True)
-    try:
+    more = {} if config is None else {"config.json": json.dumps(config, indent=2).encode()}
+    with whole_folder(target) as folder:
         names = _write(folder, make, files)
-        if config is not None:
-            write_file(folder / "config.json", json.dumps(config, indent=2).encode())
-            names.append("config.json")
-        for name, contents in (beside or {}).items():
+        for name, contents in (more | dict(beside or {})).items():
             write_file(folder / name, contents)
             names.append(name)
-        sync_directory(folder)
-        os.rename(folder, target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    sync_directory(target.parent)
     return [target / name for name in names]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from shardwise.checkpoint.errors import DamagedError, UnsafeError, shown
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]{0,127}")
-_BLOCK = 1 << 22
+_HEAD = 1 << 12  # bytes: more than an archive of torch has before its numbers
 _LARGE = 1 << 20  # bytes from which a second thread for hashing is worth its start
 
 
@@ -48,10 +48,13 @@ class HashedFile(io.RawIOBase):
         self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  (closed by __exit__)
         self._hash = hashlib.sha256()
         self._size = 0
+        self.head = bytearray()  # the first bytes since somebody has emptied it
         self._refused: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
+        if len(self.head) < _HEAD:
+            self.head += view.cast("B")[:_HEAD]
         try:
             if view.nbytes < _LARGE:
                 self._hash.update(view)
@@ -189,11 +192,8 @@ def read_listed(folder: Path, file: File, limit: int) -> bytes:
 
 def check_bytes(folder: Path, file: File) -> None:
     """Read a file of any size and compare its sha256."""
-    digest, left = hashlib.sha256(), file.size
     with open_listed(folder, file) as stream:
-        while left and (block := stream.read(min(_BLOCK, left))):
-            digest.update(block)
-            left -= len(block)
+        digest = hashlib.file_digest(stream, "sha256")
     if digest.hexdigest() != file.sha256:
         raise DamagedError(_not_as_written(folder, file))
 
@@ -206,39 +206,3 @@ def check_size(folder: Path, file: File) -> None:
 
 def _not_as_written(folder: Path, file: File) -> str:
     return f"{folder / file.name} is damaged: its sha256 is not that of the bytes that were written"
-
-
-class Window(io.RawIOBase):
-    """A part of a file that looks like a file: one tensor among many."""
-
-    def __init__(self, stream: io.BufferedReader, begin: int, length: int) -> None:
-        self._stream, self._begin, self._length, self._at = stream, begin, length, 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def part(self) -> tuple[io.BufferedReader, int, int]:
-        return self._stream, self._begin, self._length
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._stream.seek(self._begin + self._at)
-        read = self._stream.readinto(view[:count])
-        self._at += read
-        return read

@@ -3,7 +3,8 @@
 
     step-000300/
       __0_0.distcp  __1_0.distcp    tensors, one file per rank, in torch DCP's format
-      .metadata                     where every piece of every tensor is (DCP's)
+      index.json                    where every piece of every tensor is
+      .metadata                     the same for torch's DCP; never read here
       state.json                    optimizer groups, tied names, other values of the model
       rank-00000.json ...           random states and extra of each rank
       manifest.json                 names, sizes, sha256 of all of the above; what wrote them
@@ -47,8 +48,8 @@ from shardwise.checkpoint.values import (
 )
 
 NAME = "manifest.json"
-FORMAT = "shardwise checkpoint 1"
-METADATA, STATE = ".metadata", "state.json"
+FORMAT = "shardwise checkpoint 2"
+INDEX, METADATA, STATE = "index.json", ".metadata", "state.json"
 _VALUES = ("config", "optimizer")  # fields with any values, tagged in JSON
 
 
@@ -100,7 +101,10 @@ class Manifest:
             raise CheckpointError(_nothing_there(folder)) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else content
-            raise DamagedError(f"{path} has the format {shown(found)}; '{FORMAT}' can be read")
+            raise DamagedError(
+                f"{path} has the format {shown(found)}, and '{FORMAT}' can be read: load it with "
+                f"the version that wrote it, or its tensors with torch.distributed.checkpoint"
+            )
         body = content.get("body")
         if not isinstance(body, dict) or _digest(body) != content.get("sha256"):
             raise DamagedError(f"{path} is damaged: its sha256 is not that of what was written")
@@ -158,7 +162,7 @@ def _from_body(body: dict[str, Any], path: Path) -> Manifest:
     names = {file.name for file in files}
     # First the number: a billion ranks would make a set of a billion names.
     needed = len(names) == len(files) > body["world_size"] and {
-        *(METADATA, STATE),
+        *(INDEX, METADATA, STATE),
         *map(rank_file, range(body["world_size"])),
     }
     if not needed or not needed <= names:

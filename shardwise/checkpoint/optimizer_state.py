@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.errors import CheckpointError, shown
+from shardwise.checkpoint.index import Entry
 from shardwise.checkpoint.pieces import Stack
 from shardwise.checkpoint.reading import Checkpoint
 from shardwise.checkpoint.state import State, state_key, tensor_problems
-from shardwise.checkpoint.torch_files import Entry
 from shardwise.checkpoint.values import encode
 from shardwise.layout import Shape
 from shardwise.notices import warn_once

@@ -4,7 +4,7 @@
     snapshot   the tensors this rank writes, by arithmetic; values; random states   main thread
     agree      one small object per rank: the same step, the same tensors, problems  main thread
     write      one file of tensors per rank, hashed on the way                       anywhere
-    publish    rank 0 joins the parts into ``.metadata`` and writes the manifest     anywhere
+    publish    rank 0 joins the parts into the index and writes the manifest         anywhere
 
 A save makes one object collective, whatever the number of tensors, and none off the main thread.
 """
@@ -39,11 +39,27 @@ from shardwise.checkpoint.errors import (
     together,
 )
 from shardwise.checkpoint.files import File, HashedFile, write_file
-from shardwise.checkpoint.manifest import METADATA, STATE, Manifest, now, rank_file, versions
+from shardwise.checkpoint.index import (
+    Chunk,
+    Entry,
+    Index,
+    dump,
+    for_torch,
+    numbers_in,
+    tensor_file,
+)
+from shardwise.checkpoint.manifest import (
+    INDEX,
+    METADATA,
+    STATE,
+    Manifest,
+    now,
+    rank_file,
+    versions,
+)
 from shardwise.checkpoint.optimizer_state import add_optimizer, described
 from shardwise.checkpoint.pieces import Piece, on_host, pieces_to_write
 from shardwise.checkpoint.state import json_state, model_state, placements_of
-from shardwise.checkpoint.torch_files import Chunk, Entry, Index, dump
 from shardwise.checkpoint.values import dtype_name, dtype_of, encode, random_states, to_bytes
 from shardwise.lockstep import refuse_other_writes
 from shardwise.mesh import Ranks
@@ -280,13 +296,15 @@ def _write_part(attempt: Attempt, snapshot: Snapshot) -> dict[str, Any]:
     """Write the files of one rank; return their names and where each piece lies in them."""
     folder, rank = attempt.folder, attempt.rank
     items = []
-    with HashedFile(folder / f"__{rank}_0.distcp") as stream:
+    with HashedFile(folder / tensor_file(rank)) as stream:
         for piece in snapshot.pieces:
-            begin = stream.tell()
-            torch.save(on_host(piece.data), cast(IO[bytes], stream))
-            box = (list(piece.shape), list(piece.offsets), list(piece.data.shape))
-            dtype = dtype_name(piece.data.dtype)
-            items.append([piece.key, dtype, *box, begin, stream.tell() - begin])
+            data, archive = on_host(piece.data), stream.tell()
+            stream.head.clear()
+            torch.save(data, cast(IO[bytes], stream))
+            begin = archive + numbers_in(bytes(stream.head), data) if data.numel() else archive
+            box = (list(piece.shape), list(piece.offsets), list(data.shape))
+            place = (begin, (archive, stream.tell() - archive))
+            items.append([piece.key, dtype_name(data.dtype), *box, *place])
     files = [stream.record, write_file(folder / rank_file(rank), snapshot.rank_values)]
     if rank == 0:
         files.append(write_file(folder / STATE, snapshot.state_values))
@@ -299,7 +317,8 @@ def _publish(
     parts = attempt.parts()
     index = _join(parts, snapshot.keys)
     files = [File(*entry) for part in parts for entry in part["files"]]
-    files.append(write_file(attempt.folder / METADATA, dump(index)))
+    metadata = write_file(attempt.folder / METADATA, for_torch(index))
+    files += [metadata, write_file(attempt.folder / INDEX, dump(index, metadata))]
 
     def write_manifest() -> None:
         Manifest(
@@ -323,11 +342,10 @@ def _join(parts: list[dict[str, Any]], keys: Iterable[str]) -> Index:
     """The parts of all ranks as one index; every tensor must be whole."""
     index: Index = {}
     seen: dict[str, set[tuple[int, ...]]] = {}
-    for part in parts:
-        name = part["files"][0][0]
-        for key, dtype, shape, offsets, sizes, begin, length in part["items"]:
+    for rank, part in enumerate(parts):
+        for key, dtype, shape, offsets, sizes, begin, archive in part["items"]:
             kind = dtype_of(dtype, key)
-            chunk = Chunk(tuple(offsets), tuple(sizes), kind, name, begin, length)
+            chunk = Chunk(tuple(offsets), tuple(sizes), kind, rank, begin, tuple(archive))
             entry = index.get(key) or Entry(tuple(shape), kind, ())
             if chunk.offsets in seen.setdefault(key, set()):
                 continue  # ranks outside each other's mesh hold the same box: keep the first

@@ -22,6 +22,7 @@ import re
 import shutil
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +78,7 @@ class Store:
         self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
         self.asynchronous, self.timeout = asynchronous, timeout
         self._staging = Staging()
-        self._under_way: _BackgroundSave | None = None
+        self._under_way: Future[Path] | None = None
         self._sequence: int | None = None
         self._last: Path | None = None
         self._failed: set[Path] = set()  # temporary directories of failed saves of this Store
@@ -119,7 +120,10 @@ class Store:
         except BaseException as error:  # out of memory: the others must not wait for this rank
             attempt.fail(error)
             raise
-        self._under_way = _BackgroundSave(self, attempt, staged, step)
+        self._under_way = Future()
+        # Not a daemon: a process that ends waits for its last checkpoint.
+        work = (self._under_way, attempt, staged, step)
+        threading.Thread(target=self._write_to, args=work, name=f"checkpoint-{step}").start()
 
     def wait(self) -> Path | None:
         """Wait until no save is under way; return the last checkpoint that this Store has saved.
@@ -129,16 +133,15 @@ class Store:
         """
         save, self._under_way = self._under_way, None
         if save is not None:
-            save.thread.join()
-            if save.error is not None:
-                raise SaveError(str(save.error)) from save.error
-            self._last = save.path
+            if (error := save.exception()) is not None:
+                raise SaveError(str(error)) from error
+            self._last = save.result()
         return self._last
 
     @property
     def idle(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._under_way is None or not self._under_way.thread.is_alive()
+        return self._under_way is None or self._under_way.done()
 
     def __enter__(self) -> Store:
         return self
@@ -167,6 +170,16 @@ class Store:
             self._remove_old()
             self.remove_leftovers()
         return path
+
+    def _write_to(
+        self, result: Future[Path], attempt: Attempt, snapshot: saving.Snapshot, step: int
+    ) -> None:
+        try:
+            result.set_result(self._write(attempt, snapshot, step))
+        except BaseException as error:
+            # The next save() or wait() raises it; logged now, in case neither comes.
+            background.exception("the checkpoint of step %d has failed", step)
+            result.set_exception(error)
 
     def _next_sequence(self) -> int:
         if self._sequence is None:
@@ -247,28 +260,6 @@ class Store:
         for path in self.root.iterdir():
             if is_abandoned(path) or path in self._failed:
                 _remove(path)
-
-
-class _BackgroundSave:
-    """A save that a thread is writing."""
-
-    def __init__(
-        self, store: Store, attempt: Attempt, snapshot: saving.Snapshot, step: int
-    ) -> None:
-        self.path: Path | None = None
-        self.error: BaseException | None = None
-
-        def work() -> None:
-            try:
-                self.path = store._write(attempt, snapshot, step)
-            except BaseException as error:
-                # The next save() or wait() raises it; logged now, in case neither comes.
-                self.error = error
-                background.exception("the checkpoint of step %d has failed", step)
-
-        # Not a daemon: a process that ends waits for its last checkpoint.
-        self.thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=False)
-        self.thread.start()
 
 
 def valid_checkpoints(root: str | os.PathLike[str]) -> list[tuple[Path, Manifest]]:

@@ -161,17 +161,15 @@ def report_html(
         figures += picture("the memory of the recorded step", memory_canvas, profile)
     if planned.get("shard_map"):
         figures += picture("the shard map", map_canvas, planned["shard_map"])
-    about = part("the plan", plan_text_line, planned) if planned else ""
-    sample = _last(events, "sample")
+    text = str(planned.get("text", ""))
     parts = [
-        _header(name, about),
+        _header(name, text.partition("\n")[0]),
         part("the figures", _figures, events, profile),
         figures,
+        _preformatted("A sample", str((_last(events, "sample") or {}).get("text", ""))),
+        _preformatted("The plan of a step", text),
+        part("the collectives", _collectives, profile),
     ]
-    if sample is not None:
-        parts.append(f"<h2>A sample</h2><pre>{escape(str(sample.get('text', '')))}</pre>")
-    parts.append(part("the collectives", _collectives, profile or planned))
-    parts.append(part("the weights", _weights, planned))
     apart = {"config": "Configuration", "weights": "Weights in MXFP8", "corpus": "Corpus"}
     apart["versions"] = "Versions"
     rest = {key: value for key, value in run.items() if key not in (*apart, "kind")}
@@ -239,6 +237,10 @@ def _lines(title: str, rows: Iterable[Sequence[str]], head: str = "") -> str:
     return f"<h2>{escape(title)}</h2><table{kind}>{head}{body}</table>" if body else ""
 
 
+def _preformatted(title: str, text: str) -> str:
+    return f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" if text else ""
+
+
 def _header(title: str, about: str) -> str:
     return (
         f'<header><div><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></div>'
@@ -261,16 +263,6 @@ def _page(name: str, parts: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------ parts of the page
 
 
-def plan_text_line(plan: Mapping[str, Any]) -> str:
-    """One sentence about a plan's dictionary."""
-    mesh = " x ".join(f"{name}={size}" for name, size in plan["mesh"].items())
-    spread = f", experts over ep={plan['ep']}" if plan.get("ep", 1) > 1 else ""
-    return (
-        f"{plan['model']}: {count_text(plan['num_parameters'])} parameters, {plan['strategy']} "
-        f"over {mesh}{spread}, {plan['optimizer']}: {size_text(plan['total'])} per rank at the peak"
-    )
-
-
 def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
     found = figures_of(events)
     exposed = number(profile.get("exposed"))
@@ -283,35 +275,18 @@ def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
     return f'<div class="figures">{"".join(cells)}</div>' if found else ""
 
 
-def _collectives(source: Mapping[str, Any]) -> str:
-    """A table of the recorded step's collectives, or else of the plan's."""
-    totals: dict[tuple[str, str, Any, str], list[int]] = {}
-    for call in source.get("collectives") or ():
-        even = ", if routed evenly" if call.get("even") else ""
-        key = (str(call["operation"]), str(call["axis"]), call["size"], even)
-        total = totals.setdefault(key, [0, 0])
+def _collectives(profile: Mapping[str, Any]) -> str:
+    """A table of the recorded step's collectives."""
+    totals: dict[tuple[str, str, Any], list[int]] = {}
+    for call in profile.get("collectives") or ():
+        total = totals.setdefault((str(call["operation"]), str(call["axis"]), call["size"]), [0, 0])
         total[0] += call["count"]
-        # a plan's rows are sums already, a record's are one call that came so often
-        total[1] += call["nbytes"] * (1 if "wire_bytes" in call else call["count"])
+        total[1] += call["nbytes"] * call["count"]
     rows = {
-        f"{name} over {axis} ({size} ranks){even}": f"{count:,} of {size_text(nbytes)} together"
-        for (name, axis, size, even), (count, nbytes) in sorted(totals.items(), key=str)
+        f"{name} over {axis} ({size} ranks)": f"{count:,} of {size_text(nbytes)} together"
+        for (name, axis, size), (count, nbytes) in sorted(totals.items(), key=str)
     }
-    return _table("Collectives of one step", rows)
-
-
-def _weights(planned: Mapping[str, Any]) -> str:
-    """Formats and planes at rest, and on the wire in each phase, as planned."""
-    rows = {
-        f"stored as {name}": f"{held['parameters']:,} parameters, planes of "
-        + (" and ".join(size_text(nbytes) for nbytes in held["plane_bytes"]) or "0 B")
-        for name, held in (planned.get("weights") or {}).items()
-    }
-    rows |= {
-        f"gathered in {phase}": f"{sent['count']:,} times, {size_text(sent['nbytes'])} together"
-        for phase, sent in (planned.get("gathered") or {}).items()
-    }
-    return _table("Compute weights, as planned", rows)
+    return _table("Collectives of the recorded step", rows)
 
 
 def _happenings(events: Iterable[Event]) -> str:

@@ -106,6 +106,7 @@ class Plan(Figures):
             "fits": self.fits,
             "suggestions": list(self.suggestions),
             "shard_map": shard_map(self),
+            "text": plan_text(self),
         }
 
     def __str__(self) -> str:

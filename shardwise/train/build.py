@@ -69,30 +69,15 @@ def build(config: TrainConfig, world: World, cache: Any) -> Parts:
     config = world.together(lambda: with_vocabulary(config, corpus.vocab_size))
     config, decision = fit(config, precision_of(config, world), world)
     where = {"rank": world.rank // config.tp, "world_size": config.data_ranks(world.size)}
-    context, size = config.model.context, corpus.vocab_size
-    sampler, held_out = world.together(
-        lambda: (
-            Sampler(
-                corpus.train,
-                context=context,
-                global_batch=config.batch,
-                vocab_size=size,
-                seed=config.seed,
-                fingerprint=corpus.sha256,
-                shares=corpus.shares,
-                volumes=corpus.volumes,
-                **where,
-            ),
-            HeldOut(
-                corpus.held_out,
-                context=context,
-                batch_size=config.share(world.size),
-                vocab_size=size,
-                max_windows=config.eval_windows,
-                **where,
-            ),
+    context, share, most = config.model.context, config.share(world.size), config.eval_windows
+
+    def sample() -> tuple[Sampler, HeldOut]:
+        return (
+            Sampler(corpus, context=context, global_batch=config.batch, seed=config.seed, **where),
+            HeldOut(corpus, context=context, batch_size=share, max_windows=most, **where),
         )
-    )
+
+    sampler, held_out = world.together(sample)
     model = build_model(config, world)
     model.document_end = world.together(lambda: document_end(config, corpus))  # type: ignore[assignment]
     made = build_optimizer(config, model)

@@ -12,105 +12,62 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, TypedDict, TypeVar, get_args, get_type_hints
 
-import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.conf import FlagConversionOff, OmitArgPrefixes, arg
 
 T = TypeVar("T")
 
 
-def flags_of(kind: type, default: Any, groups: Mapping[str, str] | None = None) -> type:
-    """A dataclass with the fields of ``kind``, all optional; ``default`` is shown in the help.
+def flags_of(
+    kind: type,
+    default: Any,
+    groups: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
+) -> Any:
+    """A ``TypedDict`` with the fields of ``kind``, all optional; ``default`` is shown in the help.
 
-    ``groups``: the title of the group in the help that a field begins, by the field's name. Flags
-    of a group are fields of a dataclass inside; their names have no prefix.
+    Args:
+        groups: the title of the group in the help that a field begins, by the field's name. Flags
+            of a group are those of a ``TypedDict`` inside; their names have no prefix.
+        only: the fields that become flags; ``None``: all.
     """
-    groups = {} if groups is None else groups
     hints = get_type_hints(kind)
-    fields: list[Any] = []
-    inside: list[Any] = fields  # where the next flag goes: to the group that was begun last
-    nested: list[Any] = []
-    for field in dataclasses.fields(kind):
-        hint, value = hints[field.name], getattr(default, field.name, None)
-        if field.name in groups:
-            inside = []
-            fields.append((groups[field.name], inside))
-        inner = next(
-            (one for one in (hint, *get_args(hint)) if dataclasses.is_dataclass(one)), None
-        )
+    fields: dict[str, Any] = {}
+    inside = fields  # where the next flag goes: to the group that was begun last
+    nested: dict[str, Any] = {}
+    grouped: dict[str, dict[str, Any]] = {}
+    for name in hints if only is None else only:
+        hint, value = hints[name], getattr(default, name, None)
+        if name in (groups or ()):
+            inside = grouped[groups[name]] = {}  # type: ignore[index]
+        inner = next((i for i in (hint, *get_args(hint)) if dataclasses.is_dataclass(i)), None)
         if inner is not None:  # a configuration inside: --model.dim
-            made = flags_of(inner, value)  # type: ignore[arg-type]
-            nested.append((field.name, made, dataclasses.field(default_factory=made)))
+            nested[name] = flags_of(inner, value)  # type: ignore[arg-type]
             continue
-        shown = "" if value is None else f"({value})"
-        words = tyro.conf.arg(help_behavior_hint=shown, metavar=_metavar(hint))
-        option = Annotated[(hint | None, words, *one_of(hint))]  # type: ignore[valid-type]
-        inside.append((field.name, option, dataclasses.field(default=None)))
-    for at, item in enumerate(fields):
-        if len(item) == 2:
-            fields[at] = _group(kind, *item)
-    return _flags(kind, fields + nested)
+        shown = arg(help_behavior_hint="" if value is None else f"({value})")
+        words = (shown, FlagConversionOff) if hint is bool else (shown,)
+        inside[name] = Annotated[(hint, *words)]  # type: ignore[valid-type]
+    for title, flags in grouped.items():
+        fields[title] = Annotated[_flags(kind, flags), OmitArgPrefixes, arg(help="")]
+    return _flags(kind, fields | nested)
 
 
-def one_of(hint: Any) -> tuple[PrimitiveConstructorSpec[Any], ...]:
-    """For a flag that may be left out and whose words are those of a Literal: the words in their
-    order. tyro itself would list them in any order, with None. Empty for another hint."""
-    words = get_args(hint)
-    if get_origin(hint) is not Literal:
-        return ()
-    spec = PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=_metavar(hint),
-        instance_from_str=lambda given: given[0],
-        is_instance=lambda value: value is None or value in words,
-        str_from_instance=lambda value: [str(value)],
-        choices=words,
-    )
-    return (spec,)
-
-
-def _group(kind: type, title: str, fields: list[Any]) -> tuple[str, Any, Any]:
-    made = _flags(kind, fields)
-    words = (tyro.conf.OmitArgPrefixes, tyro.conf.arg(help=""))
-    return (
-        title,
-        Annotated[(made, *words)],  # type: ignore[valid-type]
-        dataclasses.field(default_factory=made, metadata={"group": True}),
-    )
-
-
-def _flags(kind: type, fields: list[Any]) -> type:
-    made = dataclasses.make_dataclass(f"{kind.__name__}Flags", fields, frozen=True, kw_only=True)
+def _flags(kind: type, fields: dict[str, Any]) -> Any:
+    made: Any = TypedDict(f"{kind.__name__}Flags", fields, total=False)  # type: ignore[misc, operator]
     made.__doc__ = re.sub(r":\w+:`([^`]+)`|``([^`]+)``", r"\1\2", kind.__doc__ or "")
     return made
 
 
-def _metavar(hint: Any) -> str:
-    """``INT``, ``INT|auto`` or ``{muon,adamw}``, without the None that stands for a flag that is
-    left out."""
-    if hint is bool:
-        return "{True,False}"
-    if isinstance(hint, type):
-        return hint.__name__.upper()
-    kinds = [one for one in get_args(hint) if one is not type(None)]
-    if all(isinstance(one, str) for one in kinds):  # a Literal
-        return kinds[0] if len(kinds) == 1 else f"{{{','.join(kinds)}}}"
-    return "|".join(_metavar(one) for one in kinds)
-
-
-def given(flags: Any) -> dict[str, Any]:
+def given(flags: Mapping[str, Any], groups: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The flags that were given, by field; a dictionary for a configuration inside."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(flags):
-        value = getattr(flags, field.name)
-        value = given(value) if dataclasses.is_dataclass(value) else value
-        if "group" in field.metadata:
-            found |= value
-        elif value is not None and value != {}:
-            found[field.name] = value
-    return found
+    titles = [] if groups is None else groups.values()
+    found = {name: value for name, value in flags.items() if name not in titles}
+    for title in titles:
+        found |= flags.get(title, {})
+    inside = {name: given(value) for name, value in found.items() if isinstance(value, Mapping)}
+    return {name: value for name, value in (found | inside).items() if value != {}}
 
 
 def changed(config: T, changes: Mapping[str, Any]) -> T:

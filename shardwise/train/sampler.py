@@ -19,7 +19,7 @@ gets its share, at places that a permutation of the period chooses, and counts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.train.corpus import Corpus
 from shardwise.train.tokens import DataError, Tokens, check_range
 
 IGNORED = -100  # a target that is not scored, as in models.gpt
@@ -36,65 +37,37 @@ _STATE_VERSION = 1
 
 
 class Sampler:
-    """This rank's share of an endless, shuffled stream of windows.
+    """This rank's share of an endless, shuffled stream of windows of a corpus.
 
     Args:
-        tokens: the training tokens, 1-D.
         context: tokens in a window; the target of each is the next one.
-        global_batch: windows of one step, over all ranks.
-        vocab_size: the bound of every token; checked as tokens are drawn.
-        fingerprint: digest of the data (``Corpus.sha256``), saved with the position.
-        shares: lengths and weights of stretches of the tokens (``Corpus.shares``); empty: one.
-        volumes: the tokens of each epoch, where these differ (``Corpus.volumes``).
+        global_batch: windows of one step, over all ranks, which divide it.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        corpus: Corpus,
         *,
         context: int,
         global_batch: int,
-        vocab_size: int,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        fingerprint: str = "",
-        shares: Sequence[tuple[int, float]] = (),
-        volumes: Callable[[int], Tokens] | None = None,
     ) -> None:
-        problems = []
-        if context < 1 or global_batch < 1:
-            problems.append(f"context={context} and global_batch={global_batch} must be positive")
-        elif global_batch % world_size:
-            lower = global_batch // world_size * world_size
-            near = [str(n) for n in (lower, lower + world_size) if n > 0]
-            problems.append(
-                f"a global batch of {global_batch} sequences can't be cut evenly over {world_size} "
-                f"ranks: use {' or '.join(near)}, or another number of ranks"
-            )
-        if not 0 <= rank < world_size:
-            problems.append(f"rank={rank} is none of {world_size} ranks")
-        if seed < 0:
-            problems.append(f"seed={seed} must not be negative")
-        if problems:
-            raise DataError("; ".join(problems))
-        lengths = [length for length, _ in shares] or [len(tokens)]
+        lengths = [length for length, _ in corpus.shares] or [len(corpus.train)]
         if min(lengths) < context + 1:
             raise DataError(
                 f"{min(lengths)} training tokens are less than one window of context={context} and "
                 f"the token after it: give more text or shorten the context"
             )
-        self.tokens, self.volumes = tokens, volumes
-        self.context = context
-        self.global_batch = global_batch
-        self.vocab_size = vocab_size
+        self.corpus, self.context, self.global_batch = corpus, context, global_batch
         self.rank, self.world_size = rank, world_size
-        self.fingerprint = fingerprint
+        self.fingerprint = corpus.sha256
         # By stretch: windows, number of the first one, first token, samples of each period.
         self._counts = np.array([(length - 1) // context for length in lengths])
         self._firsts = self._counts.cumsum() - self._counts
         self._begins = np.cumsum(lengths) - lengths
-        self._parts = divide(PERIOD, [weight for _, weight in shares] or [1.0])
+        self._parts = divide(PERIOD, [weight for _, weight in corpus.shares] or [1.0])
         self.num_windows = int(self._counts.sum())
         self.seed = seed
         self.position = 0  # samples drawn so far by all ranks together
@@ -121,19 +94,22 @@ class Sampler:
         stretch = np.searchsorted(self._firsts, windows, side="right") - 1
         begins = self._begins[stretch] + (windows - self._firsts[stretch]) * self.context
         at = begins[:, None] + np.arange(self.context + 1)  # [batch, context + 1]
-        rows = self.tokens[at] if self.volumes is None else self._rows(position, at)
-        if rows.max() >= self.vocab_size:
+        rows = self._rows(position, at)
+        if rows.max() >= self.corpus.vocab_size:
             for row, first in zip(rows, at[:, 0], strict=True):
-                check_range(row, self.vocab_size, "the training tokens", int(first))
+                check_range(row, self.corpus.vocab_size, "the training tokens", int(first))
         both = torch.from_numpy(rows.astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _rows(self, position: int, at: NDArray[np.int64]) -> Tokens:
-        """The tokens at these places, of the volume of each sample's epoch."""
-        assert self.volumes is not None
+        """The tokens at these places, where they come as a stream of the volume of each sample's
+        epoch."""
+        if self.corpus.volumes is None:
+            return self.corpus.train[at]
         begin = position + self.rank * self.batch_size
         epochs = np.arange(begin, begin + self.batch_size) // self.num_windows
-        parts = [self.volumes(int(epoch))[at[epochs == epoch]] for epoch in np.unique(epochs)]
+        volumes = {int(epoch): self.corpus.volumes(int(epoch)) for epoch in np.unique(epochs)}
+        parts = [tokens[at[epochs == epoch]] for epoch, tokens in volumes.items()]
         return np.concatenate(parts)  # epochs rise with the samples
 
     def windows(self, position: int) -> NDArray[np.int64]:
@@ -238,25 +214,17 @@ class HeldOut:
 
     def __init__(
         self,
-        tokens: Tokens,
+        corpus: Corpus,
         *,
         context: int,
         batch_size: int,
-        vocab_size: int,
         rank: int = 0,
         world_size: int = 1,
         max_windows: int | None = None,
     ) -> None:
-        if min(context, batch_size, 1 if max_windows is None else max_windows) < 1:
-            raise DataError(
-                f"context={context}, batch_size={batch_size} and max_windows={max_windows} must be "
-                f"positive"
-            )
-        if len(tokens) < 2:
-            raise DataError(f"{len(tokens)} held-out tokens: at least 2 are needed")
-        self.tokens = tokens
+        self.tokens = tokens = corpus.held_out
         self.context, self.batch_size = context, batch_size
-        self.vocab_size = vocab_size
+        self.vocab_size = corpus.vocab_size
         self.rank, self.world_size = rank, world_size
         count = -(-(len(tokens) - 1) // context)  # the last window may be short
         most = count if max_windows is None else min(count, max_windows)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.checkpoint.attempt import is_abandoned, temporary
+from shardwise.checkpoint.attempt import is_abandoned, whole_folder
 from shardwise.notices import warn_once
 from shardwise.train.codecs import (
     FILE,
@@ -313,29 +313,23 @@ def shared_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise"
 
 
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A cache folder to fill; it appears whole or not at all. Two writers write the same."""
+    for left in filter(is_abandoned, folder.parent.glob("*")):
+        shutil.rmtree(left, ignore_errors=True)  # of a writer that was killed
+    try:
+        with whole_folder(folder) as partial:
+            yield partial
+    except OSError:
+        if not folder.is_dir():  # not another rank that was quicker
+            raise
+
+
 def _names(number: int) -> tuple[str, str]:
     """The cached files of a source."""
     suffix = f"-{number}" if number else ""
     return f"train{suffix}.bin", f"held_out{suffix}.bin"
-
-
-@contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A cache folder to fill; it appears whole or not at all. Two writers write the same."""
-    if folder.parent.is_dir():
-        for left in filter(is_abandoned, folder.parent.iterdir()):
-            shutil.rmtree(left, ignore_errors=True)  # of a writer that was killed
-    partial = temporary(folder)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # not another rank that was quicker
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------ datasets

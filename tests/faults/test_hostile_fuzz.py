@@ -83,7 +83,7 @@ def fuzz(rank: int, world_size: int, path: str, seed: int, rounds: int) -> dict[
     model, optimizer = stepped()
     try:
         for _ in range(rounds):
-            name = rng.choice([*sorted(whole), ".metadata", "state.json"])
+            name = rng.choice([*sorted(whole), "index.json", "state.json"])
             if name.endswith(".json"):
                 mutate_json(folder, name, rng)
             else:

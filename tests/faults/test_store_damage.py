@@ -27,7 +27,7 @@ from shardwise.checkpoint import (
 from tests.models import fill, filled, mesh_of
 from tests.ranks import run_ranks
 
-FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "state.json", "rank-00001.json")
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "index.json", "state.json", "rank-00001.json")
 
 
 def save_two(rank: int, world_size: int, root: str) -> None:
@@ -123,7 +123,7 @@ def test_every_rank_raises_where_one_has_found_the_damage(name: str, root: Path)
 def test_no_flipped_bit_anywhere_passes(root: Path) -> None:
     path, rng = root / "step-000002", random.Random(3)
     names = sorted(entry.name for entry in path.iterdir())
-    assert len(names) == 7  # two ranks: two of tensors, two of values; index, state, manifest
+    assert len(names) == 8  # two ranks: two of tensors, two of values; two indices, state, manifest
     for name in names:
         whole = (path / name).read_bytes()
         for _ in range(40):

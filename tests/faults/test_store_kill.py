@@ -279,7 +279,7 @@ def test_everything_is_on_the_disk_before_the_name_is(
     published = happened.index(("rename", "one"))
     manifest = happened.index(("fsync", "manifest.json"))
     synced = {name for what, name in happened[:manifest] if what == "fsync"}
-    assert synced >= {"__0_0.distcp", "rank-00000.json", "state.json", ".metadata"}
+    assert synced >= {"__0_0.distcp", "rank-00000.json", "index.json", "state.json", ".metadata"}
     folder = next(iter(name for name in synced if ".tmp-" in name))
     assert ("fsync", folder) in happened[manifest:published], "the manifest's name"
     assert happened[published + 1] == ("fsync", tmp_path.name), "the new name"

@@ -505,9 +505,7 @@ def test_a_stream_is_read_while_a_run_draws_from_it(
     stream = np.concatenate(volumes)
     ends = np.flatnonzero(stream == 256) + 1
     assert all(part.tobytes() in held for part in np.split(stream, ends)[1:-1]), "whole rows"
-    sampler = Sampler(
-        again.train, context=10, global_batch=8, vocab_size=257, volumes=again.volumes
-    )
+    sampler = Sampler(again, context=10, global_batch=8)
     drawn = np.concatenate([sampler.next_batch()[0].numpy() for _ in range(4 * 149 // 8)])
     for number, tokens in enumerate(volumes[:3]):
         own = sorted(map(bytes, drawn[number * 149 : (number + 1) * 149].astype(np.uint16)))
