@@ -85,7 +85,7 @@ def curve_of(name: str, folder: Path) -> Curve | None:
         tokens=[tokens[event["step"]] for event in scored],
         seconds=[seconds[event["step"]] for event in scored],
         bits=[event["bits_per_byte"] for event in scored],
-        bigram=run["corpus"]["bigram"] or math.nan,
+        bigram=run["corpus"].get("bigram") or math.nan,
         step=median,
     )
 

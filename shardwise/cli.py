@@ -192,7 +192,7 @@ def data(command: Data, words: list[str]) -> int:
 def plan(command: PlanCommand, words: list[str]) -> int:
     """Print a plan."""
     from shardwise.moe import mixtures_of
-    from shardwise.report.dry_run import dry_run
+    from shardwise.report.plan import dry_run
     from shardwise.report.plan import plan as make_plan
     from shardwise.report.shard_map import map_canvas, shard_map
     from shardwise.report.table import plan_text

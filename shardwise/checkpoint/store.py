@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -146,16 +145,11 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             self.wait()
         except SaveError:
-            if error is None:
+            if kind is None:
                 raise  # else the first error is raised, and the log has this one
 
     def _write(self, attempt: Attempt, snapshot: saving.Snapshot, step: int) -> Path:

@@ -54,10 +54,13 @@ from shardwise.report.suggest import largest, suggest
 from shardwise.report.table import plan_text
 from shardwise.report.units import Layouts, Owner, owners, recomputed_modules, whole_model
 from shardwise.shard.building import PlannedBuffer
+from shardwise.shard.call import map_tensors
 from shardwise.shard.checks import grain_problems
 from shardwise.shard.data_parallel import GRAINS
 from shardwise.shard.group import Group
 from shardwise.shard.wrapping import GrainChoice
+
+TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not depend on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,54 @@ def plan(
         return replace(step, root=base).plan(changed, rank)
 
     return replace(made, suggestions=tuple(suggest(made, again)))
+
+
+def dry_run(
+    model: nn.Module,
+    mesh_shape: Mapping[str, int],
+    placements: Placements | str = "zero3",
+    *,
+    rank: int = 0,
+    loss: Callable[[nn.Module], Tensor] | None = None,
+    **options: Any,
+) -> Plan:
+    """A plan whose step runs the model's own forward, on meta tensors.
+
+    A plan takes units to run in the order in which they are registered, and every trainable
+    parameter to get a gradient. A dry run knows; where both is as taken, the two agree to the byte.
+    The model must be on the meta device, and is left as it was.
+
+    Args:
+        rank: which rank of the mesh this process poses as.
+        loss: runs forward and returns what ``backward`` starts from; default: the sum of the
+            outputs for a batch of token ids.
+        options: those of ``plan``.
+    """
+    if mesh_shape.get("tp", 1) > 1:
+        raise ValueError(
+            f"dry_run: tp={mesh_shape['tp']}: the model's own forward would need the other ranks "
+            f"of tensor parallelism; plan without a dry run"
+        )
+    loss = loss or _sum_of_outputs
+    made = plan(model, mesh_shape, placements, rank=rank, loss=loss, **options)
+    return replace(made, source=f"dry run as rank {rank} of {made.mesh.num_ranks}")
+
+
+def _sum_of_outputs(model: nn.Module) -> Tensor:
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, model(torch.zeros(TOKENS, dtype=torch.int64)))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} gave no output that needs a gradient for token ids of shape "
+            f"{TOKENS}: pass loss, a function of the model"
+        )
+    return sum((tensor.float().sum() for tensor in found[1:]), found[0].float().sum())
 
 
 def _forward_problems(model: nn.Module) -> list[str]:

@@ -166,7 +166,7 @@ def chart(
         canvas.line(x.begin, y(value), x.end, y(value), **style)
     for at, said in marks:
         canvas.line(x(at), frame.top, x(at), frame.bottom, stroke=RED, stroke_dasharray="2 3")
-        canvas.text(x(at) + 4, frame.top + 11, said, size=11, class_="faint")
+        canvas.note(x(at) + 4, frame.top + 11, said)
     for line in lines:
         _draw_line(frame, line, title, text)
     _draw_labels(

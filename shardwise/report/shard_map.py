@@ -25,7 +25,6 @@ from shardwise.report.svg import (
     Key,
     Scale,
     draw_title,
-    ink_on,
     text_width,
 )
 from shardwise.words import size_text
@@ -154,14 +153,8 @@ def draw_unit(
     size, width = unit["shard_size"], unit["itemsize"]
     share = 100 * unit["padding"] / unit["numel"]
     canvas.text(16, top + 10, unit["name"], size=13, font_weight=600)
-    canvas.text(
-        canvas.width - 24,
-        top + 10,
-        f"{size_text(size * width)} of {unit['dtype']} per shard, {share:.2f} % padding",
-        size=11,
-        anchor="end",
-        class_="faint",
-    )
+    about = f"{size_text(size * width)} of {unit['dtype']} per shard, {share:.2f} % padding"
+    canvas.note(canvas.width - 24, top + 10, about, "end")
     x = Scale(0, size, margin, canvas.width - 24)
     y = top + 22
     for position, row in enumerate(rows):
@@ -200,13 +193,5 @@ def _draw_row(
         short = item["name"].removesuffix(".weight")
         for label in (item["name"] + rows, item["name"], short, short.rsplit(".", 1)[-1]):
             if text_width(label, 11) + 8 < right - left:
-                canvas.text(
-                    left + 5,
-                    y + 14,
-                    label,
-                    size=11,
-                    class_="",
-                    fill=ink_on(colour),
-                    pointer_events="none",
-                )
+                canvas.text_on(left + 5, y + 14, label, 11, colour)
                 break

@@ -73,7 +73,7 @@ def memory_canvas(profile: Profile) -> Canvas | None:
         y_range=(0, peak * 1.06 or 1),
         x_label=f"time in the step ({name})",
         y_label="bytes on this rank",
-        x_text=lambda value: f"{value:g}",
+        x_text="{:g}".format,
         y_text=lambda value: tick_text(size_text(value)),
         y_base=2,
     )
@@ -156,14 +156,7 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
     canvas.height = bottom + 52 + 16 * len(EXPOSED) + 10
     unit, name = _time_unit(seconds)
     x = Scale(0, seconds / unit, LEFT, WIDTH - RIGHT)
-    draw_x_axis(
-        canvas,
-        x,
-        top,
-        bottom,
-        f"time in the step ({name})",
-        lambda value: f"{value:g}",
-    )
+    draw_x_axis(canvas, x, top, bottom, f"time in the step ({name})", "{:g}".format)
     rows = {lane: top + 4 + index * (LANE_HEIGHT + LANE_GAP) for index, lane in enumerate(lanes)}
     for lane, y in rows.items():
         canvas.text(LEFT - 8, y + LANE_HEIGHT / 2 + 4, lane, size=12, anchor="end")
@@ -177,21 +170,10 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
         style = {"class_": "edge", "stroke_width": 0.5} if width > 3 else {}
         canvas.rect(begin, y, width, LANE_HEIGHT, fill=_COLOURS[_sort(span)], tip=tip, **style)
         label = span["name"].rsplit(" ", 1)[-1]
-        if (
-            span["lane"] == "compute"
-            and not span.get("library")
-            and width > 6 + text_width(label, 10)
-        ):
-            canvas.text(
-                begin + width / 2,
-                y + LANE_HEIGHT / 2 + 4,
-                label,
-                size=10,
-                anchor="middle",
-                class_="",
-                fill="#ffffff",
-                pointer_events="none",
-            )
+        models = span["lane"] == "compute" and not span.get("library")
+        if models and width > 6 + text_width(label, 10):
+            middle = (begin + width / 2, y + LANE_HEIGHT / 2 + 4)
+            canvas.text_on(*middle, label, 10, _COLOURS[_sort(span)], anchor="middle")
     y = rows.get("compute", top)
     for begin, end, reason in profile.get("stalls", []):
         tip = f"waiting for {reason}: {seconds_text(end - begin)}"
@@ -199,7 +181,7 @@ def lanes_canvas(profile: Profile) -> Canvas | None:
         width = max(x(end / unit) - left, 0.6)
         canvas.rect(left, y, width, LANE_HEIGHT, fill="url(#waiting)", tip=tip)
     for position, line in enumerate(EXPOSED):
-        canvas.text(16, bottom + 58 + 16 * position, line, size=11, class_="faint")
+        canvas.note(16, bottom + 58 + 16 * position, line)
     return canvas
 
 
@@ -310,5 +292,5 @@ def memory_bars_canvas(
         if at > most:
             canvas.rect(x(most) - 24, y, 12, ROW, class_="paper")  # the bar goes on
         canvas.text(x(min(at, most)) + 6, y + 22, size_text(at), size=12)
-        canvas.text(x.begin, y + ROW + 15, about, size=11, class_="faint")
+        canvas.note(x.begin, y + ROW + 15, about)
     return canvas

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwise.placements import SHARD, hfsdp, hsdp, zero
+from shardwise.placements import SHARD, STRATEGIES
 from shardwise.precision import Precision
 from shardwise.report.planned import Figures, Mesh, Options
 from shardwise.words import size_text
@@ -85,32 +85,20 @@ Changes = Iterator[tuple[str, dict[str, Any]]]
 def _strategies(options: Options) -> Changes:
     """More sharding on the ranks that are there, one stage at a time."""
     axes = len(options.mesh.sizes)
-    if axes == 1:
-        for stage in (1, 2, 3):
-            if options.placements != zero(stage):
-                yield (
-                    f"use strategy zero{stage}",
-                    {"placements": zero(stage), "reshard_after_forward": None},
-                )
-    if axes == 2:
-        for name, placements in (("hsdp", hsdp()), ("hfsdp", hfsdp())):
-            if options.placements != placements:
-                yield (
-                    f"use strategy {name}",
-                    {"placements": placements, "reshard_after_forward": None},
-                )
+    for name in {1: ("zero1", "zero2", "zero3"), 2: ("hsdp", "hfsdp")}.get(axes, ()):
+        if options.placements != STRATEGIES[name]:
+            changes: dict[str, Any] = {
+                "placements": STRATEGIES[name],
+                "reshard_after_forward": None,
+            }
+            yield f"use strategy {name}", changes
     if axes > 1:
         whole = Mesh(names=("dp",), sizes=(options.mesh.num_ranks,))
-        yield (
-            f"shard over all ranks on one axis: mesh {whole}, strategy zero3",
-            {"mesh": whole, "placements": zero(3), "reshard_after_forward": None},
-        )
-    sharded = SHARD in options.placements.compute
-    if sharded and options.reshard_after_forward is not True:
-        yield (
-            "release the root's weights after forward too (reshard_after_forward=True)",
-            {"reshard_after_forward": True},
-        )
+        changes = {"mesh": whole, "placements": STRATEGIES["zero3"], "reshard_after_forward": None}
+        yield f"shard over all ranks on one axis: mesh {whole}, strategy zero3", changes
+    if SHARD in options.placements.compute and options.reshard_after_forward is not True:
+        words = "release the root's weights after forward too (reshard_after_forward=True)"
+        yield words, {"reshard_after_forward": True}
 
 
 def _weights(options: Options) -> Changes:

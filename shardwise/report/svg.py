@@ -110,6 +110,15 @@ class Canvas:
         attributes = {"x": x, "y": y, "font-size": size, "text-anchor": anchor} | style
         self.shapes.append(f"<text{_attributes(attributes)}>{escape(text)}</text>")
 
+    def note(self, x: float, y: float, text: str, anchor: str = "start") -> None:
+        """Small faint text."""
+        self.text(x, y, text, size=11, anchor=anchor, class_="faint")
+
+    def text_on(self, x: float, y: float, text: str, size: float, box: str, **style: Any) -> None:
+        """Text on a box of this colour, under which the pointer still meets the box."""
+        style |= {"class_": "", "fill": ink_on(box), "pointer_events": "none"}
+        self.text(x, y, text, size=size, **style)
+
     def render(self, *, standalone: bool = True, dark: bool | None = None) -> str:
         """The SVG; a file of its own, or a part of the page. ``dark=None``: a file of its own has
         both themes, and the reader's setting chooses."""
@@ -285,15 +294,8 @@ def draw_title(canvas: Canvas, title: str, subtitle: str, keys: Sequence[Key] = 
         x = 16.0
         for key in row:
             if key.dashed:
-                canvas.line(
-                    x,
-                    at - 4,
-                    x + 14,
-                    at - 4,
-                    stroke=key.colour,
-                    stroke_width=2,
-                    stroke_dasharray="4 3",
-                )
+                dashes = {"stroke": key.colour, "stroke_width": 2, "stroke_dasharray": "4 3"}
+                canvas.line(x, at - 4, x + 14, at - 4, **dashes)
             else:
                 fill = "url(#waiting)" if key.hatched else key.colour
                 fill = "url(#padding)" if key.name == "padding" else fill
@@ -342,18 +344,11 @@ def draw_axes(
     y = Scale(*y_range, bottom, top, y_log)
     for value in y.ticks(5, base=y_base):
         canvas.line(LEFT, y(value), canvas.width - right, y(value), class_="grid")
-        canvas.text(LEFT - 8, y(value) + 4, y_text(value), size=11, anchor="end", class_="faint")
+        canvas.note(LEFT - 8, y(value) + 4, y_text(value), "end")
     draw_x_axis(canvas, x, top, bottom, x_label, x_text)
     middle = (top + bottom) / 2
-    canvas.text(
-        16,
-        middle,
-        y_label,
-        size=12,
-        anchor="middle",
-        class_="faint",
-        transform=f"rotate(-90 16 {middle:.0f})",
-    )
+    turned = f"rotate(-90 16 {middle:.0f})"
+    canvas.text(16, middle, y_label, anchor="middle", class_="faint", transform=turned)
     return Frame(canvas, x, y, top, bottom)
 
 
@@ -370,7 +365,7 @@ def draw_x_axis(
     for value in x.ticks(7, base=base) if label else ():
         canvas.line(x(value), top, x(value), bottom, class_="grid")
         canvas.line(x(value), bottom, x(value), bottom + 5, class_="axis")
-        canvas.text(x(value), bottom + 18, text(value), size=11, anchor="middle", class_="faint")
+        canvas.note(x(value), bottom + 18, text(value), "middle")
     canvas.line(x.begin, bottom, x.end, bottom, class_="axis")
     if label:
         canvas.text((x.begin + x.end) / 2, bottom + 38, label, anchor="middle", class_="faint")

@@ -18,6 +18,12 @@ from shardwise.train.events import Event
 from shardwise.words import count_text
 
 LINES = 30  # plain lines for a whole run, about
+PLAIN = {  # events of one line
+    "save": "saved    {path}",
+    "note": "note     {text}",
+    "warning": "warning  {text}",
+    "stop": "stopping after step {step}: {reason}",
+}
 BAR = 16  # columns; half of it on a narrow terminal
 
 
@@ -45,10 +51,11 @@ class Console:
 
     def log(self, event: Event) -> None:
         show = getattr(self, f"_{event['kind']}", None)
-        if show is None:
-            return
         try:
-            show(event)
+            if event["kind"] in PLAIN:
+                self._print(PLAIN[event["kind"]].format(**event))
+            elif show is not None:
+                show(event)
         except OSError:
             # The terminal or the reader of the pipe is gone; drop what rich still holds.
             self.out, self._progress = self._open(), None
@@ -119,18 +126,6 @@ class Console:
     def _skip(self, event: Event) -> None:
         where = "; ".join(event["where"][:2])
         self._print(f"step {event['step']} dropped: grad norm {event['grad_norm']} ({where})")
-
-    def _save(self, event: Event) -> None:
-        self._print(f"saved    {event['path']}")
-
-    def _note(self, event: Event) -> None:
-        self._print(f"note     {event['text']}")
-
-    def _warning(self, event: Event) -> None:
-        self._print(f"warning  {event['text']}")
-
-    def _stop(self, event: Event) -> None:
-        self._print(f"stopping after step {event['step']}: {event['reason']}")
 
     def _sample(self, event: Event) -> None:
         self.close()

@@ -301,27 +301,17 @@ _MOST = 16 << 20  # symbols counted, about: more take seconds of every start
 _CHUNK = 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True)
-class References:
-    """Bits per byte of simple models on the held-out text, to compare a loss with.
+def references_of(corpus: Corpus) -> dict[str, float]:
+    """Bits per byte of simple models on the held-out text, to compare a loss with; none for tokens
+    whose bytes are unknown. Ends of documents are included, as in the model's own figure: they are
+    guessed, and are no byte.
 
-    Ends of documents are included, as in the model's own figure: they are guessed, and are no byte.
-
-    Args:
-        unigram: a model that knows how frequent bytes are in the training text.
-        bigram: a model that also knows the byte before, backed off to the unigram.
-        zlib: the held-out text compressed at level 9.
+        unigram   a model that knows how frequent bytes are in the training text
+        bigram    a model that also knows the byte before, backed off to the unigram
+        zlib      the held-out text compressed at level 9
     """
-
-    unigram: float
-    bigram: float
-    zlib: float
-
-
-def references_of(corpus: Corpus) -> References | None:
-    """The references of a corpus; ``None`` for tokens whose bytes are unknown."""
     if corpus.codec is None or not corpus.held_out_bytes:
-        return None
+        return {}
     most = int(_MOST / max(1.0, corpus.bytes_per_token() or 1.0))  # tokens
     train = corpus.codec.symbols(corpus.train[:most])
     held_out = corpus.codec.symbols(corpus.held_out[:most])
@@ -334,11 +324,11 @@ def references_of(corpus: Corpus) -> References | None:
     double = (pairs + single) / (before + 1.0)
 
     text = held_out[held_out != END].astype(np.uint8).tobytes()
-    return References(
-        unigram=float(-(tested.sum(0) * np.log2(single)).sum() / num_bytes),
-        bigram=float(-(tested * np.log2(double)).sum() / num_bytes),
-        zlib=8 * len(zlib.compress(text, 9)) / int(num_bytes),
-    )
+    return {
+        "unigram": float(-(tested.sum(0) * np.log2(single)).sum() / num_bytes),
+        "bigram": float(-(tested * np.log2(double)).sum() / num_bytes),
+        "zlib": 8 * len(zlib.compress(text, 9)) / int(num_bytes),
+    }
 
 
 def count_pairs(symbols: NDArray[np.uint16]) -> NDArray[Any]:

@@ -462,7 +462,6 @@ class Trainer:
 
     def _describe(self) -> dict[str, Any]:
         config, corpus, model = self.config, self.parts.corpus, self.config.model
-        lines = references_of(corpus)
         experts = f", {model.num_experts} experts" if model.num_experts else ""
         layers = config.module or f"{model.num_layers} layers x {model.dim}"
         lora = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
@@ -484,9 +483,7 @@ class Trainer:
                 "text": f"{len(corpus.train) / 1e6:.2f}M tokens, "
                 f"{len(corpus.held_out) / 1e6:.2f}M held out",
                 "unit": corpus.unit,
-                "unigram": lines and lines.unigram,
-                "bigram": lines and lines.bigram,
-                "zlib": lines and lines.zlib,
+                **references_of(corpus),
             },
             "world_size": self.world.size,
             "num_nodes": self.world.num_nodes,

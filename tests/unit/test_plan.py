@@ -23,9 +23,8 @@ from shardwise.moe import mixtures_of
 from shardwise.optim.presets import cost
 from shardwise.optim.storage import Sharding
 from shardwise.report import engine, units
-from shardwise.report.dry_run import dry_run
 from shardwise.report.orthogonalisation import by_rank
-from shardwise.report.plan import Plan, plan
+from shardwise.report.plan import Plan, dry_run, plan
 from shardwise.report.planned import Mesh, strategy_name
 from shardwise.report.shard_map import map_text
 from shardwise.report.table import plan_text
