@@ -130,6 +130,15 @@ class Block:
             self.live = True
             self._counted.set(self._held)
 
+    @property
+    def holders(self) -> int:
+        """The number of tensors that lie in the memory, its own among them."""
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata)  # type: ignore[attr-defined,no-any-return]
+
+    def leave(self) -> None:
+        """Leave the memory to whoever holds views of it, and go on with another."""
+        self.move(torch.UntypedStorage(self.nbytes, device=self.tensor.device))
+
     def move(self, storage: torch.UntypedStorage) -> None:
         """Put the tensor into ``storage``, which has memory: views cannot be made of none. It is no
         view of it for autograd, so its version counter stays its own."""
@@ -195,7 +204,7 @@ class Caching:
 
     def release(self, block: Block) -> None:
         if not block.tensor.untyped_storage().resizable():
-            block.move(torch.UntypedStorage(block.nbytes, device=block.tensor.device))
+            block.leave()
         block.tensor.untyped_storage().resize_(0)
 
 

@@ -82,6 +82,11 @@ class Lanes:
         event.record(awaited)
         waiting.wait_event(event)
 
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Others go on to read memory of another lane on the compute lane, and free it then."""
+        if self._streams:
+            tensor.record_stream(self._stream("compute"))
+
     def synchronize(self, event: Any = None) -> None:
         """The host waits for ``event``, or for every lane: before it reads offloaded gradients, or
         writes offloaded weights."""

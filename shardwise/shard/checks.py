@@ -166,7 +166,28 @@ def module_problems(
                 f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in "
                 f"ignored_params"
             )
-    return problems
+    return problems + untied_problems(found)
+
+
+def untied_problems(found: Sequence[Found]) -> list[str]:
+    """Problems of embeddings that were tied to a head until ``parallelize_module`` gave each a
+    DTensor of its own: they hold the same values, and would be trained apart."""
+    tiles = [f for f in found if isinstance(f.parameter, DTensor) and f.parameter.ndim > 1]
+    embeddings = [f for f in tiles if any(isinstance(m, nn.Embedding) for m in f.modules)]
+    return [
+        f"'{f.name}' and '{other.name}' hold the same values: parallelize_module unties weights "
+        f"that were one. Tie them again after it (head.weight = embedding.weight)"
+        for f in embeddings
+        for other in tiles
+        if other is not f and _same_values(f.parameter, other.parameter)
+    ]
+
+
+def _same_values(one: Any, other: Any) -> bool:
+    if one.shape != other.shape or one.placements != other.placements or one.is_meta:
+        return False
+    local = one.to_local().detach()
+    return torch.equal(local, other.to_local()) and bool((local != local.flatten()[:1]).any())
 
 
 def has_own_operations(parameter: torch.Tensor) -> bool:

@@ -87,7 +87,9 @@ def fully_shard(
         precision: dtypes of weights, gradients and inputs; or ``mp_policy``, torch's form of it.
         reshard_after_forward: release after forward and gather again in backward (True), keep
             (False), keep 1/k and gather again from k neighbours (an int), or True except for the
-            root (None).
+            root (None). A view of a weight that forward leaves in a list is valid in forward, and
+            again once backward is over; in between its memory is released, and reading it ends the
+            process, as in FSDP2: keep a clone, or pass False.
         offload_policy: ``CPUOffloadPolicy``: main weights, gradients and optimizer state on the
             host.
         shard_placement_fn: torch's; checked, and of no effect: flat buffers are cut along rows, and

@@ -51,6 +51,7 @@ class Group:
     label = ""  # what others call it in messages, once its unit has a name
     # Versions of the whole weights, and how often any was lent, when writes were last looked for.
     _versions: Sequence[int] = ()
+    _holders = 0  # of the memory of the whole weights, when they were first gathered there
     _followed: list[bool] | None = None  # which parameters at rest were trainable, as followed
     format: Format | None = None  # of the whole weights: in a dtype
     moved_apart = False  # whether ``.to()`` and the like have moved only some of the parameters
@@ -79,8 +80,7 @@ class Group:
         """``tiles``: of each parameter, where ``values`` are those of tensor parallelism."""
         self.layout, self.items = layout, layout.items
         self.ranks, self.placements = ranks, placements
-        self.precision, self.offload, self.pin = precision, offload, pin
-        self.device = device
+        self.precision, self.device, self.offload, self.pin = precision, device, offload, pin
         self.tiles = list(tiles or [None] * len(self.items))
         self.parameter_dtype = values[0].dtype
         assert all(value.dtype == self.parameter_dtype for value in values)
@@ -208,14 +208,14 @@ class Group:
 
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``."""
-        self._plan = None
+        self._plan, self._holders = None, 0
         if not self.whole.flat.is_meta:
             self.show_whole()  # else no values yet, and no parameter moves there in place
 
     def show_whole(self) -> None:
         self._views = [self.whole.view(index).detach() for index in range(len(self.unsharded))]
-        nothing = self.whole.flat.new_zeros(())
-        nothing = nothing.fill_(torch.nan) if nothing.is_floating_point() else nothing
+        value = torch.nan if self.whole.dtype.is_floating_point else 0
+        nothing = self.whole.flat.new_full((), value)
         self._gone = [nothing.expand(view.shape) for view in self._views]
         for parameter, view in zip(self.unsharded, self._views, strict=True):
             parameter.show(view)
@@ -275,11 +275,8 @@ class Group:
     def refuse_moved_apart(self) -> None:
         """Raise where some parameters moved to another dtype or device, and others did not."""
         if self.moved_apart:
-            locals_ = [parameter._local_tensor for parameter in self.sharded]  # type: ignore[attr-defined]
-            where = [
-                f"'{item.name}' to {local.dtype} on {local.device}"
-                for item, local in zip(self.items, locals_, strict=True)
-            ]
+            pairs = zip(self.items, self.sharded, strict=True)
+            where = [f"'{item.name}' to {one.dtype} on {one.device}" for item, one in pairs]
             raise ValueError(
                 f"parameters of one group were moved to different dtypes or devices "
                 f"({', '.join(where)}); convert them together"
@@ -393,6 +390,7 @@ class Group:
         """Make the whole weights usable by what the caller computes next."""
         if self.pending:
             self._arrive()
+            self._holders = self._holders or self.whole.block.holders
             self._computes_next(runtime)
         if self._kept_in_use and self._kept is not None:
             self._kept.memory.release(runtime.source)
@@ -405,12 +403,15 @@ class Group:
         if not self.offload:  # else the host has not waited
             self.main.version.reading = None
 
-    def release(self, runtime: Runtime) -> None:
-        """Give the whole weights back, on the lane that allocated them, once compute has read
-        them."""
+    def release(self, runtime: Runtime, *, for_good: bool = False) -> None:
+        """Give the whole weights back, on the lane that allocated them, once compute has read them.
+        ``for_good``: no backward reads them; who has kept a view since the gather keeps them."""
         if not self.comes_and_goes or not any(memory.live for memory in self.blocks):
             return
         self.wait(runtime)
+        if for_good and not self.movable and self.whole.block.holders > self._holders:
+            runtime.lanes.leave(self.whole.flat)
+            self.whole.block.leave()
         runtime.lanes.join("gather", "compute")
         with runtime.lanes.on("gather"):
             for copy in self.copies:

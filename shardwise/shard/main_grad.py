@@ -133,8 +133,7 @@ class MainGrad:
     def _count_references(self, main: Buffer) -> int:
         """The number of references to the memory and to the tensors that show it, own views
         excepted."""
-        storage = main.flat.untyped_storage()
-        found: int = torch._C._storage_Use_Count(storage._cdata) - len(self._views)  # type: ignore[attr-defined]
+        found = main.block.holders - len(self._views)
         return found + sum(map(getrefcount, self._shown)) + sum(map(getrefcount, self._locals))
 
     def repaired(self) -> Buffer:

@@ -295,6 +295,12 @@ class Runtime:
         """Whether autograd is running: a forward that comes now is a recomputation."""
         return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a backward runs that another may follow (``retain_graph=True``)."""
+        kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        return self.in_backward and kept
+
     def begin_backward(self) -> None:
         """The first unit of a backward: be called when autograd is done, once."""
         if self._ending is not None:
@@ -341,8 +347,7 @@ class Runtime:
         left = [f"'{n}' of unit '{unit.name}'" for unit in done for n in unit.arrivals.unreduced()]
         strays = [name for unit in units for name in stray_gradients(unit.originals)]
         missing = self._missing(units)
-        kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-        self._settle(units, graph_kept=kept)
+        self._settle(units, graph_kept=self.keeps_graph)
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "

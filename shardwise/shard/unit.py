@@ -494,5 +494,6 @@ class Unit(Wrapped):
         lost = self.weights.lost_writes()
         self.hide()
         if release:
-            self.weights.release(self.runtime)
+            comes = self.expects_backward or self.runtime.keeps_graph
+            self.weights.release(self.runtime, for_good=not comes)
         return lost

@@ -128,12 +128,14 @@ class Weights:
                 )
         return None
 
-    def release(self, runtime: Runtime, kept_axis: comm.Axis | None = None) -> None:
+    def release(
+        self, runtime: Runtime, kept_axis: comm.Axis | None = None, *, for_good: bool = False
+    ) -> None:
         """Give the memory back; 1/k of it stays on each of the k ranks of ``kept_axis``."""
         for group in self.groups:
             if kept_axis is not None:
                 group.keep_part(runtime, kept_axis)
-            group.release(runtime)
+            group.release(runtime, for_good=for_good)
 
 
 class Wrapped:
@@ -226,7 +228,8 @@ class Wrapped:
     def release_until_backward(self, kept: bool) -> None:
         """Give the whole weights back after a forward. ``kept``: one that a backward may follow;
         where that will not gather them, autograd raises if it reads them after all."""
-        self.weights.release(self.runtime, self.kept_axis if kept else None)
+        for_good = not kept and not self.calls.awaited  # type: ignore[attr-defined]
+        self.weights.release(self.runtime, self.kept_axis if kept else None, for_good=for_good)
         if kept and not self.gather_in_backward:
             for group in (group for group in self.groups if group.comes_and_goes):
                 for parameter in group.unsharded:

@@ -161,6 +161,8 @@ def newest_checkpoint(path: Path) -> Path:
     found = valid_checkpoints(path / CHECKPOINTS)
     if not found:
         raise CheckpointError(f"{path / CHECKPOINTS} holds no valid checkpoint")
+    if len(found) < len(all_checkpoints(path)):
+        logger.warning("%s, the newest of those that are valid, is used", found[-1][0])
     return found[-1][0]
 
 

@@ -467,6 +467,36 @@ def test_weights_that_forward_returns(rank: int, world_size: int, way: str, view
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("way", ["zero3", "data_parallel"])
+@on_ranks(2)
+def test_views_of_weights_that_a_forward_leaves_behind(
+    rank: int, world_size: int, way: str
+) -> None:
+    """Their memory is left to them, once no backward will read it: nobody reads what was freed."""
+    net, plain = wrapped(way, world_size)
+    before, kept = transient_bytes(), list[Tensor]()
+
+    def keep(module: Any, *_: Any) -> None:
+        kept.extend((module.weight.t(), module.weight.data[1:]))
+
+    handle = net.blocks[0].up.register_forward_hook(keep)
+    with torch.no_grad():
+        net(words(rank))
+    for backward in (False, True):
+        if backward:
+            backward_of_both(net, plain, rank, world_size)
+        weight = plain.blocks[0].up.weight.detach()
+        assert torch.equal(kept[-2], weight.t()) and torch.equal(kept[-1], weight[1:])
+    handle.remove()
+    kept.clear()
+    with torch.no_grad():
+        for model in (net, plain):
+            model.zero_grad()
+            model.blocks[0].up.weight.mul_(2)
+    backward_of_both(net, plain, rank, world_size)
+    assert_at_rest(net, before)
+
+
 @on_ranks(2)
 def test_a_unit_on_fewer_ranks_than_the_model_is_told(rank: int, world_size: int) -> None:
     """Its gradients are averaged over its own ranks alone, so copies elsewhere drift apart."""

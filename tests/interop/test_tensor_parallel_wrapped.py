@@ -498,16 +498,24 @@ def test_dtensors_that_cannot_be_sharded_are_refused_by_name(rank: int, world_si
     experts = GroupedLinear(4, 8, 8)
     cut = distribute_tensor(experts.weight.detach(), mesh["tp"], [Shard(0)])
     experts.weight = nn.Parameter(cut)
+    tied = nn.ModuleDict({"words": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    tied["head"].weight = tied["words"].weight
+    plan: Any = {"words": RowwiseParallel(), "head": ColwiseParallel()}
+    parallelize_module(tied, mesh["tp"], plan)
+    untied = nn.Sequential(*tied.values())
     for module, why in (
         (narrow, "leaves nothing for some ranks"),
         (partial, "no weight is a partial sum"),
         (wrapped, "fully_shard already"),
         (over_dp, "'dp' is data-parallel here and cuts it already"),
         (unnamed, "name the axes"),
+        (untied, "'0.weight' and '1.weight' hold the same values: parallelize_module unties"),
         (experts, "'weight' holds experts and is a DTensor over .*leave them out of parallelize"),
     ):
         with pytest.raises(ValueError, match=why):
             sw.fully_shard(module, mesh=mesh)
+    untied[1].weight = untied[0].weight
+    sw.fully_shard(untied, mesh=mesh)
 
 
 class Mixed(nn.Module):
