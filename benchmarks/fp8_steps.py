@@ -142,7 +142,9 @@ def device_use(step: Callable[[], object], count: int = 3) -> dict[str, Any]:
         step()
         hosts.append(1e3 * (time.perf_counter() - began))
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
