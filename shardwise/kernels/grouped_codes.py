@@ -94,40 +94,81 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
-    dh_ptr, z_ptr, p_ptr, dz_ptr, dz_scales_ptr, h_ptr, h_scales_ptr, dp_ptr, num_rows, width,
+def _part(
+    dh_ptr, z_ptr, p, start, column, width: tl.constexpr,
     gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    block: tl.constexpr, high: tl.constexpr, wide: tl.constexpr, assembly: tl.constexpr,
+    block: tl.constexpr, assembly: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * high + tl.arange(0, high)[:, None]
-    column = tl.arange(0, wide)[None, :]
-    inside = (row < num_rows) & (column < width)
-    start = row.to(tl.int64) * (width * 2 if gated else width)
-    place = row.to(tl.int64) * width + column
+    """Some columns of dp, and the bits of h, of gate's and of up's gradient, with the largest of
+    the first and of the other two."""
+    inside = column < width  # a constant where no column is beyond
     gate_at, up_at = places(column, width, block, gated)
-    dh = _load(dh_ptr, place, inside)
+    dh = _load(dh_ptr, start + column, inside)
+    start *= 2 if gated else 1
     gate = _load(z_ptr, start + gate_at, inside)
     up = gate
     if gated:
         up = _load(z_ptr, start + up_at, inside)
-    p = tl.load(p_ptr + row, mask=row < num_rows, other=0.0)
     act, d_gate, d_up = act_backward(dh * p, gate, up, gated, alpha, limit, offset, assembly)
     dp = tl.sum(tl.where(inside, dh * act, 0.0), axis=1, keep_dims=True)
-    tl.store(dp_ptr + row, dp, mask=row < num_rows)
     h = tl.where(inside, _bits(act * p, assembly), 0)
-    scale, inverse = block_scale(_largest(h), True)
-    tl.store(h_scales_ptr + row, scale, mask=row < num_rows)
-    tl.store(h_ptr + place, _codes(h, inverse, assembly), mask=inside)
     first = tl.where(inside, _bits(d_gate, assembly), 0)
-    largest = _largest(first)
-    if gated:
-        second = tl.where(inside, _bits(d_up, assembly), 0)
-        largest = tl.maximum(largest, _largest(second))
-    scale, inverse = block_scale(largest, True)
-    tl.store(dz_scales_ptr + row, scale, mask=row < num_rows)
+    second = tl.where(inside, _bits(d_up, assembly), 0) if gated else first
+    largest = tl.maximum(_largest(first), _largest(second)) if gated else _largest(first)
+    return dp, h, first, second, _largest(h), largest
+
+
+@triton.jit
+def _write(
+    dz_ptr, h_ptr, h, first, second, start, column, h_inverse, inverse, width: tl.constexpr,
+    gated: tl.constexpr, block: tl.constexpr, assembly: tl.constexpr,
+):  # fmt: skip
+    inside = column < width
+    gate_at, up_at = places(column, width, block, gated)
+    tl.store(h_ptr + start + column, _codes(h, h_inverse, assembly), mask=inside)
+    start *= 2 if gated else 1
     tl.store(dz_ptr + start + gate_at, _codes(first, inverse, assembly), mask=inside)
     if gated:
         tl.store(dz_ptr + start + up_at, _codes(second, inverse, assembly), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dh_ptr, z_ptr, p_ptr, dz_ptr, dz_scales_ptr, h_ptr, h_scales_ptr, dp_ptr, num_rows,
+    gated: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    block: tl.constexpr, width: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+    rest: tl.constexpr, assembly: tl.constexpr,
+):  # fmt: skip
+    """Columns in two parts, each a power of two: 768 as 512 and 256, not as 1024."""
+    row = tl.program_id(0) * high + tl.arange(0, high)[:, None]
+    row = tl.minimum(row, num_rows - 1)  # the last row again: the same values to the same places
+    p = tl.load(p_ptr + row)
+    start = row.to(tl.int64) * width
+    column = tl.arange(0, wide)[None, :]
+    dp, h, first, second, h_largest, largest = _part(
+        dh_ptr, z_ptr, p, start, column, width, gated, alpha, limit, offset, block, assembly
+    )
+    if rest:
+        beyond = wide + tl.arange(0, rest)[None, :]
+        more, h_2, first_2, second_2, h_largest_2, largest_2 = _part(
+            dh_ptr, z_ptr, p, start, beyond, width, gated, alpha, limit, offset, block, assembly
+        )
+        dp += more
+        h_largest, largest = tl.maximum(h_largest, h_largest_2), tl.maximum(largest, largest_2)
+    tl.store(dp_ptr + row, dp)
+    h_scale, h_inverse = block_scale(h_largest, True)
+    tl.store(h_scales_ptr + row, h_scale)
+    scale, inverse = block_scale(largest, True)
+    tl.store(dz_scales_ptr + row, scale)
+    _write(
+        dz_ptr, h_ptr, h, first, second, start, column, h_inverse, inverse, width, gated, block,
+        assembly,
+    )  # fmt: skip
+    if rest:
+        _write(
+            dz_ptr, h_ptr, h_2, first_2, second_2, start, beyond, h_inverse, inverse, width, gated,
+            block, assembly,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -206,9 +247,19 @@ def _turn_kernel(
         tl.store(out_ptr + place, tl.trans(codes), mask=line < columns)
 
 
+def backward_sizes(width: int) -> dict[str, int]:
+    """Rows of a program, the two parts of its columns, and its warps. On an H200, of 131072 rows
+    of 768 columns and 65536 of 2048: 230 and 313 us, the fastest of eight and of five; 324 and 369
+    with columns filled up to a power of two and masks."""
+    wide = 1 << width.bit_length() - 1
+    rest = int(triton.next_power_of_2(width - wide)) if width > wide else 0
+    warps = 1 << (max(wide + rest, 512) // 512).bit_length() - 1
+    return {"high": max(1, 512 // wide), "wide": wide, "rest": rest, "num_warps": warps}
+
+
 def _rows_at_once(width: int) -> tuple[int, int, int]:
-    """Rows of a program, its columns, and its warps. On an H200 the fastest of ten for 768 columns
-    (forward and backward 127 and 323 us; 151 and 348 with one row), of 2048 as fast as any."""
+    """Rows of a forward program, its columns, and its warps: on an H200 the fastest of ten for 768
+    columns, of 2048 as fast as any."""
     wide = int(triton.next_power_of_2(width))
     return max(1, 2048 // wide), wide, max(4, wide // 512)
 
@@ -254,12 +305,12 @@ def backward(
     dz, h = _empty(z, z.shape[1]), _empty(dh, width)
     dp = torch.empty(num_rows, dtype=torch.float32, device=z.device)
     if num_rows:
-        high, wide, warps = _rows_at_once(width)
+        sizes = backward_sizes(width)
         run(
-            _backward_kernel, (triton.cdiv(num_rows, high),),
-            dh.view(torch.int16), z.view(torch.int16), p, *dz, *h, dp, num_rows, width,
+            _backward_kernel, (triton.cdiv(num_rows, sizes["high"]),),
+            dh.view(torch.int16), z.view(torch.int16), p, *dz, *h, dp, num_rows,
             gated=gated, alpha=alpha, limit=limit, offset=offset, block=block,
-            high=high, wide=wide, assembly=not interpreted(), num_warps=warps,
+            width=width, assembly=not interpreted(), **sizes,
         )  # fmt: skip
     return dz, h, dp
 

@@ -12,24 +12,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from shardwise.kernels.grouped import GroupedTile
 from shardwise.kernels.grouped_activation import rounded
 from shardwise.kernels.grouped_codes import Folded
 from shardwise.kernels.grouped_fc1 import decode, first_row, halves, schedule, store_ragged
-from shardwise.kernels.grouped_weight import put
 from shardwise.kernels.launch import boxes, run
 from shardwise.kernels.symmetric import multiprocessors
 
 # Measured on an H200 (torch 2.11, Triton 3.6): products of these three shapes reach 1113 to 1480
-# TFLOP/s, torch's scaled grouped product 823 to 1357; of 12 forms of dW this one took least.
+# TFLOP/s, torch's scaled grouped product 823 to 1357.
 PRODUCT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=4, band=16)
-WEIGHT_TILE = GroupedTile(rows=128, columns=256, step=128, warps=8, stages=3, flatten=False)
+# Triton 3.9 gave the copies of boxes other names than 3.6.
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @triton.jit
@@ -94,28 +107,171 @@ def product(
     return y
 
 
-@triton.jit
-def _weight_kernel(
-    a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_experts, tile_rows, tile_columns,
-    rows: tl.constexpr, columns: tl.constexpr, step: tl.constexpr, add: tl.constexpr,
+# dW: warps with roles of their own, because the sums it is added to take as long to come and go as
+# the products take.
+#
+#     operands   one warp    turned codes              -> 3 stages
+#     sums       one warp    parts of 128x32 of dW     -> 5 rooms -> dW
+#     products   8 warps     stages -> acc;  acc + room -> room, part by part
+#
+# On an H200 all of 9 such forms gave the bits of one program for loads, products and sums, and took
+# 0.83 to 0.94 of its time with 3 stages; with 2 stages and 8 rooms 0.98 to 1.31. Loops flattened or
+# sums loaded early into registers gained nothing.
+
+
+@gluon.jit
+def _place(number, parts: gl.constexpr, tile_rows, tile_columns):
+    """The expert, the row and the column of part ``number`` of this program's tiles."""
+    tile = gl.program_id(0) + number // parts * gl.num_programs(0)
+    expert = tile // (tile_rows * tile_columns)
+    column = tile % tile_columns * 256 + number % parts * (256 // parts)
+    return expert, tile // tile_columns % tile_rows * 128, column
+
+
+@gluon.jit
+def _load_operands(
+    a_desc, b_desc, first_ptr, a_bufs, b_bufs, full, empty, tiles, tile_rows, tile_columns,
+    stages: gl.constexpr,
 ):  # fmt: skip
-    half: tl.constexpr = columns // 2
-    per_expert = tile_rows * tile_columns
-    for tile in range(tl.program_id(0), per_expert * num_experts, tl.num_programs(0)):
-        expert = tile // per_expert
-        row = tile % per_expert // tile_columns * rows
-        column = tile % tile_columns * columns
-        begin = tl.load(first_ptr + expert)
-        end = tl.load(first_ptr + expert + 1)
-        acc = tl.zeros((rows, columns), dtype=tl.float32)
-        for k in range(begin * (128 // step), end * (128 // step)):
-            a = a_desc.load([row, k * step])
-            b = b_desc.load([column, k * step])
-            acc = tl.dot(a, b.T, acc)
-        acc *= tl.load(scales_ptr + expert)
-        left, right = halves(acc, rows, columns)
-        put(out_desc, expert, row, column, left, rows, half, add)
-        put(out_desc, expert, row, column + half, right, rows, half, add)
+    count = 0
+    for number in range(tiles):
+        expert, row, column = _place(number, 1, tile_rows, tile_columns)
+        for k in range(gl.load(first_ptr + expert), gl.load(first_ptr + expert + 1)):
+            stage = count % stages
+            mbarrier.wait(empty.index(stage), (count // stages & 1) ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, 384 * 128)
+            _load_box(a_desc, [row, k * 128], ready, a_bufs.index(stage))
+            _load_box(b_desc, [column, k * 128], ready, b_bufs.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _bring(
+    out_desc, rooms, full, number, total, tile_rows, tile_columns, parts: gl.constexpr,
+    count: gl.constexpr, add: gl.constexpr,
+):  # fmt: skip
+    if number < total:
+        ready = full.index(number % count)
+        if add:
+            expert, row, column = _place(number, parts, tile_rows, tile_columns)
+            mbarrier.expect(ready, 128 * (256 // parts) * 4)
+            _load_box(out_desc, [expert, row, column], ready, rooms.index(number % count))
+        else:
+            mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _move_sums(
+    out_desc, rooms, full, done, tiles, tile_rows, tile_columns, parts: gl.constexpr,
+    count: gl.constexpr, add: gl.constexpr,
+):  # fmt: skip
+    total = tiles * parts
+    for number in range(count):
+        _bring(out_desc, rooms, full, number, total, tile_rows, tile_columns, parts, count, add)
+    for number in range(total):
+        expert, row, column = _place(number, parts, tile_rows, tile_columns)
+        mbarrier.wait(done.index(number % count), number // count & 1)
+        _store_box(out_desc, [expert, row, column], rooms.index(number % count))
+        tma.store_wait(pendings=0)  # the room is read
+        _bring(
+            out_desc, rooms, full, number + count, total, tile_rows, tile_columns, parts, count, add
+        )
+
+
+@gluon.jit
+def _put(
+    value, rooms, full, done, number, parts: gl.constexpr, count: gl.constexpr, add: gl.constexpr
+):  # fmt: skip
+    """Write a tile to its rooms, part by part; the number of the next part."""
+    if value.shape[1] > 256 // parts:
+        halves = value.reshape([128, 2, value.shape[1] // 2]).permute(0, 2, 1)
+        left, right = halves.split()
+        number = _put(left, rooms, full, done, number, parts, count, add)
+        number = _put(right, rooms, full, done, number, parts, count, add)
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256 // parts, 32])
+        value = gl.convert_layout(value, layout)
+        mbarrier.wait(full.index(number % count), number // count & 1)
+        room = rooms.index(number % count).reshape([128, 256 // parts])
+        if add:
+            value += room.load(layout)
+        room.store(value.to(room.dtype))
+        fence_async_shared()
+        mbarrier.arrive(done.index(number % count), count=1)
+        number += 1
+    return number
+
+
+@gluon.jit
+def _multiply(
+    first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
+    tiles, tile_rows, tile_columns,
+    stages: gl.constexpr, parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 256, 32])
+    count = 0
+    put = 0
+    for number in range(tiles):
+        expert, _row, _column = _place(number, 1, tile_rows, tile_columns)
+        begin = gl.load(first_ptr + expert)
+        end = gl.load(first_ptr + expert + 1)
+        acc = gl.zeros((128, 256), gl.float32, layout)
+        for k in range(begin, end):
+            stage = count % stages
+            mbarrier.wait(full.index(stage), count // stages & 1)
+            right = b_bufs.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_bufs.index(stage), right, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            # The product before this one has read its stage.
+            mbarrier.arrive(empty.index((count + stages - 1) % stages), count=1, pred=k > begin)
+            count += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + stages - 1) % stages), count=1, pred=end > begin)
+        acc *= gl.load(scales_ptr + expert)
+        put = _put(acc, rooms, sums_full, sums_done, put, parts, num_rooms, add)
+
+
+@gluon.jit
+def _barriers(count: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(count):
+        mbarrier.init(made.index(index), count=1)
+    return made
+
+
+@gluon.jit
+def _weight_kernel(
+    a_desc, b_desc, out_desc, first_ptr, scales_ptr, num_tiles, tile_rows, tile_columns,
+    stages: gl.constexpr, parts: gl.constexpr, num_rooms: gl.constexpr, add: gl.constexpr,
+):  # fmt: skip
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [stages, 128, 128], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [stages, 256, 128], b_desc.layout)
+    room: gl.constexpr = [num_rooms, 1, 128, 256 // parts]
+    rooms = gl.allocate_shared_memory(out_desc.dtype, room, out_desc.layout)
+    full, empty, sums_full, sums_done = (
+        _barriers(stages), _barriers(stages), _barriers(num_rooms), _barriers(num_rooms),
+    )  # fmt: skip
+    fence_async_shared()
+    tiles = gl.cdiv(num_tiles - gl.program_id(0), gl.num_programs(0))  # of this program
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                first_ptr, scales_ptr, a_bufs, b_bufs, full, empty, rooms, sums_full, sums_done,
+                tiles, tile_rows, tile_columns, stages, parts, num_rooms, add,
+            )),
+            (_load_operands, (
+                a_desc, b_desc, first_ptr, a_bufs, b_bufs, full, empty, tiles, tile_rows,
+                tile_columns, stages,
+            )),
+            (_move_sums, (
+                out_desc, rooms, sums_full, sums_done, tiles, tile_rows, tile_columns, parts,
+                num_rooms, add,
+            )),
+        ],
+        [1, 1],
+        [40, 40],
+    )  # fmt: skip
 
 
 def weight_gradient(
@@ -123,20 +279,27 @@ def weight_gradient(
     out: Tensor,  # [experts, M, N]; experts at any even distance; fp32 where it is added to
     *,
     add: bool,
-    tile: GroupedTile = WEIGHT_TILE,
 ) -> None:
     """Write ``aᵀ·b`` of each expert's rows to ``out``, or add it."""
     experts, num_rows, num_columns = out.shape
     assert out.dtype == torch.float32 or not add, "sums are kept in fp32"
-    tile_rows, tile_columns = -(-num_rows // tile.rows), -(-num_columns // tile.columns)
-    programs = min(multiprocessors(out.device), experts * tile_rows * tile_columns)
+    tile_rows, tile_columns = -(-num_rows // 128), -(-num_columns // 256)
+    tiles = experts * tile_rows * tile_columns
     left, right = (each.view(torch.float8_e4m3fn) for each in (folded.left, folded.right))
     run(
-        _weight_kernel, (programs,),
-        boxes(left, [tile.rows, tile.step]),
-        boxes(right, [tile.columns, tile.step]),
-        boxes(out, [1, tile.rows, tile.columns // 2]),
-        folded.first, folded.scales, experts, tile_rows, tile_columns,
-        rows=tile.rows, columns=tile.columns, step=tile.step, add=add,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _weight_kernel, (min(multiprocessors(out.device), tiles),),
+        _box(left, [128, 128]), _box(right, [256, 128]),
+        _box(out, [1, 128, 128 // out.element_size()]),
+        folded.first, folded.scales, tiles, tile_rows, tile_columns,
+        **weight_constants(out.element_size(), add), num_warps=8,
     )  # fmt: skip
+
+
+def weight_constants(element_size: int, add: bool) -> dict[str, Any]:
+    """A part is 128 bytes wide, as the copy engine spreads lines over banks."""
+    return {"stages": 3, "parts": 2 * element_size, "num_rooms": 5, "add": add}
+
+
+def _box(tensor: Tensor, shape: list[int]) -> GluonDescriptor:
+    layout = gl.NVMMASharedLayout(128, 8 * tensor.element_size(), rank=len(shape))
+    return GluonDescriptor(tensor, list(tensor.shape), list(tensor.stride()), shape, layout)

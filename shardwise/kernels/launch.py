@@ -64,7 +64,7 @@ def _described(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
             kinds.append(value.dtype)
             value = value.data_ptr()
             kinds.append(value % ALIGNMENT == 0)
-        elif kind is TensorDescriptor:
+        elif hasattr(value, "block_shape"):  # a descriptor, of Triton or of Gluon
             kinds += (value.base.dtype, *value.block_shape)
         else:
             kinds += kind, value

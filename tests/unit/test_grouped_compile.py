@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from shardwise.kernels import (  # noqa: E402
     fp8_swiglu,
@@ -28,12 +29,19 @@ from shardwise.kernels.grouped import FC1_TILE, WEIGHT_TILE, WEIGHT_TILE_16  # n
 SHARED_MEMORY = 227 * 1024
 
 
-def built(kernel: Any, constants: dict[str, Any], types: dict[str, str], **options: int) -> Any:
+def built(
+    kernel: Any,
+    constants: dict[str, Any],
+    types: dict[str, str],
+    *,
+    source: Any = ASTSource,
+    **options: int,
+) -> Any:
     """What is neither constant nor typed is a 32-bit integer."""
     known = types | dict.fromkeys(constants, "constexpr")
     signature = {name: known.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = source(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def compiled(kernel: Any, tile: Any, constants: dict[str, Any], types: dict[str, str]) -> Any:
@@ -135,23 +143,40 @@ def test_products_of_codes() -> None:
     sizes = {"rows": tile.rows, "columns": tile.columns, "step": tile.step}
     constants = {**sizes, "flatten": tile.flatten}
     compiled(grouped_fp8._product_kernel, tile, constants, types)
-    tile = grouped_fp8.WEIGHT_TILE
-    for add in (True, False):
-        types |= {
-            "a_desc": box(tile.rows, tile.step, kind="fp8e4nv"),
-            "b_desc": box(tile.columns, tile.step, kind="fp8e4nv"),
-            "out_desc": box(1, tile.rows, tile.columns // 2, kind="fp32" if add else "bf16"),
-        }
-        constants = {**sizes, "add": add}
-        compiled(grouped_fp8._weight_kernel, tile, constants, types)
+
+
+@pytest.mark.parametrize(("kind", "size", "add"), [("fp32", 4, True), ("bf16", 2, False)])
+def test_weight_gradient_of_codes(kind: str, size: int, add: bool) -> None:
+    """Warps with roles of their own, in Gluon."""
+
+    def spread(bits: int, *shape: int, kind: str) -> str:
+        layout = f"NVMMASharedLayout(128, {bits}, rank={len(shape)})"
+        return box(*shape, kind=kind).replace(">", f",{layout}>")
+
+    types = POINTERS | {
+        "a_desc": spread(8, 128, 128, kind="fp8e4nv"),
+        "b_desc": spread(8, 256, 128, kind="fp8e4nv"),
+        "out_desc": spread(8 * size, 1, 128, 128 // size, kind=kind),
+    }
+    constants = grouped_fp8.weight_constants(size, add)
+    kernel = grouped_fp8._weight_kernel
+    result = built(kernel, constants, types, source=GluonASTSource, num_warps=8)
+    assert result.metadata.shared <= SHARED_MEMORY, result.metadata.shared
+    assert "m64n256k32.f32.e4m3.e4m3" in result.asm["ptx"]
 
 
 def test_passes_that_write_codes() -> None:
     numbers = {"gated": True, "alpha": 1.0, "limit": None, "offset": 0.0, "block": 0}
     rows = {"high": 1, "wide": 2048, "assembly": True}
     raw = dict.fromkeys(("z_ptr", "dh_ptr"), "*i16")
-    for kernel in (grouped_codes._forward_kernel, grouped_codes._backward_kernel):
-        built(kernel, numbers | rows, POINTERS | raw, num_warps=8)
+    built(grouped_codes._forward_kernel, numbers | rows, POINTERS | raw, num_warps=8)
+    rows = {"width": 768, "assembly": True} | grouped_codes.backward_sizes(768)
+    warps = rows.pop("num_warps")
+    ptx = built(
+        grouped_codes._backward_kernel, numbers | rows, POINTERS | raw, num_warps=warps
+    ).asm["ptx"]
+    # Every column of the two parts is one of the row's: nothing is masked, no warp waits.
+    assert ptx.count("selp") < 24 and "bar.sync" not in ptx
     built(grouped_codes._fold_kernel, {"experts": 128, "chunk": 1024}, POINTERS, num_warps=4)
     constants = {"scaled": True, "native": True}
     built(grouped_codes._turn_kernel, constants, POINTERS, num_warps=8)
