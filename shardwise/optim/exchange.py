@@ -20,7 +20,7 @@ ownership between ranks, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -125,16 +125,6 @@ class _Transfer:
     event: object
     received: Tensor
     sent: Tensor | None
-
-
-@dataclass(eq=False)
-class _UnderWay:
-    """A round that has begun."""
-
-    round: _Round
-    own: list[Tensor]  # the elements of owned matrices that are stored here
-    transfer: _Transfer | None  # to owners, back, or to replicas
-    values: list[Tensor] = field(default_factory=list)  # results, by span
 
 
 class Exchange:
@@ -298,49 +288,72 @@ class Exchange:
         with the elements of the computed matrices. ``begin`` makes what is computed."""
         count = len(self.rounds)
         delay = 2 if self.replicas is not None else 1 if self.ownership.needs_exchange else 0
-        ahead = min(delay, 1)
-        under_way: dict[int, _UnderWay] = {}
-        for number in range(-ahead, count + delay):
-            computed = 0 <= number < count
-            if not ahead:
-                under_way[number] = self._start(self.rounds[number], begin)
-            if computed:
-                batches = self._assemble(under_way[number])
-            if ahead and number + 1 < count:  # goes to its owners while the other is computed
-                under_way[number + 1] = self._start(self.rounds[number + 1], begin)
-            if computed:
-                results = self._compute(batches, compute)
-            if delay and 0 < number <= count:  # comes back
-                self._come_back(under_way[number - 1])
-            if computed:
-                self._send_back(under_way[number], results)
-                del results
-            if number >= delay:  # is finished
-                done = under_way.pop(number - delay)
-                self._receive_others(done)
-                yield done.round.spans, done.values
-                del done
+        under_way = {n: self._run(one, begin, compute) for n, one in enumerate(self.rounds)}
+        for now in range(-min(delay, 1), count + delay):
+            # Round now + 1 goes to its owners while round now is computed, after which round
+            # now - 1 comes back; see the stages of ``_run``.
+            turns = (now, now + 1, now, now - 1, now, now - delay) if delay else (now,) * 6
+            for number in turns:
+                done = next(under_way[number]) if 0 <= number < count else None
+            if done is not None:
+                yield done
+                del done, under_way[now - delay]
 
-    def _start(self, one: _Round, begin: Begin) -> _UnderWay:
-        """Make what is computed, and send it to its owners."""
+    def _run(
+        self, one: _Round, begin: Begin, compute: Compute
+    ) -> Iterator[tuple[list[Span], list[Tensor]] | None]:
+        """One round, in six stages; others run in between. Memory is dropped as soon as it can."""
+        # 1. Make what is computed, and send it to its owners.
         lengths = one.lengths[: one.num_mine]
         sent = self._empty(sum(lengths[: one.num_sent]))
-        own = self._empty(sum(lengths[one.num_sent :]))
-        places = [*sent.split(lengths[: one.num_sent]), *own.split(lengths[one.num_sent :])]
-        begin(one.spans[: one.num_mine], places)
+        own = list(self._empty(sum(lengths[one.num_sent :])).split(lengths[one.num_sent :]))
+        begin(one.spans[: one.num_mine], [*sent.split(lengths[: one.num_sent]), *own])
         transfer = None
         if one.to_owners is not None:
             if one.to_owners.coded:
                 sent = self._encode(sent.split(one.to_owners.send_lengths))
             transfer = self._send(one.to_owners, sent)
-        return _UnderWay(one, places[one.num_sent :], transfer)
+        del sent
+        yield None
+        # 2. The matrices that this rank owns, in batches of one shape.
+        received = self._receive(transfer)  # and what was sent is free
+        batches = self._assemble(one, own, received)
+        del own, transfer, received
+        yield None
+        # 3. Compute matrices of one shape at a time.
+        results = self._compute(batches, compute)
+        del batches
+        yield None
+        # 4. Send the rows of other ranks, and keep those that are stored here.
+        if one.back is not None:
+            parts = [results[index][lo:hi] for _, index, lo, hi in one.back.sends]
+            transfer = self._send(one.back, self._joined(parts, one.back.coded))
+            del parts
+        values = [results[index][lo:hi] for index, lo, hi in one.own]
+        if self.moves:  # and not the whole matrices
+            values = list(self._joined(values).split(lengths[one.num_sent :]))
+        del results
+        yield None
+        # 5. Wait for the results of this replica, and send them to the others.
+        if one.back is not None:
+            received = self._receive(transfer)
+            assert received is not None
+            values = [*received.split(lengths[: one.num_sent]), *values]
+            del received
+        transfer = None
+        if one.to_replicas is not None:
+            transfer = self._send_to_replicas(one.to_replicas, [values[n] for n in one.by_matrix])
+        yield None
+        # 6. Wait for the results of other replicas.
+        received = self._receive(transfer)
+        if received is not None:
+            values += received.split(one.lengths[one.num_mine :])
+        yield one.spans, values
 
-    def _assemble(self, one: _UnderWay) -> list[Batch]:
-        """The matrices that this rank owns, in batches of one shape."""
-        received = self._receive(one.transfer)  # and what was sent is free
+    def _assemble(self, one: _Round, own: Sequence[Tensor], received: Tensor | None) -> list[Batch]:
         whole: dict[int, Tensor] = {}
         batches = []
-        for shape, keys in one.round.batches:
+        for shape, keys in one.batches:
             batch = self._empty(len(keys), *shape)
             batches.append(batch)
             for (index, _), slot in zip(keys, batch, strict=True):
@@ -348,25 +361,22 @@ class Exchange:
                     whole[index] = slot.view(-1)
                 elif index not in whole:
                     whole[index] = self._empty(self.matrices[index].numel)
-        targets = [whole[index][lo:hi] for index, lo, hi in one.round.own]
-        sources = list(one.own)
-        if one.transfer is not None and received is not None:
-            targets += [whole[index][lo:hi] for _, index, lo, hi in one.transfer.leg.receives]
-            sources += received.split(one.transfer.leg.lengths)
+        targets = [whole[index][lo:hi] for index, lo, hi in one.own]
+        sources = list(own)
+        if one.to_owners is not None and received is not None:
+            targets += [whole[index][lo:hi] for _, index, lo, hi in one.to_owners.receives]
+            sources += received.split(one.to_owners.lengths)
         if targets:
             torch._foreach_copy_(targets, sources)
-        one.own, one.transfer = [], None
-        for batch, (_, keys) in zip(batches, one.round.batches, strict=True):
+        for batch, (_, keys) in zip(batches, one.batches, strict=True):
             for (index, number), slot in zip(keys, batch, strict=True):
                 matrix = self.matrices[index]
                 if matrix.sizes:
                     slot.copy_(matrix.take(whole[index].view(matrix.rows, matrix.cols))[number])
-        return [
-            Batch(batch, keys) for batch, (_, keys) in zip(batches, one.round.batches, strict=True)
-        ]
+        return [Batch(batch, keys) for batch, (_, keys) in zip(batches, one.batches, strict=True)]
 
     def _compute(self, batches: list[Batch], compute: Compute) -> dict[int, Tensor]:
-        """Compute matrices of one shape at a time; returns them flat, by matrix."""
+        """The results, flat, by matrix."""
         results: dict[int, Tensor] = {}
         for batch in batches:
             computed = counted(compute(batch), KIND)
@@ -380,42 +390,12 @@ class Exchange:
                 matrix.put(results[index].view(matrix.rows, matrix.cols), number, value)
         return results
 
-    def _send_back(self, one: _UnderWay, results: dict[int, Tensor]) -> None:
-        """Send the rows of other ranks, and keep those that are stored here."""
-        back = one.round.back
-        if back is not None:
-            parts = [results[index][lo:hi] for _, index, lo, hi in back.sends]
-            one.transfer = self._send(back, self._joined(parts, back.coded))
-        one.own = [results[index][lo:hi] for index, lo, hi in one.round.own]
-        if self.moves:  # and not the whole matrices
-            lengths = one.round.lengths[one.round.num_sent : one.round.num_mine]
-            one.own = list(self._joined(one.own).split(lengths))
-        if back is None:
-            one.values = one.own
-
-    def _come_back(self, one: _UnderWay) -> None:
-        """Wait for the results of this replica, and send them to the others."""
-        this = one.round
-        if this.back is not None:
-            received = self._receive(one.transfer)
-            assert received is not None
-            one.values = [*received.split(this.lengths[: this.num_sent]), *one.own]
-        one.own, one.transfer = [], None
-        leg = this.to_replicas
-        if leg is not None:
-            parts = [one.values[number] for number in this.by_matrix]
-            peers = leg.axis.size - 1
-            if leg.coded:
-                once = self._joined(parts).split(leg.send_lengths[: len(leg.sends) // peers])
-                one.transfer = self._send(leg, self._encode(once * peers))
-            else:
-                one.transfer = self._send(leg, self._joined(parts * peers))
-
-    def _receive_others(self, one: _UnderWay) -> None:
-        """Wait for the results of other replicas."""
-        received = self._receive(one.transfer)
-        if received is not None:
-            one.values += received.split(one.round.lengths[one.round.num_mine :])
+    def _send_to_replicas(self, leg: _Leg, parts: list[Tensor]) -> _Transfer:
+        peers = leg.axis.size - 1
+        if not leg.coded:
+            return self._send(leg, self._joined(parts * peers))
+        once = self._joined(parts).split(leg.send_lengths[: len(leg.sends) // peers])
+        return self._send(leg, self._encode(once * peers))
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return counted(torch.empty(shape, dtype=dtype, device=self.device), KIND)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,15 +27,24 @@ from shardwise.kernels.newton_schulz import uses_kernels
 from shardwise.optim.blocks import Blocks
 from shardwise.optim.exchange import Batch, Exchange, Span
 from shardwise.optim.gradients import divide, gradient_of, state_cut
-from shardwise.optim.matrix_parameter import Known, MatrixParameter
 from shardwise.optim.ownership import assign_owners, update_order
-from shardwise.optim.presets import DEFAULT, polynomial_of
+from shardwise.optim.presets import DEFAULT, polynomial_of, price
 from shardwise.optim.replicas import Spread, evenly_is_cheaper, spread_evenly
-from shardwise.optim.split import Matrix
-from shardwise.optim.storage import Sharding, Written, local_of, sharding_of, version_of
+from shardwise.optim.routing import Route
+from shardwise.optim.split import Matrix, Piece, Split, matrices_of, stored_matrices
+from shardwise.optim.storage import (
+    Sharding,
+    Written,
+    block_shape,
+    local_of,
+    pieces_of,
+    sharding_of,
+    version_of,
+)
 from shardwise.tensor import ShardedTensor
 
 States = dict[Tensor, dict[str, Any]]
+Known = dict[Any, tuple[Sequence[Piece], list[Matrix]]]
 
 _ALIKE = (
     *("form", "scale", "wire", "replicas", "tensor_parallel"),
@@ -54,6 +64,71 @@ def kernels_everywhere(device: torch.device, axes: Iterable[comm.Axis | None]) -
         if axis is not None:
             found = all(comm.agree(found, axis))
     return found
+
+
+@dataclass(eq=False)
+class MatrixParameter:
+    """One parameter that Muon updates: a matrix, or several."""
+
+    name: str
+    parameter: Tensor
+    route: Route
+    group: dict[str, Any]  # its parameter group: learning rate and all
+
+    @cached_property
+    def split_here(self) -> tuple[Split | None, bool]:
+        """The split of what shards cut (a block, under tensor parallelism), and whether matrices
+        are whole in it."""
+        sharding, split = sharding_of(self.parameter), self.route.split
+        if split is None or not any(sharding.blocked):
+            return split, not any(sharding.blocked)
+        count = sharding.count(sharding.blocked)
+        shape = tuple(self.parameter.shape)
+        found = split.within(shape, sharding.block_dim, count, sharding.block)
+        assert found is not None, "refused at construction"
+        return found
+
+    def matrices(
+        self,
+        position: int,
+        *,
+        measured: bool,
+        order: int = 0,
+        known: Known | None = None,
+        divided: Sequence[Piece] | None = None,
+    ) -> list[Matrix]:
+        """Its matrices with pieces and prices; ``position`` is the parameter's in the group.
+        ``known``: those of parameters that are cut and priced alike, which are made once.
+        ``divided``: the pieces that ranks update, where those are not all that they store."""
+        known = {} if known is None else known
+        parameter, group = self.parameter, self.group
+        shape = self.route.shape_of(block_shape(parameter))
+        polynomial = polynomial_of(group.get("preset", DEFAULT))
+        pinned = False  # whether the layout stores every matrix on one rank on purpose
+        if isinstance(parameter, ShardedTensor) and divided is None:
+            grain = parameter.cut.layout.items[parameter.cut.index].grain
+            # A stack [n, rows, cols] is cut between its matrices.
+            pinned = grain.kind == "tensor" and (grain.count == 1 or len(shape) == 3)
+        pieces = pieces_of(parameter) if divided is None else divided
+        key = (id(pieces), shape, self.split_here[0], pinned)
+        if key not in known:  # with the pieces, whose id is part of the key
+            cost = partial(
+                price, polynomial=polynomial, form=group.get("form", "auto"), measured=measured
+            )
+            matrices = matrices_of(shape, self.split_here[0])
+            known[key] = pieces, stored_matrices(matrices, pieces, cost, pinned=pinned)
+        return [
+            replace(matrix, name=self.name + matrix.name, parameter=position, order=order)
+            for matrix in known[key][1]
+        ]
+
+
+class Step(NamedTuple):
+    """What one step works on."""
+
+    states: States
+    given: list[bool]  # by member: whether it has a gradient
+    clip: Tensor | None  # see ``Clip.on_device``; with kernels only
 
 
 class MatrixGroup:
@@ -194,9 +269,17 @@ class MatrixGroup:
 
     # ------------------------------------------------------------------ by optimizer
 
-    def _prepare(self, locals_: Sequence[Tensor], measured: bool) -> None:
-        """Take the settings of the optimizer. ``measured``: whether all ranks have kernels."""
-        raise NotImplementedError
+    # Take the settings of the optimizer: (local weights, whether all ranks have kernels).
+    _prepare: Callable[[Sequence[Tensor], bool], None]
+    # The state of a parameter, new or as it was, stored where it is needed (collective then).
+    state_of: Callable[[MatrixParameter, dict[str, Any]], dict[str, Any]]
+    # Write what the matrices of a round are computed from to its places: zeros without a gradient.
+    _begin: Callable[[Step, Sequence[Span], Sequence[Tensor]], None]
+    # The updates of whole matrices that this rank owns.
+    _compute: Callable[[Batch], Tensor]
+    # Decay and update weights of one parameter group; updates still lack the factor ``scale``:
+    # (step, parameter group, weights, updates, scale).
+    _apply_group: Callable[[Step, dict[str, Any], list[Tensor], list[Tensor], float], None]
 
     def _computed(self, matrices: Sequence[Matrix]) -> dict[str, Any]:
         """How the exchange computes, where that is not in fp32: see ``Exchange``."""
@@ -205,31 +288,10 @@ class MatrixGroup:
     def _plan_step(self) -> None:
         """Prepare what follows from the exchange."""
 
-    def state_of(self, one: MatrixParameter, before: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, new or as it was, stored where it is needed (collective
-        then)."""
-        raise NotImplementedError
-
     @property
     def owned_bytes(self) -> Counter[tuple[int, int]]:
         """Bytes of state that lie on owners (replica, rank), not beside the weights."""
         return Counter()
-
-    def _begin(
-        self,
-        states: States,
-        given: Sequence[bool],
-        clip: Tensor | None,
-        spans: Sequence[Span],
-        places: Sequence[Tensor],
-    ) -> None:
-        """Write what the matrices of a round are computed from to its places: zeros without a
-        gradient."""
-        raise NotImplementedError
-
-    def _compute(self, batch: Batch) -> Tensor:
-        """The updates of whole matrices that this rank owns."""
-        raise NotImplementedError
 
     def _check(self) -> None:
         """Raise on every rank what went wrong on one."""
@@ -238,21 +300,10 @@ class MatrixGroup:
         """The factor that the updates of a span still lack."""
         return 1.0
 
-    def _apply_group(
-        self,
-        weights: list[Tensor],
-        updates: list[Tensor],
-        group: dict[str, Any],
-        clip: Tensor | None,
-        scale: float,
-    ) -> None:
-        """Decay and update weights of one parameter group."""
-        raise NotImplementedError
-
-    def _advance_others(self, states: States, given: Sequence[bool], clip: Tensor | None) -> None:
+    def _advance_others(self, now: Step) -> None:
         """Advance states that are stored here, of weights that another replica updates."""
 
-    def _step_local(self, positions: Sequence[int], states: States, clip: Tensor | None) -> None:
+    def _step_local(self, now: Step, positions: Sequence[int]) -> None:
         """Update parameters that skip the exchange."""
 
     # ------------------------------------------------------------------ a step
@@ -260,25 +311,23 @@ class MatrixGroup:
     def step(self, states: States, clip: Tensor | None = None) -> Iterator[list[Tensor]]:
         """One step, part by part; yields the parameters that each part has written.
 
-        ``clip``: see ``Clip.on_device``; with kernels only.
-
         A parameter without a gradient, which no other rank has then either, is skipped. The
         exchange stays as planned, with zeros in its place, unless no parameter has a gradient.
         """
-        given = [one.parameter.grad is not None for one in self.members]
-        self._advance_others(states, given, clip)
-        rounds = self.exchange.run(partial(self._begin, states, given, clip), self._compute)
+        now = Step(states, [one.parameter.grad is not None for one in self.members], clip)
+        self._advance_others(now)
+        rounds = self.exchange.run(partial(self._begin, now), self._compute)
         for part, count in zip(self.parts, self._num_rounds, strict=True):
-            self._step_local([p for p in part if given[p]], states, clip)
-            for _ in range(count if any(given) else 0):
+            positions = [position for position in part if now.given[position]]
+            self._step_local(now, positions)
+            for _ in range(count if any(now.given) else 0):
                 spans, updates = next(rounds)
                 self._check()
-                self._apply(spans, updates, given, clip)
+                self._apply(now, spans, updates)
                 del updates
             if self.spread is not None:
-                weights = [local_of(one.parameter) for one in self.members]
-                self.spread.gather([p for p in part if given[p]], weights)
-            yield [self.members[position].parameter for position in part if given[position]]
+                self.spread.gather(positions, [local_of(one.parameter) for one in self.members])
+            yield [self.members[position].parameter for position in positions]
 
     def _by_group(self, spans: Sequence[Span], given: Sequence[bool]) -> list[list[int]]:
         """The numbers of spans whose parameters have gradients, by parameter group and scale."""
@@ -289,20 +338,16 @@ class MatrixGroup:
                 found.setdefault(key, []).append(number)
         return list(found.values())
 
-    def _apply(
-        self,
-        spans: Sequence[Span],
-        updates: Sequence[Tensor],
-        given: Sequence[bool],
-        clip: Tensor | None,
-    ) -> None:
+    def _apply(self, now: Step, spans: Sequence[Span], updates: Sequence[Tensor]) -> None:
         """Decay and update the weights of a round."""
-        for numbers in self._by_group(spans, given):
-            first = spans[numbers[0]]
-            written = Written()
-            weights = [self._stored_piece(spans[number], written) for number in numbers]
+        for numbers in self._by_group(spans, now.given):
+            first, written, weights = spans[numbers[0]], Written(), []
+            for span in (spans[number] for number in numbers):
+                flat = written.flat(local_of(self.members[span.parameter].parameter))
+                flat = flat if self.spread is None else self.spread.take(span.parameter, flat)
+                weights.append(flat[span.begin : span.end])
             group, scale = self.members[first.parameter].group, self._scale_left(first)
-            self._apply_group(weights, [updates[number] for number in numbers], group, clip, scale)
+            self._apply_group(now, group, weights, [updates[number] for number in numbers], scale)
             written.finish()
 
     def _piece(self, span: Span, state: Tensor) -> Tensor:
@@ -319,13 +364,6 @@ class MatrixGroup:
         grad = gradient_of(self.members[span.parameter].parameter)
         assert grad is not None
         return self._piece(span, grad.reshape(-1))
-
-    def _stored_piece(self, span: Span, written: Written) -> Tensor:
-        """The elements of a span in the weight that is stored here."""
-        flat = written.flat(local_of(self.members[span.parameter].parameter))
-        if self.spread is not None:
-            flat = self.spread.take(span.parameter, flat)
-        return flat[span.begin : span.end]
 
 
 def matrix_groups(

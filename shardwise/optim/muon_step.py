@@ -27,8 +27,7 @@ from shardwise.memory import counted, held
 from shardwise.optim import muon
 from shardwise.optim.exchange import KIND, Batch, Span
 from shardwise.optim.gradients import division_of, gradient_of, moved_state, zero_state
-from shardwise.optim.matrix_group import MatrixGroup, States
-from shardwise.optim.matrix_parameter import MatrixParameter
+from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, Step
 from shardwise.optim.presets import newton_schulz, polynomial_of
 from shardwise.optim.split import Matrix
 from shardwise.optim.storage import Written, local_of
@@ -125,59 +124,46 @@ class MuonGroup(MatrixGroup):
 
     # ------------------------------------------------------------------ a step
 
-    def _begin(
-        self,
-        states: States,
-        given: Sequence[bool],
-        clip: Tensor | None,
-        spans: Sequence[Span],
-        places: Sequence[Tensor],
-    ) -> None:
+    def _begin(self, now: Step, spans: Sequence[Span], places: Sequence[Tensor]) -> None:
         """Advance the momentum of a round, and write the updates to orthogonalise to their places:
         zeros without a gradient."""
-        absent = [
-            place for span, place in zip(spans, places, strict=True) if not given[span.parameter]
-        ]
+        pairs = zip(spans, places, strict=True)
+        absent = [place for span, place in pairs if not now.given[span.parameter]]
         if absent:
             torch._foreach_zero_(absent)
-        for numbers in self._by_group(spans, given):
+        for numbers in self._by_group(spans, now.given):
             written = Written()
             buffers = []
             for number in numbers:
                 parameter = self.members[spans[number].parameter].parameter
-                momentum = local_of(states[parameter]["momentum_buffer"])
+                momentum = local_of(now.states[parameter]["momentum_buffer"])
                 buffers.append(self._piece(spans[number], written.flat(momentum)))
             grads = [self._gradient(spans[number]) for number in numbers]
             group = self.members[spans[numbers[0]].parameter].group
-            self._advance(buffers, grads, [places[number] for number in numbers], group, clip)
+            self._advance(now, group, buffers, grads, [places[number] for number in numbers])
             written.finish()
 
-    def _advance(
-        self,
-        buffers: list[Tensor],
-        grads: list[Tensor],
-        places: list[Tensor],
-        group: dict[str, Any],
-        clip: Tensor | None,
-    ) -> None:
+    def _advance(self, now: Step, group: dict[str, Any], *tensors: list[Tensor]) -> None:
+        """``tensors``: momenta, gradients, and places of updates."""
+        buffers, grads, places = tensors
         if self.fused:
-            muon.update_momentum_by_kernels(buffers, grads, places, group, clip)
+            muon.update_momentum_by_kernels(buffers, grads, places, group, now.clip)
             return
         updates = muon.update_momentum(buffers, grads, group)
         torch._foreach_copy_(places, [counted(update, KIND) for update in updates])
 
-    def _advance_others(self, states: States, given: Sequence[bool], clip: Tensor | None) -> None:
+    def _advance_others(self, now: Step) -> None:
         """Advance momenta that are stored here, of weights that another replica updates."""
         for position, parts in self.others.items():
             one = self.members[position]
-            grad = gradient_of(one.parameter) if given[position] else None
+            grad = gradient_of(one.parameter) if now.given[position] else None
             if grad is not None:
                 written, flat = Written(), grad.reshape(-1)
-                momentum = written.flat(local_of(states[one.parameter]["momentum_buffer"]))
+                momentum = written.flat(local_of(now.states[one.parameter]["momentum_buffer"]))
                 buffers = [momentum[lo:hi] for lo, hi in parts]
                 unused = [torch.empty_like(buffer) for buffer in buffers]
                 grads = [flat[lo:hi] for lo, hi in parts]
-                self._advance(buffers, grads, unused, one.group, clip)
+                self._advance(now, one.group, buffers, grads, unused)
                 written.finish()
 
     def _compute(self, batch: Batch) -> Tensor:
@@ -209,21 +195,16 @@ class MuonGroup(MatrixGroup):
         return self._scale(self.exchange.matrices[span.matrix].shapes[0]) if self.packs else 1.0
 
     def _apply_group(
-        self,
-        weights: list[Tensor],
-        updates: list[Tensor],
-        group: dict[str, Any],
-        clip: Tensor | None,
-        scale: float,
+        self, now: Step, group: dict[str, Any], weights: Any, updates: Any, scale: float
     ) -> None:
         if self.fused:
-            muon.apply_update_by_kernels(weights, updates, group, clip, scale)
+            muon.apply_update_by_kernels(weights, updates, group, now.clip, scale)
             return
         if self.packs:
             updates = [update.float().mul_(scale) for update in updates]
         muon.apply_update(weights, updates, group)
 
-    def _step_local(self, positions: Sequence[int], states: States, clip: Tensor | None) -> None:
+    def _step_local(self, now: Step, positions: Sequence[int]) -> None:
         """Update whole matrices that skip the exchange, shape by shape, without a workspace."""
         # By parameter group, dtype and shape: flat gradients, momenta, weights; their matrices.
         batches: dict[Any, tuple[dict[str, Any], list[list[Tensor]], list[numpy.ndarray]]] = {}
@@ -233,7 +214,7 @@ class MuonGroup(MatrixGroup):
             weight, grad = self._weight(position).view(-1), gradient_of(one.parameter)
             assert grad is not None
             given = self._mine(position, grad.contiguous()).view(-1)
-            momentum = local_of(states[one.parameter]["momentum_buffer"])
+            momentum = local_of(now.states[one.parameter]["momentum_buffer"])
             momentum = self._mine(position, momentum).view(-1)
             for shape, begins in self._begins[position].items():
                 key = (id(one.group), given.dtype, *shape)
@@ -245,4 +226,5 @@ class MuonGroup(MatrixGroup):
             grads, momenta, weights = (Matrices(kind, places, rows, cols) for kind in kinds)
             scale = self._scale((rows, cols))
             most = self.exchange.ownership.step_bytes // (2 if self.exchange.moves else 1)
-            muon.step_by_kernels(grads, momenta, weights, group, self.polynomial, scale, most, clip)
+            state = grads, momenta, weights
+            muon.step_by_kernels(*state, group, self.polynomial, scale, most, now.clip)

@@ -35,8 +35,7 @@ from shardwise.optim.gradients import (
     quoted,
 )
 from shardwise.optim.matrix_function import FunctionSettings
-from shardwise.optim.matrix_group import MatrixGroup, matrix_groups
-from shardwise.optim.matrix_parameter import MatrixParameter
+from shardwise.optim.matrix_group import MatrixGroup, MatrixParameter, matrix_groups
 from shardwise.optim.muon import MuonSettings, convert_momentum
 from shardwise.optim.routing import Route, as_matrix, recall_routes, route_problems
 from shardwise.optim.storage import (

@@ -5,41 +5,26 @@ A graph sees no planes, which come and go: it sees the parameter, a leaf without
 and hands it to an operator, which finds the weight by the parameter's storage when it runs. So one
 graph serves all blocks of a model that are alike.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.precision import fp8_block
-from shardwise.precision.fp8 import WIDE, FP8Error, Plane
+from shardwise.precision.fp8 import WIDE, FP8Error
 from shardwise.precision.fp8_functions import linear_backward, product, products
-from shardwise.precision.fp8_products import Matmul
-from shardwise.precision.fp8_tensor import Reads
-
-
-class Named(Protocol):
-    """A weight that operators find."""
-
-    @property
-    def matmul(self) -> Matmul | None: ...
-
-    def plane(self, phase: Reads) -> Plane: ...
-
-    def dequantise(
-        self, phase: Reads = "forward", *, dtype: torch.dtype = torch.bfloat16
-    ) -> Tensor: ...
-
 
 _weights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def name(parameter: Tensor, weight: Named) -> None:
+def name(parameter: Tensor, weight: Any) -> None:
     """Let operators find ``weight`` by ``parameter``, or by any view of the same storage."""
     _weights[int(parameter.untyped_storage()._cdata)] = weight
 
@@ -61,7 +46,8 @@ _library = torch.library.Library("shardwise", "FRAGMENT")
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Make the decorated function an operator of pure results; ``fake`` knows their shapes."""
+    """Make the decorated function an operator of pure results, with the types of the schema;
+    ``fake`` knows their shapes."""
 
     def register(function: Callable[..., Any]) -> None:
         name = schema.partition("(")[0]
@@ -72,28 +58,16 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     return register
 
 
-def _fake_quantise(x: Tensor, rows: bool, turned: int, rounding: str) -> fp8_block.Quantised:
-    return fp8_block.empty(x, rows, turned)
-
-
 @_operator(
     "fp8_quantise(Tensor x, bool rows, int turned, str rounding)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_quantise,
+    lambda x, rows, turned, rounding: fp8_block.empty(x, rows, turned),
 )
-def _quantise(x: Tensor, rows: bool, turned: int, rounding: str) -> fp8_block.Quantised:
-    return fp8_block.quantise(x, rows, turned, rounding)  # type: ignore[arg-type]
+def _quantise(x, rows, turned, rounding) -> fp8_block.Quantised:
+    return fp8_block.quantise(x, rows, turned, rounding)
 
 
-def _fake_product(
-    x: Tensor,
-    scales: Tensor | None,
-    parameter: Tensor,
-    bias: Tensor | None,
-    phase: str,
-    dtype: torch.dtype,
-    place: str,
-) -> Tensor:
+def _fake_product(x, scales, parameter, bias, phase, dtype, place) -> Any:
     return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
 
 
@@ -102,28 +76,13 @@ def _fake_product(
     " ScalarType dtype, str place) -> Tensor",
     _fake_product,
 )
-def _product(
-    x: Tensor,
-    scales: Tensor | None,
-    parameter: Tensor,
-    bias: Tensor | None,
-    phase: str,
-    dtype: torch.dtype,
-    place: str,
-) -> Tensor:
+def _product(x, scales, parameter, bias, phase, dtype, place) -> Tensor:
     weight = weight_of(parameter)
     matmul = weight.matmul if scales is None else None
-    return product(x, scales, weight, matmul, bias, phase, dtype)  # type: ignore[arg-type]
+    return product(x, scales, weight, matmul, bias, phase, dtype)
 
 
-def _fake_linears(
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    counts: Sequence[int],
-    turned: int,
-    rounding: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor]:
     codes, _, *others = fp8_block.empty(x, True, turned)
     rows = iter([parameter.shape[0] for parameter in parameters])
     widths = [sum(itertools.islice(rows, count)) for count in counts]
@@ -135,72 +94,35 @@ def _fake_linears(
     " ScalarType dtype) -> Tensor[]",
     _fake_linears,
 )
-def _linears(
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    counts: Sequence[int],
-    turned: int,
-    rounding: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _linears(x, parameters, counts, turned, rounding, dtype) -> Any:
     """x turned, its scales, and the products by weights that lie one after another, ``counts`` of
     them each; see fp8_graphs.py."""
-    return _multiplied(fp8_block.quantise(x, True, turned, rounding), parameters, counts, dtype)  # type: ignore[arg-type]
+    return _multiplied(fp8_block.quantise(x, True, turned, rounding), parameters, counts, dtype)
 
 
-def _multiplied(
-    quantised: fp8_block.Quantised,
-    parameters: Sequence[Tensor],
-    counts: Sequence[int],
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _multiplied(quantised, parameters, counts, dtype) -> Any:
     codes, scales, *results = quantised
-    low = 0
+    weights = map(weight_of, parameters)
     for count in counts:
-        weights = [weight_of(parameter) for parameter in parameters[low : low + count]]
-        results.append(products(codes, scales, weights, "forward", dtype))
-        low += count
+        some = list(itertools.islice(weights, count))
+        results.append(products(codes, scales, some, "forward", dtype))
     return results
-
-
-def _fake_swiglu_linears(
-    gate: Tensor,
-    up: Tensor,
-    parameters: Sequence[Tensor],
-    counts: Sequence[int],
-    rounding: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return _fake_linears(gate, parameters, counts, WIDE, rounding, dtype)
 
 
 @_operator(
     "fp8_swiglu_linears(Tensor gate, Tensor up, Tensor[] parameters, int[] counts, str rounding,"
     " ScalarType dtype) -> Tensor[]",
-    _fake_swiglu_linears,
+    lambda gate, up, parameters, counts, *rest: _fake_linears(
+        gate, parameters, counts, WIDE, *rest
+    ),
 )
-def _swiglu_linears(
-    gate: Tensor,
-    up: Tensor,
-    parameters: Sequence[Tensor],
-    counts: Sequence[int],
-    rounding: str,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _swiglu_linears(gate, up, parameters, counts, rounding, dtype) -> Any:
     """``fp8_linears`` of silu(gate) · up."""
-    quantised = fp8_block.quantise_swiglu(gate, up, rounding)  # type: ignore[arg-type]
-    return _multiplied(quantised, parameters, counts, dtype)
+    return _multiplied(fp8_block.quantise_swiglu(gate, up, rounding), parameters, counts, dtype)
 
 
 def _fake_linear_backward(
-    grads: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    x: Tensor | None,
-    x_scales: Tensor | None,
-    wants_x: bool,
-    rounding: str,
-    dtype: torch.dtype | None,
-    place: str,
+    grads, parameters, x, x_scales, wants_x, rounding, dtype, place
 ) -> tuple[Tensor, Tensor]:
     grad, columns = grads[0], parameters[0].shape[1]
     of_x = grad.new_empty((grad.shape[0], columns) if wants_x else (0,))
@@ -213,25 +135,14 @@ def _fake_linear_backward(
     " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
     _fake_linear_backward,
 )
-def _linear_backward(
-    grads: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    x: Tensor | None,
-    x_scales: Tensor | None,
-    wants_x: bool,
-    rounding: str,
-    dtype: torch.dtype | None,
-    place: str,
-) -> tuple[Tensor, Tensor]:
-    weights = [weight_of(parameter) for parameter in parameters]
-    return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)  # type: ignore[arg-type]
+def _linear_backward(grads, parameters, x, x_scales, wants_x, rounding, dtype, place) -> Any:
+    weights = list(map(weight_of, parameters))
+    return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)
 
 
-def _fake_decode(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-
-@_operator("fp8_decode(Tensor parameter) -> Tensor", _fake_decode)
-def _decode(parameter: Tensor) -> Tensor:
-    weight = weight_of(parameter)
-    return weight.dequantise("forward", dtype=parameter.dtype)  # type: ignore[no-any-return]
+@_operator(
+    "fp8_decode(Tensor parameter) -> Tensor",
+    lambda p: torch.empty(p.shape, dtype=p.dtype, device=p.device),
+)
+def _decode(parameter: Tensor) -> Any:
+    return weight_of(parameter).dequantise("forward", dtype=parameter.dtype)
