@@ -2,29 +2,34 @@
 """Building a unit: planned buffers become groups, and the groups a unit of the modules.
 
 ``fully_shard``, ``data_parallel`` and plans decide which parameters share a buffer. All three build
-here, and the two public functions wrap here.
+here, and the two public functions check and wrap here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.agreement import raise_together
 from shardwise.layout import Layout
 from shardwise.mesh import Ranks
 from shardwise.placements import Placements
 from shardwise.precision import Precision
+from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import Stored
+from shardwise.shard.checks import described, experts_axis, share_of, wrapping_problems
+from shardwise.shard.formats import stored_as
 from shardwise.shard.fp8_group import GROUPS
 from shardwise.shard.group import Group
 from shardwise.shard.initial_values import same_values
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import Found, install
+from shardwise.shard.wrapping import Found, device_of, find_parameters, install, outermost
 from shardwise.tile import Tile, tile_of
 
 U = TypeVar("U", bound=Unit)
@@ -92,40 +97,70 @@ def build_unit(
     return unit, where
 
 
-def wrap(
-    kind: type[Unit],
-    roots: Sequence[nn.Module],
-    found: Sequence[Found],
-    homes: Sequence[DeviceMesh],
-    buffers: Sequence[PlannedBuffer],
-    placements: Placements,
-    precision: Precision,
-    device: torch.device,
-    *,
-    ranks: Mapping[DeviceMesh, Ranks],
-    **options: Any,
-) -> None:
-    """Make a unit of the modules ``roots``, with the same values on every rank, and install it.
+class Wrapping:
+    """The modules of one call, their parameters, and how these will be spread and stored: all is
+    checked, on all ranks, before anything changes."""
 
-    ``homes``: the mesh of each parameter. The rest is given to :func:`build_unit`.
-    """
-    values: dict[int, Tensor] = {}
-    for home, over in ranks.items():
-        chosen = [position for position, other in enumerate(homes) if other == home]
-        same = same_values([found[position] for position in chosen], over, device)
-        values.update(zip(chosen, same, strict=True))
-    unit, _ = build_unit(
-        kind,
-        type(roots[0]).__name__ if roots else "empty",
-        roots,
-        found,
-        buffers,
-        [values[position] for position in range(len(found))],
-        placements,
-        precision,
-        device,
-        ranks=ranks,
-        tiles=[tile_of(one.parameter, home) for one, home in zip(found, homes, strict=True)],
-        **options,
-    )
-    install(roots, unit, device, found)
+    def __init__(
+        self,
+        verb: str,
+        modules: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        placements: Placements,
+        precision: Precision,
+        ignored: set[nn.Parameter] | None,
+    ) -> None:
+        self.verb, self.roots, self.mesh = verb, outermost(modules), mesh
+        self.placements, self.precision, self.device = placements, precision, device_of(mesh)
+        self.found = find_parameters(self.roots, ignored or set())
+        self.homes = [mesh] * len(self.found)  # the mesh of each parameter
+        self.stored = [stored_as(f, precision) for f in self.found]
+
+    @cached_property
+    def ranks(self) -> dict[DeviceMesh, Ranks]:
+        """By home; the axis of experts that are spread is known with it."""
+        pairs = list(zip(self.found, self.homes, strict=True))
+        return {
+            home: Ranks(home, experts_axis([f for f, at in pairs if at == home]))
+            for home in dict.fromkeys([self.mesh, *self.homes])
+        }
+
+    def refuse(self, problems: Sequence[str], options: str, notes: Sequence[str]) -> None:
+        """Raise the problems of any rank, of this call and of any wrapping, on all ranks; or that
+        ranks wrap different things. ``notes``: a text for each parameter, beside what it is."""
+        every = list(zip(self.found, self.homes, strict=True))
+        found = wrapping_problems(self.roots, every, list(self.ranks), self.placements)
+        native = native_problem(self.device) if self.precision.products == "native" else None
+        found += [] if native is None else [f"Precision(products='native'): {native}"]
+        mine = [f"{self.placements} {self.precision} {options}"]
+        for (f, home), one, note in zip(every, self.stored, notes, strict=True):
+            share = share_of(f) if home == self.mesh else ""  # elsewhere ranks have other experts
+            mine.append(f"{described(f, one)} {note} {share}")
+        axes = self.ranks[self.mesh].axes
+        raise_together(self.verb, found + list(problems), mine, axes, same="wrap the same module")
+
+    def install(self, kind: type[Unit], buffers: Sequence[PlannedBuffer], **options: Any) -> None:
+        """Make a unit of the modules, with the same values on every rank. ``options``: the rest of
+        :func:`build_unit`."""
+        values: dict[int, Tensor] = {}
+        for home, over in self.ranks.items():
+            chosen = [position for position, other in enumerate(self.homes) if other == home]
+            same = same_values([self.found[position] for position in chosen], over, self.device)
+            values.update(zip(chosen, same, strict=True))
+        pairs = zip(self.found, self.homes, strict=True)
+        unit, _ = build_unit(
+            kind,
+            type(self.roots[0]).__name__ if self.roots else "empty",
+            self.roots,
+            self.found,
+            buffers,
+            [values[position] for position in range(len(self.found))],
+            self.placements,
+            self.precision,
+            self.device,
+            ranks=self.ranks,
+            tiles=[tile_of(one.parameter, home) for one, home in pairs],
+            stored=self.stored,
+            **options,
+        )
+        install(self.roots, unit, self.device, self.found)

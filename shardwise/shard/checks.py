@@ -26,7 +26,6 @@ from shardwise.moe.grouped_linear import GroupedLinear
 from shardwise.notices import warn_once
 from shardwise.placements import SHARD, Placements
 from shardwise.precision import Precision
-from shardwise.precision.fp8_products import native_problem
 from shardwise.precision.policy import Stored
 from shardwise.shard.module import unit_of
 from shardwise.shard.wrapping import Found
@@ -66,29 +65,24 @@ def check_types(
 
 def wrapping_problems(
     roots: Sequence[nn.Module],
-    found: Sequence[Found],
+    found: Sequence[tuple[Found, DeviceMesh]],
     meshes: Sequence[DeviceMesh],
-    homes: Sequence[DeviceMesh],
     placements: Placements,
-    precision: Precision,
-    device: torch.device,
 ) -> list[str]:
-    """Problems that any wrapping may have; ``homes``: of all meshes, that of each parameter."""
-    problems = module_problems(roots, found, homes)
+    """Problems that any wrapping may have: of modules, of their parameters, each with the mesh that
+    it is for, and of all meshes."""
+    problems = module_problems(roots, found)
     for mesh in meshes:
         problems += mesh_problems(mesh.mesh_dim_names, mesh.shape, placements)
         problems += filter(None, [order_problem(mesh)])
-    problems += expert_problems(roots, found, homes)
-    native = native_problem(device) if precision.products == "native" else None
-    return problems + ([] if native is None else [f"Precision(products='native'): {native}"])
+    return problems + expert_problems(roots, found)
 
 
 def module_problems(
-    roots: Sequence[nn.Module], found: Sequence[Found], meshes: Sequence[DeviceMesh]
+    roots: Sequence[nn.Module], found: Sequence[tuple[Found, DeviceMesh]]
 ) -> list[str]:
-    """Problems of modules and of their parameters, each with the mesh that it is for."""
     problems = [] if roots else ["an empty list of modules"]
-    if torch.is_inference_mode_enabled() or any(f.parameter.is_inference() for f in found):
+    if torch.is_inference_mode_enabled() or any(f.parameter.is_inference() for f, _ in found):
         problems.append(
             "a module that is built or wrapped under torch.inference_mode() cannot be trained: "
             "build and wrap the model outside, or use torch.no_grad()"
@@ -104,7 +98,7 @@ def module_problems(
             )
     inside = (m for root in roots for m in root.modules() if isinstance(m, DistributedDataParallel))
     reduced = {id(parameter) for ddp in inside for parameter in ddp.parameters()}
-    for f, mesh in zip(found, meshes, strict=True):
+    for f, mesh in found:
         parameter = f.parameter
         if id(parameter) in reduced:
             problems.append(
@@ -212,7 +206,7 @@ def experts_axis(found: Sequence[Found]) -> comm.Axis | None:
 
 
 def expert_problems(
-    roots: Sequence[nn.Module], found: Sequence[Found], meshes: Sequence[DeviceMesh]
+    roots: Sequence[nn.Module], found: Sequence[tuple[Found, DeviceMesh]]
 ) -> list[str]:
     """Problems of experts that are spread over ranks. Experts must be sharded over ranks with the
     same experts, other parameters over all ranks that have tokens."""
@@ -220,7 +214,7 @@ def expert_problems(
     peers = {one.axis.peers for one in inside if one.is_spread and one.axis is not None}
     mixed: list[str] = []
     partial: list[str] = []
-    for f, mesh in zip(found, meshes, strict=True) if peers else ():
+    for f, mesh in found if peers else ():
         ranks, linear = sorted(mesh.mesh.flatten().tolist()), spread_linear(f)
         if linear is None:
             apart = [list(each) for each in peers if not {*each} <= {*ranks}]
@@ -237,7 +231,7 @@ def expert_problems(
                 f"ones: fully_shard(layer.experts, mesh=grid['dp']) before the modules around "
                 f"them, or data_parallel(..., meshes={{'*.experts': grid['dp']}})"
             )
-    axes = {(mesh, one.axis.peers) for f, mesh in zip(found, meshes, strict=True)
+    axes = {(mesh, one.axis.peers) for f, mesh in found
             if (one := spread_linear(f)) is not None and one.axis is not None}  # fmt: skip
     several = [f"experts spread over different ranks, {sorted(each for _, each in axes)}, share a "
                f"mesh: wrap those of each layer by themselves"]  # fmt: skip

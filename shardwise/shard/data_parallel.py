@@ -23,9 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.agreement import raise_together
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, tensor_fraction
-from shardwise.mesh import Ranks, data_mesh, init_mesh
+from shardwise.mesh import data_mesh, init_mesh
 from shardwise.optim.matrix_group import kernels_everywhere
 from shardwise.optim.muon import MuonSettings, muon
 from shardwise.optim.presets import price
@@ -37,19 +36,10 @@ from shardwise.precision.fp8_tensor import Format
 from shardwise.precision.policy import stores_nothing
 from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.buckets import plan_elements, plan_matrices
-from shardwise.shard.building import PlannedBuffer, wrap
-from shardwise.shard.checks import (
-    bucket_problems,
-    check_types,
-    described,
-    experts_axis,
-    option_problems,
-    share_of,
-    wrapping_problems,
-)
-from shardwise.shard.formats import stored_as
+from shardwise.shard.building import PlannedBuffer, Wrapping
+from shardwise.shard.checks import bucket_problems, check_types, option_problems
 from shardwise.shard.module import unit_of, units_of
-from shardwise.shard.wrapping import Found, device_of, find_parameters
+from shardwise.shard.wrapping import Found
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)
@@ -114,63 +104,40 @@ def data_parallel(
     placements = placements or zero(1)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
     settings = matrix if isinstance(matrix, MuonSettings) else muon()
-    device = device_of(mesh)
-    found = find_parameters([model], ignored_params or set())
-    stored = [stored_as(f, precision) for f in found]
+    job = Wrapping(_VERB, [model], mesh, placements, precision, ignored_params)
+    found, stored = job.found, job.stored
     routes = {id(one.parameter): one.route for one in routes_of(model)}
-    homes, problems = _homes(found, meshes, mesh)
-    problems += _own_problems(model, placements, bucket_mb, matrix, overlap_gather)
-    if grain not in GRAINS:
-        problems.append(
-            f"grain={grain!r}: None, 'tensor' to have every matrix whole, or sw.ROW to have small "
-            f"buckets"
-        )
-    every = [mesh, *dict.fromkeys(home for home in homes if home != mesh)]
-    problems += wrapping_problems([model], found, every, homes, placements, precision, device)
+    job.homes, problems = _homes(found, meshes, mesh)
+    problems += _own_problems(model, placements, bucket_mb, grain, matrix, overlap_gather)
     problems += option_problems(unused_parameters, memory, None)
     problems += precision.unmatched([f.name for f in found])
     problems += stores_nothing(precision.format, stored)
     for f in found:
         problems += route_problems(f.name, tuple(f.parameter.shape), routes[id(f.parameter)])
-    description = [
-        f"{placements} {precision} unused={unused_parameters} memory={memory} bucket={bucket_mb} "
-        f"grain={grain} overlap={overlap_gather} {settings.preset} {settings.form}"
-    ] + [
-        f"{described(f, one)} {routes[id(f.parameter)].kind} over {home.mesh_dim_names} "
-        f"{tuple(home.shape)} {share_of(f) if home == mesh else ''}"
-        for f, home, one in zip(found, homes, stored, strict=True)
-    ]
-    axes = Ranks(mesh).axes
-    raise_together(_VERB, problems, description, axes, same="wrap the same module")
-    ranks = {
-        home: Ranks(
-            home, experts_axis([f for f, at in zip(found, homes, strict=True) if at == home])
-        )
-        for home in dict.fromkeys(homes)
-    }
+    job.refuse(
+        problems,
+        f"unused={unused_parameters} memory={memory} bucket={bucket_mb} grain={grain} "
+        f"overlap={overlap_gather} {settings.preset} {settings.form}",
+        [
+            f"{routes[id(f.parameter)].kind} over {home.mesh_dim_names} {tuple(home.shape)}"
+            for f, home in zip(found, job.homes, strict=True)
+        ],
+    )
     buffers = planned_buckets(
         found,
         routes,
-        homes,
+        job.homes,
         [one.format for one in stored],
-        {home: over.num_shards(placements.main) for home, over in ranks.items()},
+        {home: over.num_shards(placements.main) for home, over in job.ranks.items()},
         settings,
         bucket_mb,
-        kernels_everywhere(device, axes),
+        kernels_everywhere(job.device, job.ranks[mesh].axes),
         grain,
     )
-    wrap(
+    job.install(
         BucketedUnit,
-        [model],
-        found,
-        homes,
         buffers,
-        placements,
-        precision,
-        device,
-        ranks=ranks,
-        divisors={home: float(mesh.size()) for home in ranks if home != mesh},
-        stored=stored,
+        divisors={home: float(mesh.size()) for home in job.ranks if home != mesh},
         release_after_forward=None,
         kept_axis=None,
         unused=unused_parameters,
@@ -308,9 +275,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _own_problems(
-    model: nn.Module, placements: Placements, bucket_mb: Any, matrix: Any, overlap: Any
+    model: nn.Module, placements: Placements, bucket_mb: Any, grain: Any, matrix: Any, overlap: Any
 ) -> list[str]:
     problems = []
+    if grain not in GRAINS:
+        problems.append(
+            f"grain={grain!r}: None, 'tensor' to have every matrix whole, or sw.ROW to have small "
+            f"buckets"
+        )
     if overlap is not True and overlap is not False and overlap != "step":
         problems.append(f"overlap_gather={overlap!r}: True, False or 'step'")
     problems += bucket_problems(placements, bucket_mb)

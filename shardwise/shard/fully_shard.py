@@ -16,37 +16,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import comm
-from shardwise.agreement import raise_together
 from shardwise.layout import CHEAP_PADDING, cut_finer, plan_groups
 from shardwise.mesh import Ranks, data_mesh, init_mesh, split
 from shardwise.placements import PARTIAL, REPLICATE, SHARD, Placements, hsdp, zero
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Format
 from shardwise.shard.buckets import PROMISED_PADDING
-from shardwise.shard.building import PlannedBuffer, wrap
+from shardwise.shard.building import PlannedBuffer, Wrapping
 from shardwise.shard.checks import (
     check_types,
-    described,
-    experts_axis,
     forward_problems,
     grain_problems,
     option_problems,
     placement_problems,
-    share_of,
     step_problems,
-    wrapping_problems,
 )
 from shardwise.shard.formats import item_of, lay_out, stored_as
 from shardwise.shard.module import unit_of
 from shardwise.shard.unit import Unit
-from shardwise.shard.wrapping import (
-    Found,
-    GrainChoice,
-    device_of,
-    find_parameters,
-    grain_of,
-    outermost,
-)
+from shardwise.shard.wrapping import Found, GrainChoice, grain_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -116,44 +104,30 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, list) else [module]
     check_types(modules, mesh, placements, precision, mp_policy)
-    roots = outermost(modules)
     mesh = _choose_mesh(mesh, dp_mesh_dims)
     placements = placements or _default_placements(mesh, dp_mesh_dims)
     precision = precision or Precision.from_torch(mp_policy or MixedPrecisionPolicy())
-    found = find_parameters(roots, ignored_params or set())
-    ranks, device = Ranks(mesh, experts_axis(found)), device_of(mesh)
-    homes, stored = [mesh] * len(found), [stored_as(f, precision) for f in found]
-    problems = wrapping_problems(roots, found, [mesh], homes, placements, precision, device)
-    problems += option_problems(unused_parameters, memory, offload_policy)
-    inner = ranks.axes[-1]
+    job = Wrapping("fully_shard", modules, mesh, placements, precision, ignored_params)
+    found, ranks = job.found, job.ranks[mesh]
+    inner, wrong_grain = ranks.axes[-1], grain_problems(grain)
+    problems = option_problems(unused_parameters, memory, offload_policy)
     problems += forward_problems(reshard_after_forward, f"'{inner.name}'", inner.size, placements)
     problems += placement_problems(shard_placement_fn, found)
-    problems += grain_problems(grain) + step_problems(gather_in_step, placements)
-    description = [
-        f"{placements} {precision} unused={unused_parameters} memory={memory} "
-        f"offload={offload_policy} reshard_after_forward={reshard_after_forward} "
-        f"gather_in_step={gather_in_step}"
-    ]
-    for f, one in zip(found, stored, strict=True) if not grain_problems(grain) else ():
-        description.append(f"{described(f, one)} by {grain_of(f, grain)} {share_of(f)}")
-    raise_together("fully_shard", problems, description, ranks.axes, same="wrap the same module")
+    job.refuse(
+        problems + wrong_grain + step_problems(gather_in_step, placements),
+        f"unused={unused_parameters} memory={memory} offload={offload_policy} "
+        f"reshard_after_forward={reshard_after_forward} gather_in_step={gather_in_step}",
+        ["" if wrong_grain else f"by {grain_of(f, grain)}" for f in found],
+    )
     kept_axis, release = after_forward(reshard_after_forward, ranks)
     offload = isinstance(offload_policy, CPUOffloadPolicy)
-    wrap(
+    job.install(
         Unit,
-        roots,
-        found,
-        homes,
         planned_groups(found, ranks.num_shards(placements.main), grain, precision, mesh),
-        placements,
-        precision,
-        device,
-        ranks={mesh: ranks},
         # Gradients of experts are sums over the tokens of all ranks.
         divisors={mesh: float(mesh.size() * ranks.others.size)} if ranks.others else {},
-        stored=stored,
         offload=offload,
-        pin=offload and offload_policy.pin_memory and device.type == "cuda",  # type: ignore[union-attr]
+        pin=offload and offload_policy.pin_memory and job.device.type == "cuda",  # type: ignore[union-attr]
         release_after_forward=release,
         kept_axis=kept_axis,
         unused=unused_parameters,
