@@ -106,7 +106,7 @@ class Block:
         self.nbytes = numel * dtype.itemsize
         self.tensor = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self.live = True
-        self.moved: Callable[[], None] | None = None
+        self.moved: Callable[[], object] | None = None
         self._counted = _Counted(kind, self.tensor)
         self._counted.set(self._held)
         weakref.finalize(self, self._counted.set, 0).atexit = False

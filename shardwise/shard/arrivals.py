@@ -8,21 +8,17 @@ delayed   of the missing ones: come later, perhaps after this backward
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise.memory import weakly
 from shardwise.shard.group import Group
-
-if TYPE_CHECKING:
-    from shardwise.shard.unit import Unit
 
 Key = tuple[int, int]  # (group, index in it)
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -50,12 +46,12 @@ class Arrivals:
         self.elements = 0  # of the missing ones
         self._listeners: dict[Key, Any] = {}
 
-    def listen(self, told: ref[Unit]) -> None:
-        """Tell ``told`` whenever autograd has brought the gradient of a trainable parameter;
-        follows ``requires_grad_``."""
+    def listen(self, arrived: Callable[[Key, Tensor], None]) -> None:
+        """Call ``arrived``, a method whose object is not kept alive, whenever autograd has brought
+        the gradient of a trainable parameter; follows ``requires_grad_``."""
         self.follow()
         for key in self._trainable - self._listeners.keys():
-            hook = partial(_tell, told, key)
+            hook = weakly(arrived, key)
             self._listeners[key] = self._leaves[key].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def follow(self) -> None:
@@ -161,9 +157,3 @@ class Arrivals:
 
     def _chosen(self, chosen: Callable[[Group], list[int]]) -> list[str]:
         return [group.items[index].name for group in self._groups for index in chosen(group)]
-
-
-def _tell(told: ref[Unit], key: Key, leaf: Tensor) -> None:
-    owner = told()
-    if owner is not None:
-        owner.arrived(key)

@@ -13,13 +13,12 @@ forward used: collectives match on every rank.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.memory import weakly
 from shardwise.shard.group import Group
 from shardwise.shard.unit import Phase, Unit
 from shardwise.shard.wrapped import Place
@@ -47,7 +46,7 @@ class BucketedUnit(Unit):
         stages = _stages(modules[0], places) if staged else {}
         super().__init__(name, modules, groups, places, staged=bool(stages), **options)
         self._stages = [
-            stage.register_forward_pre_hook(partial(_await, weakref.ref(self), numbers))
+            stage.register_forward_pre_hook(weakly(self.awaited, numbers))
             for stage, numbers in stages.items()
         ]
 
@@ -55,7 +54,7 @@ class BucketedUnit(Unit):
         self.weights.wait(self.runtime)  # what no module asked for must have arrived too
         super()._end_forward(kept, output)
 
-    def awaited(self, numbers: list[int]) -> None:
+    def awaited(self, numbers: list[int], *_: Any) -> None:
         """A module that reads these buckets runs next."""
         if self.phase is not Phase.RESTING:
             self.weights.show_groups(self.runtime, numbers)
@@ -91,12 +90,6 @@ class BucketedUnit(Unit):
     def rest(self) -> RuntimeError | None:
         self._next = 0
         return super().rest()
-
-
-def _await(unit: weakref.ref[BucketedUnit], numbers: list[int], *_: Any) -> None:
-    owner = unit()
-    if owner is not None:
-        owner.awaited(numbers)
 
 
 def _stages(model: nn.Module, places: Sequence[Place]) -> dict[nn.Module, list[int]]:

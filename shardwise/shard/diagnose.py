@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import comm
@@ -47,16 +48,20 @@ def find_nonfinite(model: nn.Module) -> list[NonFinite]:
             counts = torch.zeros(len(group.sharded), 2, 2, dtype=torch.int64)
             for index, parameter in enumerate(group.sharded):
                 for kind, tensor in enumerate((parameter, parameter.grad)):
-                    local = _local(tensor)
+                    local = tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
                     if local is not None and local.numel() and local.is_floating_point():
                         counts[index, kind, 0] = torch.isnan(local).sum().item()
                         counts[index, kind, 1] = torch.isinf(local).sum().item()
             mesh = max((p.cut.full_mesh for p in group.sharded), key=DeviceMesh.size)  # type: ignore[attr-defined]
-            everyone = _gather_counts(counts, Ranks(mesh).axes, group.device)
-            for coordinate, table in everyone:
+            tables: list[tuple[tuple[int, ...], Any]] = [((), counts.tolist())]  # of every rank
+            for axis in reversed(Ranks(mesh).axes):
+                everyone = enumerate(comm.agree(tables, axis))
+                tables = [((rank, *at), one) for rank, theirs in everyone for at, one in theirs]
+            for coordinate, table in tables:
                 for index in range(len(group.sharded)):
-                    for kind, word in enumerate(("parameter", "gradient")):
-                        nan, inf = (int(count) for count in table[index, kind])
+                    for word, (nan, inf) in zip(
+                        ("parameter", "gradient"), table[index], strict=True
+                    ):
                         if nan or inf:
                             name = names[number, index]
                             found.append(NonFinite(name, word, coordinate, nan, inf))
@@ -127,24 +132,3 @@ def _named_units(model: nn.Module) -> Iterator[tuple[Unit, dict[tuple[int, int],
         for parameters, name, number, index in unit.places:
             names.setdefault((number, index), by_place.get((id(parameters), name), name))
         yield unit, names
-
-
-def _local(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
-
-
-def _gather_counts(
-    counts: Tensor, axes: tuple[comm.Axis, ...], device: torch.device
-) -> list[tuple[tuple[int, ...], Tensor]]:
-    """The coordinate and the counts of every rank of the mesh."""
-    tables: list[tuple[tuple[int, ...], Tensor]] = [((), counts)]
-    for axis in reversed(axes):
-        mine = torch.stack([table for _, table in tables]).to(device)
-        everyone = torch.empty((axis.size, *mine.shape), dtype=mine.dtype, device=device)
-        comm.all_gather(everyone.view(-1), mine.view(-1), axis).wait()
-        tables = [
-            ((rank, *inner), everyone[rank, position].cpu())
-            for rank in range(axis.size)
-            for position, (inner, _) in enumerate(tables)
-        ]
-    return tables

@@ -33,7 +33,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.buffer import Buffer, Gathered
 from shardwise.layout import Layout
-from shardwise.memory import CACHING, weakly
+from shardwise.memory import CACHING
 from shardwise.memory import Block as Memory
 from shardwise.precision import fp8_graphs
 from shardwise.precision.fp8 import (
@@ -72,10 +72,10 @@ class GroupPlane(Gathered):
         self.width = SCALES[block].itemsize  # bytes of a scale
         nbytes = plane_bytes(layout, block, parts)
         super().__init__(Memory(nbytes, torch.uint8, device, "compute", lane="gather"))
-        self.memory.moved = weakly(self._drop_views)
         self.part: Memory | None = None  # what outer axes brought (hfsdp), kept between gathers
         self.part_filled: Any = None  # main.state when they did
         self.views: dict[tuple[int, int], Plane] = {}  # by the first weight and the last
+        self.memory.moved = self.views.clear  # made again at their next use
         self._tiles: Any = None  # of the weights that this rank encodes, as a kernel asks
 
     def view(self, index: int, low: int, high: int) -> Plane:
@@ -146,10 +146,6 @@ class GroupPlane(Gathered):
             size = starts[last] + self.layout.items[last].numel - starts[first]
             found = self.views[first, last] = self.view(first, 0, size)
         return found
-
-    def _drop_views(self) -> None:
-        """Make the views again at their next use: the memory has moved."""
-        self.views.clear()
 
 
 def encode_planes(planes: Sequence[GroupPlane], source: Buffer, rounding: Rounding) -> None:
@@ -332,9 +328,5 @@ class FP8Group(Group):
         return None if self._runtime is None else self._runtime.matmul
 
 
-def _group_of(format: Format) -> type[Group]:
-    return type(f"{format}_group", (FP8Group,), {"format": format, "__doc__": FORMATS[format]})
-
-
 GROUPS: dict[Format | None, type[Group]] = {None: Group}
-GROUPS |= {format: _group_of(format) for format in FORMATS}
+GROUPS |= {one: type(f"{one}_group", (FP8Group,), {"format": one}) for one in FORMATS}

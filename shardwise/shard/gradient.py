@@ -77,9 +77,9 @@ class Gradients:
         self.last = True  # whether they go all the way to the main grad
         self.source: Source = CACHING
         # Called when a kernel wrote one parameter's gradient itself; the unit counts it.
-        self.on_written: Callable[[int], None] = _ignore
+        self.on_written: Callable[[int], None] = lambda index: None
         # Called when one says that its gradient will come later, perhaps after this backward.
-        self.on_delayed: Callable[[int], None] = _ignore
+        self.on_delayed: Callable[[int], None] = lambda index: None
         for index, parameter in enumerate(unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}
@@ -187,7 +187,7 @@ class Gradients:
         placements = placements or (PARTIAL,) * len(self.ranks.sizes)
         buffer = Buffer(self.layout, self.ranks, placements, dtype, self.device, kind)
         buffer.block.release(CACHING)
-        buffer.block.moved = partial(_forget, self._views, id(buffer))
+        buffer.block.moved = partial(self._views.pop, id(buffer), None)  # they are made anew
         return buffer
 
     def _source_of(self, buffer: Buffer) -> Source:
@@ -469,12 +469,3 @@ class Gradients:
     def _wait_no_more(self) -> None:
         self._stamp, self._waited = None, set()
         self.main_weight.version.waiting = set()
-
-
-def _forget(views: dict[int, list[Tensor]], key: int) -> None:
-    """The views of a buffer that moved are made anew."""
-    views.pop(key, None)
-
-
-def _ignore(index: int) -> None:
-    """Do nothing: no unit counts these gradients."""

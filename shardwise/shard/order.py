@@ -54,7 +54,7 @@ class Order:
 
     def ran(self) -> list[Unit]:
         """The units of this forward, in order of entry."""
-        return [unit for unit in map(_alive, self._entries) if unit is not None]
+        return _alive(self._entries)
 
     def forget(self, unit: Unit) -> None:
         """Drop a unit that another model has taken over."""
@@ -64,8 +64,8 @@ class Order:
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self) -> None:
-        self._arrivals = _once(self._exits[::-1])
-        self._turns = _once(self._entries)[::-1]
+        self._arrivals = list(dict.fromkeys(self._exits[::-1]))  # each where it comes first
+        self._turns = list(dict.fromkeys(self._entries))[::-1]
         self._turn, self._ready = 0, []
 
     def after(self, unit: Unit) -> Unit | None:
@@ -77,17 +77,12 @@ class Order:
 
     def before(self, unit: Unit) -> list[Unit]:
         """Which units backward should have entered before ``unit``."""
-        earlier: list[Unit] = []
-        for other in map(_alive, self._arrivals):
-            if other is unit:
-                return earlier
-            if other is not None:
-                earlier.append(other)
-        return []
+        arrivals = _alive(self._arrivals)
+        return arrivals[: arrivals.index(unit)] if unit in arrivals else []
 
     def ready(self, unit: Unit) -> None:
         """The gradients of ``unit`` are complete: it reduces now, or when its turn comes."""
-        if unit in (_alive(reference) for reference in self._turns[self._turn :]):
+        if unit in self.waiting():
             self._ready.append(unit)
             self._advance()
         else:  # not of this forward, or its turn was passed over
@@ -95,13 +90,12 @@ class Order:
 
     def waiting(self) -> list[Unit]:
         """Units whose turn has not come, in turn."""
-        return [unit for unit in map(_alive, self._turns[self._turn :]) if unit is not None]
+        return _alive(self._turns[self._turn :])
 
     def unreached(self) -> list[Unit]:
         """The same, as backward would have entered them."""
         waiting = self.waiting()
-        arrivals = map(_alive, self._arrivals)
-        return [unit for unit in arrivals if unit is not None and unit in waiting]
+        return [unit for unit in _alive(self._arrivals) if unit in waiting]
 
     def _advance(self) -> None:
         # Not past the last that is ready: who has not entered backward by then may still do so.
@@ -116,10 +110,5 @@ class Order:
             self._turn += 1
 
 
-def _alive(reference: ref[Unit]) -> Unit | None:
-    return reference()
-
-
-def _once(references: list[ref[Unit]]) -> list[ref[Unit]]:
-    """Each unit where it comes first."""
-    return list(dict.fromkeys(references))
+def _alive(references: list[ref[Unit]]) -> list[Unit]:
+    return [unit for reference in references if (unit := reference()) is not None]

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.agreement import any_rank_in_step
-from shardwise.memory import CACHING, Source, TracePool
+from shardwise.memory import CACHING, Source, TracePool, weakly
 from shardwise.mesh import separate
 from shardwise.moe.delayed import drop_pending
 from shardwise.precision.fp8_products import Emulated, Workspace
@@ -310,7 +309,7 @@ class Runtime:
         self.order.begin_backward()
         self.for_inputs = self._is_for_inputs()
         ending = _Ending(self)
-        self._ending = weakref.ref(ending, partial(_dropped, weakref.ref(self)))
+        self._ending = weakref.ref(ending, weakly(self.hide_weights))
         engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
         engine.queue_callback(ending)
 
@@ -335,7 +334,8 @@ class Runtime:
     def end_backward(self) -> None:
         """Join the lanes and check. Gradients that are missing, or that were not reduced, are
         named."""
-        self._ending = _dead  # until all of this is done: hooks of the user's may raise here
+        # As if autograd had dropped the ending, until all of this is done: hooks may raise here.
+        self._ending = lambda: None
         units = self.units[::-1]
         for unit in self.order.unreached():
             unit.pass_by(ended=True)
@@ -488,13 +488,3 @@ def _refuse_missing(missing: Sequence[str]) -> None:
 
 def _joined(facts: Iterable[comm.Facts]) -> comm.Facts:
     return numpy.concatenate([numpy.zeros(0, bool), *facts])
-
-
-def _dropped(runtime: weakref.ref[Runtime], ending: Any) -> None:
-    owner = runtime()
-    if owner is not None:
-        owner.hide_weights(ending)
-
-
-def _dead() -> None:
-    """Answer None, as a reference to an ending does that autograd has dropped."""

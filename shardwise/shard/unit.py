@@ -42,7 +42,6 @@ comes too early for frozen weights, the second alone where inputs need no gradie
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -109,11 +108,11 @@ class Unit(Wrapped):
                 group.main.version.on_stepped = weakly(self.gather_early, number)
         if self._runtime is not None:
             self.adopt_runtime(self._runtime)
-        self.arrivals.listen(weakref.ref(self))
+        self.arrivals.listen(self.arrived)
 
     # ------------------------------------------------------------------ gradients arriving
 
-    def arrived(self, key: Key) -> None:
+    def arrived(self, key: Key, leaf: Tensor | None = None) -> None:
         """Autograd has brought the gradient of one parameter, whole for this backward."""
         if self.phase is not Phase.BACKWARD:
             # Reached without any output's gradient: a parameter used outside forward.
@@ -224,7 +223,7 @@ class Unit(Wrapped):
             group.reads_again = group.reads_again and self.expects_backward
             for leaf in group.unsharded:
                 leaf.delayed = leaf.delayed and self.expects_backward
-        self.arrivals.listen(weakref.ref(self))
+        self.arrivals.listen(self.arrived)
 
     def post_forward(self, output: Any) -> Any:
         """Release unless told to keep; and be called when a gradient of an output comes."""
