@@ -51,13 +51,13 @@ class BucketedUnit(Unit):
         ]
 
     def _end_forward(self, kept: bool, output: Any = None) -> None:
-        self.weights.wait(self.runtime)  # what no module asked for must have arrived too
+        self.wait()  # what no module asked for must have arrived too
         super()._end_forward(kept, output)
 
     def awaited(self, numbers: list[int], *_: Any) -> None:
         """A module that reads these buckets runs next."""
         if self.phase is not Phase.RESTING:
-            self.weights.show_groups(self.runtime, numbers)
+            self.show_groups(numbers)
 
     # ------------------------------------------------------------------ gradients
 

@@ -334,7 +334,7 @@ def refuse_side_way(unit: Unit) -> None:
             f"torch.autograd.grad for chosen tensors"
         )
     gone = (one.pending or not all(memory.live for memory in one.blocks) for one in unit.groups)
-    if not unit.weights.shown and any(gone):
+    if not unit.shown and any(gone):
         raise RuntimeError(
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
             f"when they were not gathered, and may have read memory without values. A tensor that "

@@ -125,8 +125,7 @@ class Unit(Wrapped):
             # Two units' weights, this one's gradients and the packed ones of the unit before are
             # four units of memory: the last of those goes before the last gradient comes.
             self.runtime.finish_issued()
-        if self.by_group:
-            self.group_arrived(key[0])
+        self.group_arrived(key[0])
         if not arrivals.missing and not self.calls.open:
             self._complete()
 
@@ -185,7 +184,7 @@ class Unit(Wrapped):
             if not recomputing:
                 self._prefetch(runtime.order.entered(self), self.forward_prefetch)
         recorded = torch.is_grad_enabled() and not (recomputing and in_recomputation())
-        call = Call(self, self.weights.versions, recorded, 0 if recomputing else runtime.forward)
+        call = Call(self, self.versions, recorded, 0 if recomputing else runtime.forward)
         self.calls.begin(call)
         if recorded and not recomputing and in_checkpoint():
             for group in self.groups:
@@ -252,10 +251,10 @@ class Unit(Wrapped):
 
     def _end_forward(self, kept: bool, output: Any = None) -> None:
         self.refuse_changes()
-        lost = self.weights.lost_writes()
+        lost = self.lost_writes()
         with annotate(self.name, "release after forward"):
             if self.releases_after_forward:
-                lost = lost or self.weights.lent_to(output)
+                lost = lost or self.lent_to(output)
                 self.hide()
                 self.release_until_backward(kept)
             elif not kept or not any(group.comes_and_goes for group in self.groups):
@@ -272,7 +271,7 @@ class Unit(Wrapped):
 
     def pre_backward(self, call: Call) -> None:
         """The first gradient of an output: whole weights for backward."""
-        if call.enters() and self.gather_in_backward and call.weights != self.weights.versions:
+        if call.enters() and self.gather_in_backward and call.weights != self.versions:
             refuse_written(self, call.weights)
         self.runtime.walked.add(call.forward)
         if self.phase is not Phase.BACKWARD:
@@ -282,8 +281,8 @@ class Unit(Wrapped):
     def _enter_backward(self) -> None:
         self.refuse_changes()
         if self.shows_at_rest:  # since its forward
-            refuse(self.weights.lost_writes())
-            self.weights.take_trainability()
+            refuse(self.lost_writes())
+            self.take_trainability()
         runtime = self.runtime
         runtime.begin_backward()
         if self.unused == "zeros":
@@ -341,7 +340,7 @@ class Unit(Wrapped):
         comes = not ended and any(map(will_come, leaves))  # from another call of it
         if self.gather_in_backward and self.progress is not Progress.PASSED:
             if self.progress is Progress.UNTOUCHED:
-                self.weights.gather(self.runtime, "backward")
+                self.gather("backward")
             self._prefetch_backward()
             if not comes and self.release_after_backward:  # else ranks that entered it hold it too
                 refuse(self.put_away())
@@ -405,16 +404,11 @@ class Unit(Wrapped):
             group.adopt()
         self.rebind()
 
-    def assign(self) -> None:
-        """Take over values that ``load_state_dict(assign=True)`` put in place of the parameters."""
-        self.weights.assign()
-        self.adopt()
-
     # ------------------------------------------------------------------ weights
 
     def prefetch(self, reads: Reads) -> None:
         """Begin to gather, ahead of use, what forward or backward will read."""
-        self.weights.gather(self.runtime, reads)
+        self.gather(reads)
         if reads == "backward" and self.progress is Progress.UNTOUCHED:
             self.progress = Progress.GATHERED
 
@@ -428,25 +422,32 @@ class Unit(Wrapped):
             self.groups[number].gather(runtime)
 
     def expose(self, reads: Reads) -> None:
-        """Gather, wait, and put the whole weights in the modules' hands."""
-        self.weights.expose(self.runtime, reads, by_and_by=self.phase is Phase.FORWARD)
+        """Gather, wait, and put the whole weights in the modules' hands; in a forward whose modules
+        wait for their own weights, what has arrived."""
+        self.gather(reads)
+        if not (self._staged and self.phase is Phase.FORWARD):
+            self.wait()
+        self.show()
 
     def show_again(self) -> None:
         """Give the modules what their phase needs, after a look at the parameters at rest."""
-        if self.phase is not Phase.RESTING and not self.weights.shown:
-            self.weights.show(self.runtime)
+        if self.phase is not Phase.RESTING and not self.shown:
+            self.show()
 
     @property
     def shows_at_rest(self) -> bool:
         """Whether the modules hold whole weights at rest: by ``unshard()``, or since a forward."""
-        return self.weights.shown and self.phase is Phase.RESTING
+        return self.shown and self.phase is Phase.RESTING
 
     def hide(self, force: bool = False) -> None:
         """The modules hold the parameters at rest again, and what was said to the whole ones since
         the forward is over (``requires_grad_``) holds for these."""
         if self.shows_at_rest:
-            self.weights.take_trainability()
-        self.weights.hide(force)
+            self.take_trainability()
+        if self.shown or force:
+            for parameters, name, number, index in self.places:
+                parameters[name] = self.groups[number].sharded[index]
+            self.shown, self._here = False, [False] * len(self.groups)
 
     def hide_at_rest(self) -> None:
         """Hide whole weights that stayed after a forward or an ``unshard()``. Raises for writes to
@@ -480,7 +481,7 @@ class Unit(Wrapped):
 
     def _rest(self) -> RuntimeError | None:
         if self._runtime is not None:
-            self.weights.wait(self._runtime)  # messages under way cannot be called back
+            self.wait()  # messages under way cannot be called back
         lost = self.put_away(release=self._runtime is not None)
         self.phase = Phase.RESTING
         self.calls.stop()
@@ -490,9 +491,9 @@ class Unit(Wrapped):
     def put_away(self, *, release: bool = True) -> RuntimeError | None:
         """Hide the whole weights and give their memory back. Returns the error for writes that are
         lost with them."""
-        lost = self.weights.lost_writes()
+        lost = self.lost_writes()
         self.hide()
         if release:
             comes = self.expects_backward or self.runtime.keeps_graph
-            self.weights.release(self.runtime, for_good=not comes)
+            self.release(for_good=not comes)
         return lost
