@@ -18,7 +18,7 @@ from shardwise.layout import ELEMENT, Item, Layout, plan, rows
 from shardwise.precision import fp8_products
 from shardwise.precision.fp8 import ROW, FP8Error
 from shardwise.precision.fp8_tensor import FP8Tensor
-from shardwise.shard import checks
+from shardwise.shard import building
 from shardwise.shard.formats import encodes_locally, in_blocks, lay_out, sends_codes
 from shardwise.shard.fp8_parameter import FP8Parameter
 from shardwise.shard.module import units_of
@@ -152,7 +152,7 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
     codes = FP8Tensor.encode(whole["layers.0.up.weight"]).planes[ROW].codes
     native = replace(MXFP8, products="native")
-    with mock.patch.object(checks, "native_problem", return_value=None):
+    with mock.patch.object(building, "native_problem", return_value=None):
         lonely = sw.fully_shard(nn.Linear(64, 64), mesh=mesh, precision=native)
     (group,) = [group for group in next(iter(units_of(lonely))).groups if group.format]
     with mock.patch.object(fp8_products, "native_problem", return_value=None):
