@@ -309,10 +309,10 @@ class Operations:
         return self.wrap(source._local_tensor, source.cut, source.version)
 
     def _view(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        source, given = args[0], _arguments(func, args, kwargs)
+        source = args[0]
         if name in ("view", "_unsafe_view") and _same_shape(args[1], source.cut):
             return self.wrap(source._local_tensor, source.cut, source.version)
-        found = spans(name, source.cut.shape, given)
+        found = spans(func, source.cut.shape, source.dtype, args[1:], kwargs)
         # A tile's elements, and those that replicas divide, are no run of the whole tensor's.
         if found is None or source.cut.division is not None or source.cut.tile is not None:
             return self._gather(func, args, kwargs)

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -286,62 +285,20 @@ def _extreme(local: Tensor, op: str, wide: torch.dtype) -> Tensor:
 Span = tuple[int, tuple[int, ...]]  # the first element, and the shape
 
 
-def spans(name: str, shape: Sequence[int], given: dict[str, Any]) -> list[Span] | None:
-    """The runs of elements that a view operation gives; None where it gives no run."""
-    if not shape or given.get("step", 1) != 1:
-        return None
-    if name in _SHAPES:
-        changed = _SHAPES[name](list(shape), given)
-        return None if changed is None else [(0, tuple(changed))]
-    if given.get("dim", 0) % len(shape):
-        return None
-    rows, row = shape[0], prod(shape[1:])
-    if name == "select":
-        return [(given["index"] % rows * row, tuple(shape[1:]))]
-    if name == "unbind":
-        return [(first * row, tuple(shape[1:])) for first in range(rows)]
-    if name == "slice":
-        start, end, _ = slice(given.get("start"), given.get("end")).indices(rows)
-        ranges = [(start, max(start, end))]
-    elif name == "split":
-        size = given["split_size"]
-        ranges = [(first, min(first + size, rows)) for first in range(0, rows, size)]
-    else:
-        ends = [sum(given["split_sizes"][: n + 1]) for n in range(len(given["split_sizes"]))]
-        ranges = list(zip([0, *ends], ends, strict=False))
-    if any(first == last for first, last in ranges):
-        return None  # a tensor without elements has no layout
-    return [(first * row, (last - first, *shape[1:])) for first, last in ranges]
+VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
+VIEWS |= {"select", "slice", "split", "split_with_sizes", "unbind"}
 
 
-def _squeezed(shape: list[int], given: dict[str, Any]) -> list[int] | None:
-    dims = given.get("dim", range(len(shape)))
-    dims = [dims] if isinstance(dims, int) else dims
-    gone = {dim % len(shape) for dim in dims}
-    return [size for dim, size in enumerate(shape) if size != 1 or dim not in gone]
-
-
-def _unsqueezed(shape: list[int], given: dict[str, Any]) -> list[int]:
-    where = given["dim"] % (len(shape) + 1)
-    return [*shape[:where], 1, *shape[where:]]
-
-
-def _viewed(shape: list[int], given: dict[str, Any]) -> list[int] | None:
-    size = given.get("size", given.get("shape"))
-    if not isinstance(size, (list, tuple)):
-        return None  # another dtype
-    known = prod(one for one in size if one != -1)
-    return [prod(shape) // known if one == -1 else one for one in size]
-
-
-_SHAPES: dict[str, Callable[[list[int], dict[str, Any]], list[int] | None]] = {
-    "view": _viewed,
-    "_unsafe_view": _viewed,
-    "reshape": _viewed,
-    "unsqueeze": _unsqueezed,
-    "squeeze": _squeezed,
-}
-VIEWS = {*_SHAPES, "select", "slice", "split", "split_with_sizes", "unbind"}
+def spans(
+    func: Any, shape: Sequence[int], dtype: torch.dtype, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Span] | None:
+    """The runs of elements that a view operation on a whole tensor gives, as torch says where there
+    is no memory; None where it gives no run."""
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    views = tree_flatten(func(like, *args, **kwargs))[0]
+    # A tensor without elements has no layout.
+    runs = all(one.is_contiguous() and one.numel() and one.dtype == dtype for one in views)
+    return [(one.storage_offset(), tuple(one.shape)) for one in views] if runs and shape else None
 
 
 def viewed(cut: Cut, span: Span, local: Any) -> tuple[Any, Cut]:
