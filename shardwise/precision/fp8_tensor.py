@@ -149,22 +149,6 @@ class FP8Tensor:
         """The values that ``phase`` computes with."""
         return decode(self.plane(phase), dtype=dtype)
 
-    def equal(self, other: FP8Tensor) -> bool:
-        """Whether both hold the same planes with the same bytes."""
-        if not isinstance(other, FP8Tensor):
-            raise FP8Error(
-                f"equal() to a {type(other).__name__}: codes are compared, so give an FP8Tensor, "
-                f"or compare values by torch.equal(this.dequantise(), other)"
-            )
-        return self.planes.keys() == other.planes.keys() and all(
-            torch.equal(mine, theirs)
-            for block, plane in self.planes.items()
-            for mine, theirs in (
-                (plane.codes, other.planes[block].codes),
-                (plane.scales, other.planes[block].scales),
-            )
-        )
-
     def to(self, device: torch.device | str) -> FP8Tensor:
         return FP8Tensor(
             *(
@@ -204,33 +188,31 @@ class FP8Tensor:
         """The tensor of a :meth:`state_dict`; names without ``prefix`` are ignored."""
         if not isinstance(tensors, Mapping):
             raise FP8Error(f"a {type(tensors).__name__} to load: give tensors by name, a dict")
-        mine = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
+        every = {name: t for name, t in tensors.items() if name.startswith(prefix)}
+        parts = {
+            block: (f"{prefix}{name}.codes", f"{prefix}{name}.scales")
+            for block, name in NAMES.items()
         }
-        known = {f"{name}.{part}" for name in NAMES.values() for part in ("codes", "scales")}
-        planes: list[Plane] = []
-        problems = [f"{prefix}{name}: no part of a plane" for name in mine.keys() - known]
-        strange = {name for name in mine.keys() & known if not isinstance(mine[name], Tensor)}
+        held = {
+            block: names for block, names in parts.items() if not every.keys().isdisjoint(names)
+        }
+        known = [name for names in held.values() for name in names]
+        problems = [f"{name} is missing" for name in known if name not in every]
+        problems += [f"{name}: no part of a plane" for name in every if name not in known]
         problems += [
-            f"{prefix}{name} is a {type(mine[name]).__name__}: give the uint8 tensor that "
-            f"state_dict() gave"
-            for name in strange
+            f"{name} is a {type(every[name]).__name__}: give the uint8 tensor of state_dict()"
+            for name in known
+            if not isinstance(every.get(name, torch.empty(0)), Tensor)
         ]
-        for block, name in NAMES.items():
-            codes, scales = mine.get(f"{name}.codes"), mine.get(f"{name}.scales")
-            if strange & {f"{name}.codes", f"{name}.scales"}:
-                continue
-            if codes is not None and scales is not None:
-                planes.append(Plane(codes=codes, scales=scales, block=block))
-            elif codes is not None or scales is not None:
-                missing = "codes" if codes is None else "scales"
-                problems.append(f"{prefix}{name}.{missing} is missing")
-        if problems or not planes:
-            found = _few(sorted(tensors))
+        if problems or not held:
+            found = ", ".join(sorted(tensors)[:5]) or "nothing there"
             raise FP8Error("; ".join(sorted(problems)) or f"no planes under {prefix!r}: {found}")
-        return cls(*planes)
+        return cls(
+            *(
+                Plane(codes=every[codes], scales=every[scales], block=block)
+                for block, (codes, scales) in held.items()
+            )
+        )
 
     def __getstate__(self) -> dict[str, Tensor]:
         return self.state_dict()
@@ -243,10 +225,6 @@ def _format_of(blocks: Collection[Block]) -> Format:
     """The first format of matrices that has all of these planes."""
     known = (each for each in get_args(Matrices) if set(blocks) <= set(FORMATS[each]))
     return next(known, "fp8_block")
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "nothing there"
 
 
 def restored(tensors: Mapping[str, Tensor]) -> FP8Tensor:
