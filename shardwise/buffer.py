@@ -154,10 +154,7 @@ class Buffer:
 
     def part_of(self, other: Buffer) -> Tensor:
         """The range of ``other`` that this buffer holds: where a gather puts it."""
-        size = self.layout.shard_size
-        begin = (self.first_shard - other.first_shard) * size
-        assert 0 <= begin and begin + self.flat.numel() <= other.flat.numel()
-        return other.flat[begin : begin + self.flat.numel()]
+        return other.flat[slice(*self._range_of(other, self.placements))]
 
     # ------------------------------------------------------------------ moving bytes
 

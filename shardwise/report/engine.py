@@ -35,8 +35,8 @@ from shardwise.placements import SHARD
 from shardwise.report.activations import Follower, following
 from shardwise.report.planned import Measured, Moment, Options
 from shardwise.report.units import Owner
-from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.building import PlannedBuffer, build_unit
+from shardwise.shard.data_parallel import BucketedUnit
 from shardwise.shard.fully_shard import after_forward
 from shardwise.shard.group import Group
 from shardwise.shard.runtime import Runtime

@@ -22,9 +22,8 @@ from shardwise.moe import mixtures_of
 from shardwise.optim.muon import MuonSettings
 from shardwise.optim.routing import Routed
 from shardwise.report.planned import Options
-from shardwise.shard.bucketed import BucketedUnit
 from shardwise.shard.building import PlannedBuffer
-from shardwise.shard.data_parallel import planned_buckets
+from shardwise.shard.data_parallel import BucketedUnit, planned_buckets
 from shardwise.shard.formats import stored_as
 from shardwise.shard.fully_shard import planned_groups
 from shardwise.shard.module import unit_of
