@@ -21,7 +21,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
@@ -112,8 +112,14 @@ def route(
                 problems.append(f"{kind}={_named(selector)} matches no parameter")
             for name in matching:
                 chosen[name].setdefault(kind, _named(selector))
-    splits = _splits(split or {}, names, problems)
-    own = _settings(settings or {}, names, problems)
+    splits: dict[str, tuple[str, Split]] = {}
+    for name, pattern, blocks in _by_pattern("split", Split, split or {}, names, problems):
+        before, other = splits.setdefault(name, (pattern, blocks))
+        if other != blocks:
+            problems.append(f"'{name}' has two splits: {before!r} and {pattern!r}")
+    own: dict[str, dict[str, Any]] = {}
+    for name, _, values in _by_pattern("settings", Mapping, settings or {}, names, problems):
+        own.setdefault(name, {}).update(values)
     routes: dict[str, Route] = {}
     known = _known(places)
     for name, parameter, modules in places:
@@ -129,7 +135,7 @@ def route(
             reason = f"chosen by {selector}"
         else:
             kind, reason = _default(name, parameter, modules, known)
-        blocks = splits.get(name) or _declared(parameter, kind)
+        blocks = splits[name][1] if name in splits else _declared(parameter, kind)
         folded = parameter.ndim > 3 or any(isinstance(one, _CONVOLUTIONS) for one in modules)
         flat = kind == "matrix" and folded and parameter.ndim > 2
         routes[name] = Route(
@@ -348,38 +354,24 @@ def _select(selector: Any, names: Mapping[str, Tensor], problems: list[str]) -> 
     return []
 
 
-def _splits(
-    wanted: Mapping[str, Split], names: Iterable[str], problems: list[str]
-) -> dict[str, Split]:
-    found: dict[str, tuple[str, Split]] = {}
-    for pattern, split in wanted.items():
-        if not isinstance(split, Split):
-            problems.append(f"split {pattern!r}: {split!r} is no Split")
+def _by_pattern(
+    what: str,
+    kind: type,
+    wanted: Mapping[str, Any],
+    names: Iterable[str],
+    problems: list[str],
+) -> Iterator[tuple[str, str, Any]]:
+    """(name, pattern, value) of every parameter that a pattern of ``wanted`` names, pattern by
+    pattern."""
+    for pattern, value in wanted.items():
+        if not isinstance(value, kind) or not value:
+            example = " like {'lr': 0.01}" if kind is Mapping else ""
+            problems.append(f"{what} {pattern!r}: {value!r} is no {kind.__name__}{example}")
             continue
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        matching = fnmatch.filter(names, pattern)
         if not matching:
-            problems.append(f"split {pattern!r} matches no parameter")
-        for name in matching:
-            if name in found and found[name][1] != split:
-                problems.append(f"'{name}' has two splits: {found[name][0]!r} and {pattern!r}")
-            found[name] = (pattern, split)
-    return {name: split for name, (_, split) in found.items()}
-
-
-def _settings(
-    wanted: Mapping[str, Mapping[str, Any]], names: Iterable[str], problems: list[str]
-) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for pattern, values in wanted.items():
-        if not isinstance(values, Mapping) or not values:
-            problems.append(f"settings {pattern!r}: {values!r} is no dict like {{'lr': 0.01}}")
-            continue
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matching:
-            problems.append(f"settings {pattern!r} match no parameter")
-        for name in matching:
-            found.setdefault(name, {}).update(values)
-    return found
+            problems.append(f"{what} {pattern!r} matches no parameter")
+        yield from ((name, pattern, value) for name in matching)
 
 
 def _named(selector: Any) -> str:
