@@ -66,34 +66,24 @@ def step(
     Pieces without elements are left out: a fused kernel that is given nothing may still write.
     Their step is counted all the same, so that checkpoints agree between ranks.
     """
-    stepped: list[Tensor] = []
-    weights: list[Tensor] = []
-    grads: list[Tensor] = []
-    averages: list[Tensor] = []
-    squares: list[Tensor] = []
-    steps: list[Tensor] = []
-    empty: list[Tensor] = []  # steps of pieces without elements
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        stepped.append(parameter)
-        own = state[parameter]
-        weight = local_of(parameter)
-        if not weight.numel():
-            empty.append(own["step"])
-            continue
-        weights.append(weight)
-        grads.append(local_of(parameter.grad))
-        averages.append(local_of(own["exp_avg"]))
-        squares.append(local_of(own["exp_avg_sq"]))
-        steps.append(own["step"])
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+    pieces = [(parameter, local_of(parameter)) for parameter in stepped]
+    held = [parameter for parameter, weight in pieces if weight.numel()]
+    weights = [weight for _, weight in pieces if weight.numel()]
+    grads = [local_of(parameter.grad) for parameter in held]
+    averages, squares = (
+        [local_of(state[parameter][name]) for parameter in held]
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+    steps = [state[parameter]["step"] for parameter in held]
+    empty = [state[parameter]["step"] for parameter, weight in pieces if not weight.numel()]
     if empty:  # together: of many ranks' pieces most are empty here, and each would be a launch
         torch._foreach_add_(empty, 1.0 if clip is None else [1 - clip[1]] * len(empty))
     if weights and clip is not None and _kernel_fits(weights, grads, averages, squares):
         from shardwise.kernels import adamw as kernel
 
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        besides, done = _besides([p for p in stepped if local_of(p).numel()])
+        besides, done = _besides(held)
         kernel.step(weights, grads, averages, squares, steps, clip=clip, besides=besides, **options)
         for one in done:
             one.written()
