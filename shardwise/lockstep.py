@@ -354,9 +354,8 @@ def _purpose(record: dict[str, Any], operation: str, number: int) -> str:
 def _out_of_step(where: str) -> str:
     return (
         f"the ranks are out of step: {where}. Every rank must run the same wrapped modules in the "
-        f"same order, forward and backward; a rank whose loss does not depend on a module still "
-        f"has to call it (unused_parameters='zeros' reduces zeros for it). The process group "
-        f"cannot be used any more: end this run"
+        f"same order; one whose loss does not depend on a module still has to call it "
+        f"(unused_parameters='zeros'). The process group cannot be used any more: end this run"
     )
 
 
@@ -379,9 +378,8 @@ def _stepped_apart(*ranks: tuple[int, str]) -> str:
     did = " and ".join(f"rank {who} ran {what}" for who, what in ranks)
     return (
         f"the optimizers of the ranks are out of step: {did}. Every rank must step alike, with the "
-        f"gradients of the same parameters: decide by a value that all ranks share (a loss or a "
-        f"norm that is all-reduced), and drop gradients on every rank or on none. The weights of "
-        f"the ranks no longer belong together: load a checkpoint (sw.load) on every rank"
+        f"gradients of the same parameters: decide by a value that all ranks share. The weights no "
+        f"longer belong together: load a checkpoint (sw.load) on every rank"
     )
 
 

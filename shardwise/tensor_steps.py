@@ -101,8 +101,7 @@ def _refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
                 raise RuntimeError(
                     f"{kind.__module__}.{kind.__name__} on '{one.cut.name}': it needs whole "
                     f"matrices{', or rows as torch.chunk cuts them' if of_chunks else ''}, and "
-                    f"these lie otherwise.{way} Use sw.Muon(parameters, lr=...), or sw.optimizer "
-                    f"for all of a model: they orthogonalise whole matrices under every strategy"
+                    f"these lie otherwise.{way} Use sw.Muon(parameters, lr=...) or sw.optimizer"
                 )
 
 
@@ -180,10 +179,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
         said = (
             f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
-            f"to the forward that ran since. backward(inputs=...) with parameters at rest reaches "
-            f"none of them, for forward computes with gathered weights: call backward() without "
-            f"inputs=, and requires_grad_(False) on what shall have no gradient. Without a "
-            f"backward, leave out the step"
+            f"to the forward that ran since. Call backward() without inputs=, which reaches no "
+            f"parameter at rest, and requires_grad_(False) on what shall have no gradient; or "
+            f"leave out the step"
         )
         if optimizer not in _fed:
             raise RuntimeError(said)

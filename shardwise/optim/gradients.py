@@ -155,9 +155,8 @@ class Gradients:
         if wrong:
             raise RuntimeError(
                 f"{quoted(names) or 'a parameter of other ranks'} has a gradient on some ranks and "
-                f"None on others: nothing was updated. Drop gradients on every rank or on none "
-                f"(zero_grad, .grad = None, a step that is skipped), and give zeros where a rank "
-                f"has nothing to add"
+                f"None on others: nothing was updated. Drop gradients on every rank or on none, "
+                f"and give zeros where a rank has nothing to add"
             )
         for parameter in self.parameters:  # tensor parallelism may leave partial sums
             grad = parameter.grad

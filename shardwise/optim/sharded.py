@@ -154,10 +154,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             warn_once(
                 logger,
                 "%d parameters that an optimizer trains are stored in 16 bits (%s), which round "
-                "away steps of less than 1/256 of a weight, and momenta likewise. sw.fully_shard "
-                "and sw.data_parallel keep fp32 main weights of what is trainable when they wrap "
-                "it, unless Precision(main=...) says otherwise; without them train model.float() "
-                "under torch.autocast",
+                "away steps of less than 1/256 of a weight. sw.fully_shard and sw.data_parallel "
+                "keep fp32 main weights of what is trainable when they wrap it; without them train "
+                "model.float() under torch.autocast",
                 len(names),
                 quoted(names),
                 mesh=getattr(every[0], "device_mesh", None),
@@ -170,8 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"another optimizer was built for {quoted(lost)} after this one, and gradients are "
                 f"reduced to where that one needs them: step that one, or build this one anew. (Or "
-                f"a module inside the model was moved alone, between backward and step: call .to() "
-                f"on the whole model.)"
+                f"a module was moved alone after backward: call .to() on the whole model.)"
             )
 
     def _name(self, parameter: Tensor) -> str:

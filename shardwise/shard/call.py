@@ -382,8 +382,7 @@ def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         names = f"{', '.join(one.name_here for one in wholes[:4])}{', ...' if wholes[4:] else ''}"
         raise RuntimeError(
             f"torch.autograd.grad or backward(inputs=...) asks for {names} of unit "
-            f"{wholes[0]._group.label}, parameters at rest: forward computes with gathered "
-            f"weights, so no graph knows these, and the answer would be None. Call backward() "
+            f"{wholes[0]._group.label}, parameters at rest, which no graph knows. Call backward() "
             f"without inputs=, requires_grad_(False) on what shall have no gradient, and read .grad"
         )
     return _engine_run(outputs, *args, **kwargs)

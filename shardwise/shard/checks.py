@@ -140,9 +140,8 @@ def module_problems(
         elif hasattr(parameter, "fsdp_pre_all_gather"):
             problems.append(
                 f"{UNSUPPORTED}'{f.name}' is a {type(parameter).__name__} with "
-                f"fsdp_pre_all_gather, which would never be called: gathers move flat buffers. For "
-                f"8-bit weights on the wire wrap plain parameters with "
-                f"precision=sw.Precision(format='mxfp8')"
+                f"fsdp_pre_all_gather, which would never be called: wrap plain parameters, for "
+                f"8 bits on the wire with precision=sw.Precision(weights='mxfp8')"
             )
         elif has_own_operations(parameter):
             problems.append(
@@ -227,9 +226,8 @@ def expert_problems(
         elif linear.axis is not None and len({*ranks}.intersection(linear.axis.peers)) > 1:
             mixed.append(
                 f"'{f.name}' holds {share_of(f)}, and this mesh of ranks {ranks} has ranks with "
-                f"other experts. Wrap experts by themselves, over the ranks that hold the same "
-                f"ones: fully_shard(layer.experts, mesh=grid['dp']) before the modules around "
-                f"them, or data_parallel(..., meshes={{'*.experts': grid['dp']}})"
+                f"other experts. Wrap experts by themselves, first: fully_shard(layer.experts, "
+                f"mesh=grid['dp']), or data_parallel(..., meshes={{'*.experts': grid['dp']}})"
             )
     axes = {(mesh, one.axis.peers) for f, mesh in found
             if (one := spread_linear(f)) is not None and one.axis is not None}  # fmt: skip

@@ -303,9 +303,8 @@ def _refused(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Run
     weight = next(each.quantised for each in written if isinstance(each, FP8Parameter))
     return RuntimeError(
         f"{func.__name__} writes to '{weight.name}', which is stored in {weight.format}: every "
-        f"gather encodes it from the main weight, so the written values would be lost. "
-        f"Write to the main weight, outside of forward and after reshard(): to the parameter in "
-        f"model.parameters() under torch.no_grad(), or by sw.load_full_state_dict"
+        f"gather encodes it from the main weight. Write to that, outside of forward and after "
+        f"reshard(): to the parameter in model.parameters() under torch.no_grad()"
     )
 
 

@@ -64,8 +64,7 @@ def warn_of_unlike_gradients(units: Sequence[Unit]) -> None:
                     logger,
                     "the gradient of '%s' of unit %s is not the same on the ranks of axis '%s', "
                     "which hold copies of it: these drift apart. A module that sees a part of the "
-                    "sequence needs SequenceParallel() in parallelize_module's plan, which sums "
-                    "its gradients; dropout needs the same seed on these ranks",
+                    "sequence needs SequenceParallel(); dropout needs one seed on these ranks",
                     group.items[index].name,
                     group.label,
                     axis.name,

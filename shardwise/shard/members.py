@@ -143,9 +143,8 @@ def refuse_ddp(units: Sequence[Unit]) -> None:
     if named:
         raise RuntimeError(
             f"DistributedDataParallel is around parameters that shardwise shards and reduces "
-            f"({', '.join(named[:4])}{', ...' if len(named) > 4 else ''}). Leave DDP out: "
-            f"fully_shard(model, placements=sw.zero(0)) replicates like DDP. Or have DDP ignore "
-            f"these, before it is built: DistributedDataParallel."
+            f"({', '.join(named[:4])}{', ...' if len(named) > 4 else ''}). Leave DDP out "
+            f"(sw.zero(0) replicates like DDP), or have it ignore these: DistributedDataParallel."
             f"_set_params_and_buffers_to_ignore_for_model(model, their names in the model)"
         )
 
@@ -233,10 +232,9 @@ class Members:
                     if all(held is not one[index] for one in (group.sharded, group.unsharded)):
                         problems.append(
                             f"'{path}{name}' was replaced, and what replaced it would be dropped: "
-                            f"write values into the parameter instead (with torch.no_grad(): "
-                            f"parameter.copy_(values) takes the whole tensor), or replace and tie "
-                            f"parameters before wrapping; torch.func.functional_call replaces them "
-                            f"too: call it on a module that is not wrapped"
+                            f"write values into the parameter (with torch.no_grad(): copy_), or "
+                            f"replace and tie parameters before wrapping; torch.func."
+                            f"functional_call is for modules that are not wrapped"
                         )
                     elif type(held) not in self._kinds:
                         problems.append(
@@ -317,9 +315,8 @@ def refuse_written(unit: Unit, seen: Sequence[Any]) -> NoReturn:
     ]
     raise RuntimeError(
         f"weights of unit '{unit.name}' ({', '.join(names[:4])}{', ...' if names[4:] else ''}) "
-        f"were written between a forward and its backward, whose gradients would be those of "
-        f"neither the old weights nor the new: step, load or write after backward, or run "
-        f"forward again. (set_unshard_in_backward(False) where backward does not read them.)"
+        f"were written between a forward and its backward: step, load or write after backward, or "
+        f"run forward again. (set_unshard_in_backward(False) where backward does not read them.)"
     )
 
 
@@ -329,18 +326,16 @@ def refuse_side_way(unit: Unit) -> None:
     if unit.calls.outside:
         raise RuntimeError(
             f"backward() inside the forward of unit '{unit.name}' brings gradients to weights of "
-            f"that unit itself, which the rest of its forward reads: wrap the modules that this "
-            f"backward goes through as units of their own, detach what it starts from, or use "
-            f"torch.autograd.grad for chosen tensors"
+            f"that unit itself: wrap the modules that it goes through as units of their own, "
+            f"detach what it starts from, or use torch.autograd.grad for chosen tensors"
         )
     gone = (one.pending or not all(memory.live for memory in one.blocks) for one in unit.groups)
     if not unit.shown and any(gone):
         raise RuntimeError(
             f"backward came to the weights of unit '{unit.name}' through no output of its forward, "
-            f"when they were not gathered, and may have read memory without values. A tensor that "
-            f"forward computed is kept elsewhere (in a list, a closure, another module): return it "
-            f"from forward, keep it as an attribute of the module, or wrap with "
-            f"reshard_after_forward=False"
+            f"when they were not gathered. A tensor that forward computed is kept elsewhere (in a "
+            f"list, a closure, another module): return it from forward, keep it as an attribute "
+            f"of the module, or wrap with reshard_after_forward=False"
         )
 
 
@@ -349,11 +344,9 @@ def refuse_transforms(unit: Unit) -> None:
     if torch._C._are_functorch_transforms_active():  # type: ignore[attr-defined]
         transform = torch._C._functorch.peek_interpreter_stack().key().name.lower()
         raise NotImplementedError(
-            f"torch.func.{transform} around the forward of unit '{unit.name}': transforms of "
-            f"torch.func follow tensors through one function, and a wrapped module gathers its "
-            f"weights and waits for gradients beside it. Apply them to a module that is not "
-            f"wrapped (with the values of sw.full_state_dict), or use torch.autograd.grad, and "
-            f"torch.autograd.forward_ad for a JVP"
+            f"torch.func.{transform} around the forward of unit '{unit.name}': a wrapped module "
+            f"gathers its weights beside what transforms follow. Apply them to a module that is "
+            f"not wrapped, or use torch.autograd.grad, and torch.autograd.forward_ad for a JVP"
         )
 
 
@@ -363,6 +356,5 @@ def refuse_create_graph(unit: Unit) -> None:
         raise RuntimeError(
             f"create_graph=True (a gradient of a gradient) in unit '{unit.name}': its second "
             f"backward would read weights that the first has released. Keep them: "
-            f"fully_shard(..., reshard_after_forward=False) and "
-            f"set_reshard_after_backward(False), or placements=sw.zero(2)"
+            f"reshard_after_forward=False and set_reshard_after_backward(False), or sw.zero(2)"
         )

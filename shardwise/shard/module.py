@@ -67,9 +67,8 @@ class ShardedModule(FSDPModule):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise NotImplementedError(
             "a wrapped module cannot be deep-copied: its parameters are views of shared buffers. "
-            "Copy the model before fully_shard, or load its state_dict into a second one. For an "
-            "average of weights: average = AveragedModel(model) first, then wrap model and "
-            "average.module in the same way"
+            "Copy the model before fully_shard (for an average of weights: AveragedModel(model), "
+            "then wrap model and average.module alike), or load its state_dict into a second one"
         )
 
     def __copy__(self) -> Any:

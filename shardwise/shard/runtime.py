@@ -187,9 +187,8 @@ class Runtime:
         if self.in_other_thread:
             raise RuntimeError(
                 f"the forward of unit '{name}' begins while another thread is inside a forward or "
-                f"a backward of the same model: one thread would release the weights that the "
-                f"other reads, and ranks would communicate in different orders. Let the threads "
-                f"take turns, in the same order on every rank"
+                f"a backward of the same model, and would release weights that it reads: let "
+                f"threads take turns, in the same order on every rank"
             )
 
     def give_up(self, unit: Unit) -> None:
@@ -351,18 +350,16 @@ class Runtime:
         if left:
             raise RuntimeError(
                 f"gradients of {', '.join(left)} were computed and not reduced in this backward: "
-                f"an autograd function may run a backward of its own inside the unit (reversible "
-                f"layers): wrap the modules that it calls with fully_shard, each by itself. Else "
-                f"shardwise lost track of its units: please report the order in which they run. "
-                f"reset_iter_state() on the root lets training go on"
+                f"an autograd function may run a backward of its own inside the unit: wrap the "
+                f"modules that it calls with fully_shard, each by itself. Else please report the "
+                f"order in which units run. reset_iter_state() on the root lets training go on"
             )
         self._ending = None
         if strays:
             raise RuntimeError(
                 f"gradients went to {', '.join(strays)} as before wrapping: forward uses a "
-                f"reference from then (in a list, a closure or another attribute), which nobody "
-                f"trains any more. Read the parameter from its module in forward, or share modules "
-                f"instead"
+                f"reference from then (in a list, a closure, an attribute), which nobody trains "
+                f"any more. Read the parameter from its module in forward, or share modules"
             )
         _refuse_missing(missing)
         whole = not self.for_inputs and all(unit.sync and unit.last for unit in units)
@@ -430,9 +427,8 @@ class Runtime:
             if (used & unused).any():
                 raise RuntimeError(
                     f"{', '.join(self._named(units, used & unused))} got a gradient on some ranks "
-                    f"and none on others. Where ranks may differ in what they use, pass "
-                    f"unused_parameters='zeros' to fully_shard (or call "
-                    f"set_reduce_scatter_unused_params(True)): no gradient then counts as zeros"
+                    f"and none on others. Where ranks differ in what they use, pass "
+                    f"unused_parameters='zeros' (or set_reduce_scatter_unused_params(True))"
                 )
             if (trained & frozen).any():
                 raise RuntimeError(
@@ -479,10 +475,9 @@ class Runtime:
 def _refuse_missing(missing: Sequence[str]) -> None:
     if missing:
         raise RuntimeError(
-            f"no gradient reached {', '.join(missing)} in this backward. If these parameters are "
-            f"meant to be unused, leave unused_parameters at its default 'none', or pass "
-            f"'zeros' where ranks differ in what they use; else freeze them with "
-            f"requires_grad_(False)"
+            f"no gradient reached {', '.join(missing)} in this backward. If they are meant to be "
+            f"unused, leave unused_parameters at 'none', pass 'zeros' where ranks differ in what "
+            f"they use, or freeze them with requires_grad_(False)"
         )
 
 
