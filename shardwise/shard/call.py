@@ -323,14 +323,9 @@ def engine_on_stack(frame: Any) -> Any:
     return frame
 
 
-def will_come(leaf: Tensor) -> bool:
-    """Whether the backward that runs now computes the gradient of a parameter, or has it computed
+def will_come(*leaves: Tensor) -> bool:
+    """Whether the backward that runs now computes the gradients of parameters, or has them computed
     later."""
-    return all_will_come((leaf,))
-
-
-def all_will_come(leaves: Iterable[Tensor]) -> bool:
-    """The same of several parameters; modes are entered once for all of them."""
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         return all(map(_will_come, leaves))
 

@@ -91,7 +91,9 @@ class Group:
             torch.device("meta") if meta else self._home,
         )
         if not meta:
-            self._fill_main(values)
+            for index, value in enumerate(values):
+                low, high, _ = self.main.pieces[index]
+                self.main.view(index).view(-1).copy_(value.detach().reshape(-1)[low:high])
         self._build_compute()
         self.sharded = [
             nn.Parameter(
@@ -127,12 +129,6 @@ class Group:
             pin=self.pin and device.type == "cpu",
         )
         self.main.flat.zero_()  # padding too: it is never read, but it is sent
-
-    def _fill_main(self, values: Sequence[Tensor]) -> None:
-        for index, value in enumerate(values):
-            low, high, _ = self.main.pieces[index]
-            piece = value.detach().reshape(-1)[low:high]
-            self.main.view(index).view(-1).copy_(piece)
 
     def _build_compute(self) -> None:
         """Choose which of the compute buffers exist; see the picture above."""
@@ -175,7 +171,7 @@ class Group:
     def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
         tile = self.tiles[index]
         if tile is None:
-            return WholeParameter.empty(requires_grad, self.device)
+            return WholeParameter(torch.empty(0, device=self.device), requires_grad=requires_grad)
         memory = torch.empty(0, dtype=self.whole.dtype, device=self.device)
         return WholeDTensor.of(tile, memory, requires_grad)
 
@@ -325,8 +321,10 @@ class Group:
     def _gather(self, missing: Sequence[Gathered], runtime: Runtime) -> None:
         if not missing:
             return
-        self._prepare(runtime)
         state, part = self.main.state, self._kept
+        if self.awaited != state:  # wait for whoever wrote main last
+            runtime.lanes.join("gather", "compute")
+            self.awaited = state
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
@@ -359,13 +357,6 @@ class Group:
         """The copy that ``phase`` reads."""
         return self.copies[0]
 
-    def _prepare(self, runtime: Runtime) -> None:
-        """Make the gather lane wait for whoever wrote main last."""
-        state = self.main.state
-        if self.awaited != state:
-            runtime.lanes.join("gather", "compute")
-            self.awaited = state
-
     def _issued(self, runtime: Runtime) -> None:
         """A gather was issued: who computes with the whole weights, or writes main, waits for it.
         The host writes offloaded weights, and waits itself."""
@@ -391,17 +382,13 @@ class Group:
         if self.pending:
             self._arrive()
             self._holders = self._holders or self.whole.block.holders
-            self._computes_next(runtime)
+            runtime.lanes.wait("compute", self._ready)
+            self._ready = None
+            if not self.offload:  # else the host has not waited
+                self.main.version.reading = None
         if self._kept_in_use and self._kept is not None:
             self._kept.memory.release(runtime.source)
             self._kept.filled, self._kept_in_use = None, False
-
-    def _computes_next(self, runtime: Runtime) -> None:
-        """The compute lane waits for what was gathered."""
-        runtime.lanes.wait("compute", self._ready)
-        self._ready = None
-        if not self.offload:  # else the host has not waited
-            self.main.version.reading = None
 
     def release(self, runtime: Runtime, *, for_good: bool = False) -> None:
         """Give the whole weights back, on the lane that allocated them, once compute has read them.

@@ -132,13 +132,13 @@ class ShardedModule(FSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is a step's last: only then do gradients that wait (zero(0),
         zero(1), the outer axis of hsdp and hfsdp) go the rest of their way."""
-        self._each(True, lambda unit: setattr(unit, "last", is_last_backward))
+        self._set(True, last=is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward reduces gradients at all; without, they add up whole on every rank."""
-        self._each(recurse, lambda unit: setattr(unit, "sync", requires_gradient_sync))
+        self._set(recurse, sync=requires_gradient_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients: those of microbatches that wait to be reduced too, and those of
@@ -154,7 +154,7 @@ class ShardedModule(FSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the outer axis too."""
-        self._each(recurse, lambda unit: setattr(unit, "reduce_outer", requires_all_reduce))
+        self._set(recurse, reduce_outer=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this instead of the number of ranks."""
@@ -175,8 +175,7 @@ class ShardedModule(FSDPModule):
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Whether a parameter without a gradient counts as zeros (else ``.grad`` stays None)."""
-        policy = "zeros" if reduce_scatter_unused_params else "none"
-        self._each(recurse, lambda unit: setattr(unit, "unused", policy))
+        self._set(recurse, unused="zeros" if reduce_scatter_unused_params else "none")
 
     # ------------------------------------------------------------------ when weights are there
 
@@ -187,19 +186,13 @@ class ShardedModule(FSDPModule):
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}: "
                 f"a number is for fully_shard itself, where its groups of ranks are made"
             )
-
-        def change(unit: Unit) -> None:
-            unit.release_after_forward, unit.kept_axis = reshard_after_forward, None
-
-        self._each(recurse, change)
+        self._set(recurse, release_after_forward=reshard_after_forward, kept_axis=None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether the whole weights are released after backward."""
-        self._each(
-            recurse, lambda unit: setattr(unit, "release_after_backward", reshard_after_backward)
-        )
+        self._set(recurse, release_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False where backward does not read the weights (an embedding). One that reads them after
@@ -240,11 +233,8 @@ class ShardedModule(FSDPModule):
         if not enable:
             runtime.separate_reduce = False
             return
-        axes = []
-        for unit in units_of(self):  # type: ignore[arg-type]
-            for group in unit.groups:
-                axes += [axis for axis in group.ranks.axes if axis not in axes]
-        runtime.separate_reductions(axes)
+        groups = [group for unit in units_of(self) for group in unit.groups]  # type: ignore[arg-type]
+        runtime.separate_reductions(axis for group in groups for axis in group.ranks.axes)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         if enable:
@@ -257,10 +247,9 @@ class ShardedModule(FSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Gathers are always issued ahead of their use; there is nothing to switch."""
 
-    def _each(self, recurse: bool, change: Callable[[Unit], Any]) -> None:
-        units = units_of(self) if recurse else iter([self._shardwise_unit])  # type: ignore[arg-type]
-        for unit in units:
-            change(unit)
+    def _set(self, recurse: bool, **settings: Any) -> None:
+        for unit in units_of(self) if recurse else [self._shardwise_unit]:  # type: ignore[arg-type]
+            vars(unit).update(settings)
 
 
 _BY_THE_MESH = (

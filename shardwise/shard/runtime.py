@@ -226,7 +226,7 @@ class Runtime:
         """The communicator for reductions: that of the gathers unless told to separate them."""
         return self._reduce_axes.get(axis, axis) if self.separate_reduce else axis
 
-    def separate_reductions(self, axes: list[comm.Axis]) -> None:
+    def separate_reductions(self, axes: Iterable[comm.Axis]) -> None:
         """Give reductions communicators of their own (collective: every rank calls it)."""
         self.separate_reduce = True
         for axis in axes:

@@ -54,7 +54,6 @@ from shardwise.shard.arrivals import Arrivals, Key
 from shardwise.shard.call import (
     Call,
     Calls,
-    all_will_come,
     cast_floats,
     in_checkpoint,
     in_recomputation,
@@ -308,7 +307,7 @@ class Unit(Wrapped):
         if self.runtime.for_inputs:
             return will_come
         self.arrivals.follow()
-        if self.unused == "error" or all_will_come(self.arrivals.leaves()):
+        if self.unused == "error" or will_come(*self.arrivals.leaves()):
             return None
         return None if recomputes_inside(self) else will_come
 

@@ -160,10 +160,6 @@ class Whole(Tensor):
 class WholeParameter(Whole, nn.Parameter):  # type: ignore[misc]
     """A plain tensor over the gathered memory."""
 
-    @staticmethod
-    def empty(requires_grad: bool, device: torch.device) -> WholeParameter:
-        return WholeParameter(torch.empty(0, device=device), requires_grad=requires_grad)
-
 
 class WholeDTensor(Whole, DTensor):  # type: ignore[misc]
     """A DTensor as tensor parallelism placed it, whose local tensor is the gathered memory."""
