@@ -321,10 +321,8 @@ class Group:
     def _gather(self, missing: Sequence[Gathered], runtime: Runtime) -> None:
         if not missing:
             return
+        self._prepare(runtime)
         state, part = self.main.state, self._kept
-        if self.awaited != state:  # wait for whoever wrote main last
-            runtime.lanes.join("gather", "compute")
-            self.awaited = state
         comm.purpose = self.label
         with runtime.lanes.on("gather"):
             self._arrive()
@@ -356,6 +354,13 @@ class Group:
     def _copy_for(self, phase: Reads) -> Gathered | None:
         """The copy that ``phase`` reads."""
         return self.copies[0]
+
+    def _prepare(self, runtime: Runtime) -> None:
+        """Make the gather lane wait for whoever wrote main last."""
+        state = self.main.state
+        if self.awaited != state:
+            runtime.lanes.join("gather", "compute")
+            self.awaited = state
 
     def _issued(self, runtime: Runtime) -> None:
         """A gather was issued: who computes with the whole weights, or writes main, waits for it.
