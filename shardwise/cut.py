@@ -15,12 +15,9 @@ Under tensor parallelism the layout's item is a *tile* of the whole tensor (see 
 count the elements of the tile; shapes, boxes, ``gather``, ``take`` and ``reduce`` are about the
 whole tensor.
 
-Replicas may also *divide* a tensor: of what they would all hold, each holds what it works on. That
-is how gradients and momenta of whole matrices lie under ``hsdp()``, while the weights are
-replicated:
-
-    weights     replica 0 | A | B | C |     replica 1 | A | B | C |
-    momenta     replica 0 | A |   | C |     replica 1 |   | B |   |     or parts of equal length
+Replicas may also *divide* a tensor (division.py): of what they would all hold, each holds what it
+works on. That is how gradients and momenta of whole matrices lie under ``hsdp()``, while the
+weights are replicated.
 """
 
 from __future__ import annotations

@@ -3,15 +3,8 @@
 their norm.
 
 **Where.** A gradient, and an optimizer state with it, is stored like its weight, except where
-replicas divide the matrices between them. Under ``hsdp()`` and ``zero(0)`` every replica could
-orthogonalise every matrix. Instead each replica computes some, and only it needs their gradients:
-
-    gradients   reduce-scattered between replicas, by matrix or in even parts    (R-1)/R P/N b
-    momenta     on the replica that has the gradient: 1/R of the memory
-    updates     (even parts: weights) all-gathered between replicas              (R-1)/R P/N b
-
-which together is what an all-reduce of gradients sends. The optimizer decides which replica
-has what (replicas.py) and tells the buffers (``Version.divisions``). From the next backward on,
+replicas divide the matrices between them (division.py). The optimizer decides which replica has
+what (replicas.py) and tells the buffers (``Version.divisions``). From the next backward on,
 gradients are reduced accordingly: a rank of another replica has an empty piece.
 
 **Whether.** A rank that skipped a parameter by itself would keep old weights, or make the owners of
