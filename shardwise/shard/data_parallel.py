@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, Item, tensor_fraction
+from shardwise.layout import ROW, TENSOR, Grain, Item, tensor_fraction
 from shardwise.memory import weakly
 from shardwise.mesh import data_mesh, init_mesh
 from shardwise.optim.matrix_group import kernels_everywhere
@@ -178,24 +178,19 @@ def planned_buckets(
         trained, uneven = parameter.requires_grad, found[position].uneven
         key = (homes[position], parameter.dtype, trained, whole, formats[position], uneven)
         alike.setdefault(key, []).append(position)
+    # The grains of matrices; what is no matrix is cut anywhere.
+    seen = [routes[id(one.parameter)].shape_of(one.shape) for one in found]
+    every = [
+        Item(one.name, one.shape, TENSOR if len(shape) < 3 else tensor_fraction(shape[0]))
+        for one, shape in zip(found, seen, strict=True)
+    ]
     planned = []
     filled: set[int] = set()  # positions that share a bucket with matrices
     for key in sorted(alike, key=lambda key: not key[3]):  # matrices first
         home, dtype, trained, whole, format, uneven = key
         positions = [position for position in alike[key] if position not in filled]
         bucket_size = max(int(bucket_mb * 2**20) // dtype.itemsize, 1)
-
-        def items_of(chosen: Sequence[int], whole: bool) -> list[Item]:
-            return [
-                Item(
-                    one.name,
-                    one.shape,
-                    _grain(routes[id(one.parameter)].shape_of(one.shape), whole),
-                )
-                for one in (found[position] for position in chosen)
-            ]
-
-        items = items_of(positions, whole)
+        items = [every[position] for position in positions]
         if not whole:
             buckets = plan_elements(items, num_shards[home], bucket_size) if items else []
         else:
@@ -204,13 +199,9 @@ def planned_buckets(
                 for one in (found[position].parameter for position in positions)
             ]
             others = alike.get((home, dtype, trained, False, format, uneven), [])
+            fill = [every[position] for position in others]
             buckets = plan_matrices(
-                items,
-                costs,
-                num_shards[home],
-                bucket_size,
-                fill=items_of(others, False),
-                grain=grain,
+                items, costs, num_shards[home], bucket_size, fill=fill, grain=grain
             )
             positions += others
         for bucket in buckets:
@@ -218,13 +209,6 @@ def planned_buckets(
             filled.update(members)
             planned.append(PlannedBuffer(members, bucket.layout, format, home))
     return sorted(planned, key=lambda buffer: -min(buffer.members))
-
-
-def _grain(seen: Sequence[int], whole: bool) -> Any:
-    """``seen``: the shape of a parameter as its matrices are seen."""
-    if not whole:
-        return ELEMENT
-    return TENSOR if len(seen) < 3 else tensor_fraction(seen[0])
 
 
 def matrix_cost(
