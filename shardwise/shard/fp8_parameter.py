@@ -258,28 +258,10 @@ def _embedding(
 # The attributes of a tensor that hold values; all others are facts about it.
 _VALUES = ("T", "H", "mT", "mH", "real", "imag", "data")
 _FACTS = (
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_conj",
-    "is_contiguous",
-    "is_floating_point",
-    "is_inference",
-    "is_neg",
-    "ndimension",
-    "nelement",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
-    "__hash__",
-    "__len__",
-    "_is_view",
+    *("dim", "element_size", "get_device", "ndimension", "nelement", "numel", "size", "stride"),
+    *("is_complex", "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg"),
+    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset"),
+    *("untyped_storage", "__hash__", "__len__", "_is_view"),
 )
 
 
