@@ -182,7 +182,7 @@ class FP8Group(Group):
             self._outer = len(self.main.gather_steps(self.compute))
             self.compute = None
         self.plane_layout = plane_layout(self.layout, self.direct)
-        parts, device = self.layout.num_shards, self._whole_device
+        parts, device = self.layout.num_shards, self.whole_device
         self.planes = {
             block: GroupPlane(block, self.plane_layout, parts, device)
             for block in FORMATS[self.format]
@@ -208,7 +208,7 @@ class FP8Group(Group):
     def show_whole(self) -> None:
         """Give the parameters a shape and a dtype for autograd, and no memory; see
         :class:`FP8Parameter`."""
-        device = self._whole_device
+        device = self.whole_device
         for item, parameter in zip(self.items, self.unsharded, strict=True):
             one = torch.zeros((), dtype=self.whole.dtype, device=device)
             parameter.show(one.expand(item.shape))
@@ -324,7 +324,7 @@ class FP8Group(Group):
     @property
     def matmul(self) -> Matmul | None:
         if self.precision.products == "native":
-            return Native(self._whole_device)
+            return Native(self.whole_device)
         return None if self._runtime is None else self._runtime.matmul
 
 

@@ -74,7 +74,7 @@ class FP8Weight(FP8Tensor):
 
     @property
     def device(self) -> torch.device:
-        return self.group._whole_device
+        return self.group.whole_device
 
     @property
     def format(self) -> Format:

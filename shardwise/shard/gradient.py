@@ -24,44 +24,37 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import comm
 from shardwise.buffer import Buffer
 from shardwise.memory import CACHING, Source
-from shardwise.placements import PARTIAL, SHARD, Placement, Placements, steps
+from shardwise.placements import PARTIAL, SHARD, Placement, steps
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
 from shardwise.shard.runtime import Runtime
-from shardwise.shard.whole_parameter import AUTOGRADS, Whole
+from shardwise.shard.whole_parameter import AUTOGRADS
 from shardwise.tensor import UNREDUCED
+
+if TYPE_CHECKING:
+    from shardwise.shard.group import Group
 
 
 class Gradients:
     """The gradients of one group, from autograd to the optimizer."""
 
-    def __init__(
-        self,
-        main_weight: Buffer,
-        placements: Placements,
-        sharded: Sequence[nn.Parameter],
-        unsharded: Sequence[Whole],
-        *,
-        wire_dtype: torch.dtype,
-        device: torch.device,
-        pin: bool,
-        as_computed: bool = False,
-    ) -> None:
-        self.as_computed = as_computed  # see Precision.gradients
-        for one in sharded if as_computed else ():
+    def __init__(self, group: Group) -> None:
+        """Built again for each main weight of a group, which is not kept."""
+        self.as_computed = group.precision.gradients == "computed"
+        for one in group.sharded if self.as_computed else ():
             one.grad_dtype = None  # any
-        self.placements, self.sharded, self.unsharded = placements, sharded, unsharded
-        self.main_weight = main_weight
-        self.main = MainGrad(main_weight, sharded, pin=pin)
-        self.wire_dtype, self.device = wire_dtype, device
-        self.ranks, self.layout = main_weight.ranks, main_weight.layout
+        self.placements, self.main_weight = group.placements, group.main
+        self.sharded, self.unsharded = group.sharded, group.unsharded
+        self.main = MainGrad(group.main, group.sharded, pin=group.pin)
+        self.wire_dtype = group.precision.wire_dtype(group.parameter_dtype)
+        self.device, self.ranks, self.layout = group.whole_device, group.ranks, group.layout
         # A custom divisor for the whole mesh; None: the mean over its ranks.
         self.divisor: float | None = None
         self.sum_only = False  # sum on the wire and divide after, never in one pass
@@ -80,7 +73,7 @@ class Gradients:
         self.on_written: Callable[[int], None] = lambda index: None
         # Called when one says that its gradient will come later, perhaps after this backward.
         self.on_delayed: Callable[[int], None] = lambda index: None
-        for index, parameter in enumerate(unsharded):
+        for index, parameter in enumerate(self.unsharded):
             parameter._gradients, parameter._index = weakref.ref(self), index
         self._steps = {last: self._plan_steps(last) for last in (False, True)}
         # Buffers are made when first used; None costs nothing for frozen groups.

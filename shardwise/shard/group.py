@@ -104,7 +104,7 @@ class Group:
         self.unsharded = [
             self._whole_parameter(index, value.requires_grad) for index, value in enumerate(values)
         ]
-        self.gradients = self._build_gradients()
+        self.gradients = Gradients(self)
         self._point_at_whole()
         self._rest()
         for original, sharded, whole in zip(values, self.sharded, self.unsharded, strict=True):
@@ -136,7 +136,7 @@ class Group:
         # main's dtype follows .to(), .half() and friends; the policy is applied to what it is now.
         dtype = self.precision.compute_dtype(self.parameter_dtype)
         held_whole = self.ranks.num_shards(self.placements.main) == 1
-        same = dtype == self.main.dtype and self.main.flat.device == self._whole_device
+        same = dtype == self.main.dtype and self.main.flat.device == self.whole_device
         self.aliased = held_whole and same and self.format is None
         self.persistent = SHARD not in self.placements.compute
         self.compute: Buffer | None = None
@@ -151,7 +151,7 @@ class Group:
         if self.aliased:
             self.whole, self.copies = self.main, [Gathered(self.main.block)]
             return
-        device = self._whole_device
+        device = self.whole_device
         kind = self.scratch or "compute"
         self.whole = Buffer(self.layout, self.ranks, everywhere, dtype, device, kind, lane="gather")
         self.copies = [Gathered(self.whole.block)]
@@ -165,7 +165,7 @@ class Group:
             self.main.version.beside = Beside(self.main, self.whole, self.copies[0])
 
     @property
-    def _whole_device(self) -> torch.device:
+    def whole_device(self) -> torch.device:
         return torch.device("meta") if self.main.flat.is_meta else self.device
 
     def _whole_parameter(self, index: int, requires_grad: bool) -> Whole:
@@ -189,18 +189,6 @@ class Group:
     def blocks(self) -> list[Block]:
         """The memory of the whole weights."""
         return [copy.memory for copy in self.copies]
-
-    def _build_gradients(self) -> Gradients:
-        return Gradients(
-            self.main,
-            self.placements,
-            self.sharded,
-            self.unsharded,
-            wire_dtype=self.precision.wire_dtype(self.parameter_dtype),
-            device=self._whole_device,
-            pin=self.pin,
-            as_computed=self.precision.gradients == "computed",
-        )
 
     def _point_at_whole(self) -> None:
         """Make the unsharded parameters views of ``whole``."""
@@ -263,7 +251,7 @@ class Group:
             parameter._spec = fresh._spec  # type: ignore[attr-defined]
             parameter.version = fresh.version  # type: ignore[attr-defined]
         self._build_compute()
-        before, self.gradients = self.gradients, self._build_gradients()
+        before, self.gradients = self.gradients, Gradients(self)
         self.gradients.take_over(before)
         self._point_at_whole()
         self._rest()
