@@ -268,18 +268,12 @@ def encode(
         problems.append(f"blocks {tuple(blocks)}: each at most once")
     if sharing and (tuple(blocks) != (SQUARE_128,) or x.shape[0] % (sharing * WIDE)):
         problems.append(f"{sharing} matrices of {tuple(x.shape)} in blocks {tuple(blocks)} share")
-    if out is not None:
-        problems += [
-            f"out[{index}] has shape {tuple(plane.codes.shape)} in blocks {plane.block} on "
-            f"{plane.codes.device}; expected {tuple(x.shape)} in {block} on {x.device}"
-            for index, (plane, block) in enumerate(zip(out, blocks, strict=False))
-            if (plane.codes.shape, plane.block, plane.codes.device) != (x.shape, block, x.device)
-        ]
-        if len(out) != len(blocks):
-            problems.append(f"{len(out)} planes in out for {len(blocks)} blocks")
     if problems:
         raise FP8Error("; ".join(problems))
     planes = empty_planes(x.shape, blocks, x.device) if out is None else tuple(out)
+    for plane, block in zip(planes, blocks, strict=True):
+        here = plane.codes.shape, plane.block, plane.codes.device
+        assert here == (x.shape, block, x.device), f"a plane to write into is {here}"
     if x.numel() == 0 or x.is_meta:  # plans: torch would spend milliseconds on shapes
         return planes
     if uses_kernels(x.device) and ROW_128 not in blocks:
@@ -312,11 +306,7 @@ def decode(
     shape = plane.codes.shape
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=plane.codes.device)
-    elif (out.shape, out.device) != (shape, plane.codes.device) or not out.is_contiguous():
-        raise FP8Error(
-            f"out of shape {tuple(out.shape)} on {out.device}: decoding {tuple(shape)} on "
-            f"{plane.codes.device} needs contiguous memory of that shape there"
-        )
+    assert (out.shape, out.device) == (shape, plane.codes.device) and out.is_contiguous()
     if not out.dtype.is_floating_point or out.dtype.itemsize < 2:
         raise FP8Error(f"decode to {out.dtype}: choose a floating-point dtype of 16 bits or more")
     if out.numel() == 0 or out.is_meta:

@@ -279,21 +279,19 @@ def stores_nothing(format: Matrices | None, rows: Sequence[Stored]) -> list[str]
 def ineligible(
     name: str,
     shape: Sequence[int],
-    *,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
-    owners: Sequence[type[nn.Module]] = (nn.Linear,),
-    format: Matrices = "mxfp8",
+    precision: Precision,
+    owners: Sequence[type[nn.Module]],
     head: bool = False,
 ) -> str | None:
     """The reason why a weight is not stored in fp8; None if it is. ``exclude`` beats ``include``.
 
     ``head``: whether it makes the model's logits, which fp8 products round too much by default.
     """
-    for pattern in patterns_of(exclude, "exclude"):
+    for pattern in precision.exclude:
         if fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
-    wanted = patterns_of(include, "include")
+    wanted, format = precision.include, precision.format
+    assert format is not None, "a precision with weights in fp8"
     if not any(fnmatchcase(name, pattern) for pattern in wanted):
         return f"not in include={wanted}"
     # A norm, for one, neither multiplies by a decoded matrix nor looks rows up.

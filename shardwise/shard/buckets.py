@@ -111,11 +111,7 @@ def plan_matrices(
         grain: "tensor": raise rather than cut a matrix; ROW: cut it rather than make a bucket much
             larger than ``bucket_size``.
     """
-    if len(items) != len(costs) or num_shards < 1 or bucket_size < 1:
-        raise ValueError(
-            f"{len(items)} matrices with {len(costs)} costs over {num_shards} shards, buckets of "
-            f"{bucket_size}: give one cost for each matrix, 1 or more shards and elements"
-        )
+    assert len(items) == len(costs) and num_shards > 0 and bucket_size > 0
     total = sum(item.numel for item in items)
     limit = max(bucket_size, min(total // MANY_BUCKETS, LARGEST_BUCKET * bucket_size))
     whole = grain == "tensor"

@@ -52,15 +52,7 @@ def stored_as(found: Found, precision: Precision) -> Stored:
     dtype = precision.compute_dtype(found.parameter.dtype)
     if precision.format is None:
         return Stored(name=found.name, shape=shape, format=None, dtype=dtype, why="")
-    reason = ineligible(
-        found.name,
-        shape,
-        include=precision.include,
-        exclude=precision.exclude,
-        owners=found.owners,
-        format=precision.format,
-        head=names_head(found.name),
-    )
+    reason = ineligible(found.name, shape, precision, found.owners, names_head(found.name))
     if reason is None and found.local is not found.parameter:
         reason = TILED
     if reason is None and not found.parameter.is_floating_point():

@@ -248,10 +248,9 @@ def test_buckets_come_in_the_order_of_backward() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 matrices with 1 costs over 4 shards"):
-        plan_matrices(layers(2, [(8, 8)]), [1], 4, 100)
-    with pytest.raises(ValueError, match="0 shards"):
-        plan_matrices(layers(2, [(8, 8)]), [1, 1], 0, 100)
+    for costs, num_shards in (([1], 4), ([1, 1], 0)):
+        with pytest.raises(AssertionError):
+            plan_matrices(layers(2, [(8, 8)]), costs, num_shards, 100)
 
 
 # ------------------------------------------------------------------------------ anything at all

@@ -186,7 +186,7 @@ SHAPES = {
 
 def reasons(**patterns: tuple[str, ...]) -> dict[str, str | None]:
     return {
-        name: ineligible(name, shape, owners=owners, **patterns)
+        name: ineligible(name, shape, Precision(weights="mxfp8", **patterns), owners)
         for name, (shape, owners) in SHAPES.items()
     }
 
@@ -208,16 +208,15 @@ def test_embeddings_are_chosen_where_they_are_named() -> None:
     both = chosen(include=("*", "embedding.weight", "head.*"))
     assert both == ["embedding.weight", *chosen(), "head.weight"]
     assert chosen(include=("*", "emb*"), exclude=("emb*",)) == chosen()
-    assert "17 rows" in str(ineligible("e", (17, 64), include=("e",), owners=(nn.Embedding,)))
+    precision = Precision(weights="mxfp8", include=("e",))
+    assert "17 rows" in str(ineligible("e", (17, 64), precision, (nn.Embedding,)))
     alone, tied = (nn.Embedding,), (nn.Embedding, nn.Linear)
     for wanted in get_args(Matrices):
         rows = "fp8_block_rows" if wanted == "fp8_block" else "mxfp8_rows"
         assert format_of(alone, wanted) == rows
         assert format_of(tied, wanted) == format_of((nn.Linear,), wanted) == wanted
     strangers = (nn.Embedding, nn.EmbeddingBag)
-    assert "read by EmbeddingBag" in str(
-        ineligible("e", (32, 64), include=("e",), owners=strangers)
-    )
+    assert "read by EmbeddingBag" in str(ineligible("e", (32, 64), precision, strangers))
 
 
 def test_exclude_wins_over_include() -> None:
@@ -229,14 +228,15 @@ def test_exclude_wins_over_include() -> None:
 
 
 def test_one_weight_alone() -> None:
-    assert ineligible("w", (32, 64)) is None
-    assert "2-D" in str(ineligible("w", (2, 32, 64)))
-    assert "embedding" in str(ineligible("w", (32, 64), owners=(nn.Embedding,)))
+    precision, linear = Precision(weights="mxfp8"), (nn.Linear,)
+    assert ineligible("w", (32, 64), precision, linear) is None
+    assert "2-D" in str(ineligible("w", (2, 32, 64), precision, linear))
+    assert "embedding" in str(ineligible("w", (32, 64), precision, (nn.Embedding,)))
 
     class Mine(nn.Linear):
         pass
 
-    assert ineligible("w", (32, 64), owners=(Mine,)) is None
+    assert ineligible("w", (32, 64), precision, (Mine,)) is None
 
 
 @pytest.mark.parametrize(
