@@ -159,7 +159,7 @@ def module_problems(
                 f"'{f.name}' has shape {list(parameter.shape)} and no elements: pass it in "
                 f"ignored_params"
             )
-    return problems + untied_problems(found)
+    return problems + untied_problems([f for f, _ in found])
 
 
 def untied_problems(found: Sequence[Found]) -> list[str]:
