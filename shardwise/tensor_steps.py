@@ -179,9 +179,9 @@ def _check_gradients(optimizer: torch.optim.Optimizer) -> None:
     elif ours and not _fed.get(optimizer) and any(v.unanswered() for v, _ in buffers.values()):
         said = (
             f"{kind}: none of its {len(ours)} parameters has a gradient, and no backward has come "
-            f"to the forward that ran since. Call backward() without inputs=, which reaches no "
-            f"parameter at rest, and requires_grad_(False) on what shall have no gradient; or "
-            f"leave out the step"
+            f"to the forward that ran since. backward(inputs=...) reaches no parameter at rest: "
+            f"call backward() without inputs=, and requires_grad_(False) on what shall have no "
+            f"gradient; or leave out the step"
         )
         if optimizer not in _fed:
             raise RuntimeError(said)
