@@ -353,7 +353,7 @@ def export(command: Export, words: list[str]) -> int:
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[command.dtype]
     checkpoint = newest_checkpoint(command.path)
-    config = saved_run(checkpoint).config
+    config = saved_run(checkpoint)
     codec = codec_of_run(checkpoint, config)
     files = write(
         checkpoint,

@@ -22,16 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, shown
 from shardwise.checkpoint.files import File
@@ -125,22 +115,25 @@ def dump(index: Mapping[str, Entry], metadata: File) -> bytes:
 
 def for_torch(index: Mapping[str, Entry]) -> bytes:
     """The pickle that torch's own ``FileSystemReader`` reads."""
-    tensors: dict[str, STORAGE_TYPES] = {}
+    from torch.distributed.checkpoint import metadata as dcp  # a load does without
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    tensors: dict[str, dcp.STORAGE_TYPES] = {}
     storage = {}
     for key, entry in index.items():
         chunks = []
         for position, chunk in enumerate(entry.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-            storage[MetadataIndex(key, offsets, position)] = _StorageInfo(
+            chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            storage[dcp.MetadataIndex(key, offsets, position)] = _StorageInfo(
                 chunk.file, *chunk.archive
             )
-        properties = TensorProperties(dtype=entry.dtype)
-        tensors[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-    metadata = Metadata(
+        properties = dcp.TensorProperties(dtype=entry.dtype)
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    metadata = dcp.Metadata(
         state_dict_metadata=tensors,
         storage_data=storage,
-        storage_meta=StorageMeta(),
+        storage_meta=dcp.StorageMeta(),
         version=_DCP_VERSION,
     )
     return pickle.dumps(metadata, protocol=4)

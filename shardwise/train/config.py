@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from shardwise.models.gpt_config import GPTConfig, tensor_parallel_problems
 from shardwise.placements import REPLICATE, STRATEGIES, Placements
@@ -320,7 +320,7 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The configuration of :meth:`to_json`; raises for fields of another version."""
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)

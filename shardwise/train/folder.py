@@ -177,40 +177,16 @@ def all_checkpoints(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(TrainConfig):
     """A run as ``config.json`` and the manifest of each of its checkpoints describe it."""
 
-    config: TrainConfig
-    name: str | None  # made when the run began; None: by a Trainer alone, without a session
+    run: str | None = None  # a name, made when it began; None: a Trainer without a session
     origin: str | None = None  # the checkpoint of another run that this one was begun from
 
     @staticmethod
     def new(config: TrainConfig, origin: Path | None = None) -> Run:
-        return Run(
-            config=config,
-            name=uuid.uuid4().hex,
-            origin=None if origin is None else os.path.abspath(origin),
-        )
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The values that stand beside those of the configuration."""
-        values = {"run": self.name, "origin": self.origin}
-        return {key: value for key, value in values.items() if value is not None}
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.config.to_json(), **self.names}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Run:
-        """The run of :meth:`to_json`; raises for anything else."""
-        if not isinstance(values, Mapping):
-            raise TypeError(f"a run is described by an object, not by {type(values).__name__}")
-        rest = dict(values)
-        name, origin = rest.pop("run", None), rest.pop("origin", None)
-        if not all(value is None or isinstance(value, str) for value in (name, origin)):
-            raise TypeError(f"run={name!r}, origin={origin!r} must be texts")
-        return Run(config=TrainConfig.from_json(rest), name=name, origin=origin)
+        begun = {"run": uuid.uuid4().hex, "origin": origin and os.path.abspath(origin)}
+        return Run(**vars(config) | begun)
 
 
 def saved_run(checkpoint: Path) -> Run:
@@ -254,10 +230,10 @@ def check_owner(folder: Path, run: Run, checkpoint: Path, *, or_older: bool) -> 
     others = [path for path, _ in valid_checkpoints(folder / CHECKPOINTS)] if or_older else []
     for path in (checkpoint, *others):
         saved = saved_run(path)
-        if saved.name != run.name:
+        if saved.run != run.run:
             raise ValueError(
-                f"{path} was saved by another run ({saved.name or 'without a name'}) than the one "
-                f"that {folder / CONFIG} describes ({run.name or 'without a name'}): move that "
+                f"{path} was saved by another run ({saved.run or 'without a name'}) than the one "
+                f"that {folder / CONFIG} describes ({run.run or 'without a name'}): move that "
                 f"checkpoint away, or begin a run of its own with --resume {path} --out FOLDER"
             )
 

@@ -13,10 +13,9 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -109,10 +108,8 @@ class Trainer:
         *,
         resume: Path | None = None,
         or_older: bool = False,
-        names: Mapping[str, str] = MappingProxyType({}),
         sinks: Iterable[Sink] = (),
     ) -> None:
-        """``names``: values that are written beside the configuration, the run's name."""
         if config.deterministic:
             use_deterministic_algorithms()
         torch.manual_seed(config.seed * 1_000_003 + world.rank)
@@ -139,7 +136,6 @@ class Trainer:
         self._saving: int | None = None  # the step whose save is under way
         self._unsaved: str | None = None  # the reason why the last save failed
         self.events = Events()
-        self._names = names
         self._configure(self.config)
         codec = self.parts.corpus.codec if world.first else None
         if codec is not None:  # exports and `shardwise generate` look for it there
@@ -156,7 +152,7 @@ class Trainer:
 
     def _configure(self, config: TrainConfig) -> None:
         """Take ``config`` from now on, in the run's folder and in checkpoints too (collective)."""
-        written = {**config.to_json(), **self._names}
+        written = config.to_json()
         self.config, self.store.config = config, written
         first, folder = self.world.first, self.folder
         self.world.together(lambda: write_config(folder, written) if first else None)
@@ -470,7 +466,7 @@ class Trainer:
         mesh += f", experts over ep {config.ep}" if config.ep > 1 else ""
         mesh += f" x tp {config.tp}" if config.tp > 1 else ""
         return {
-            "config": config.to_json(),
+            "config": {n: v for n, v in config.to_json().items() if n not in ("run", "origin")},
             "restarts": num_restarts(),
             "model": {
                 "parameters": self.num_parameters,

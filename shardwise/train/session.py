@@ -81,16 +81,12 @@ class Request:
 class Resolved:
     """The run that a request means on this machine."""
 
-    run: Run
+    config: Run
     folder: Path
     checkpoint: Path | None
     note: str = ""  # how config.json differs from the checkpoint
     or_older: bool = False  # whether to load an older checkpoint if this one is damaged
     free_name: bool = False  # whether the folder is the next free name, and must be new
-
-    @property
-    def config(self) -> TrainConfig:
-        return self.run.config
 
 
 def resolve(request: Request) -> Resolved:
@@ -116,8 +112,8 @@ def resolve(request: Request) -> Resolved:
         wanted = load_recipe(request.recipe).model
         _check_model(f"recipe {request.recipe!r}", wanted, saved, checkpoint or folder)
     if checkpoint is None:
-        run = Run.new(changed(saved.config, request.changes))
-        return Resolved(run=run, folder=folder, checkpoint=None)
+        config = Run.new(changed(saved, request.changes))
+        return Resolved(config=config, folder=folder, checkpoint=None)
     # A checkpoint that was named itself is the one that is meant; of a run, any that is sound.
     or_older = checkpoint.resolve() != Path(resume).resolve()
     inside = lies_in(folder, checkpoint)
@@ -127,17 +123,16 @@ def resolve(request: Request) -> Resolved:
         if inside:
             check_owner(folder, run, checkpoint, or_older=or_older)
         file = str(folder / CONFIG)
-        _check_model(file, run.config.model, saved, checkpoint, (*_SHAPE, "vocab_size"))
-        note = _edits(file, run.config, saved.config, checkpoint, request.changes)
+        _check_model(file, run.model, saved, checkpoint, (*_SHAPE, "vocab_size"))
+        note = _edits(file, run, saved, checkpoint, request.changes)
     else:
-        run = saved if inside else Run.new(saved.config, checkpoint)
-    config = changed(run.config, request.changes)
+        run = saved if inside else Run.new(saved, checkpoint)
+    run = changed(run, request.changes)
     try:
-        config.check_resume(saved.config)
+        run.check_resume(saved)
     except ValueError as error:
         raise ValueError(f"{error}; {note}" if note else str(error)) from None
-    run = dataclasses.replace(run, config=config)
-    return Resolved(run=run, folder=folder, checkpoint=checkpoint, or_older=or_older, note=note)
+    return Resolved(config=run, folder=folder, checkpoint=checkpoint, or_older=or_older, note=note)
 
 
 def _anew(request: Request, folder: Path) -> Resolved:
@@ -147,14 +142,14 @@ def _anew(request: Request, folder: Path) -> Resolved:
     if "tokenizer" not in request.changes and holds_tokens(config.data):
         # The recipe names the tokenizer of its own text.
         config = dataclasses.replace(config, tokenizer=TrainConfig.tokenizer)
-    return Resolved(run=Run.new(config), folder=folder, checkpoint=None)
+    return Resolved(config=Run.new(config), folder=folder, checkpoint=None)
 
 
 def _check_model(
-    source: str, wanted: GPTConfig, saved: Run, place: Path, names: Sequence[str] = _SHAPE
+    source: str, wanted: GPTConfig, saved: TrainConfig, place: Path, names: Sequence[str] = _SHAPE
 ) -> None:
     """Raise if ``source`` asks for another model than that of the resumed run."""
-    model = saved.config.model
+    model = saved.model
     different = [
         f"{name} {getattr(model, name)} there, {getattr(wanted, name)} here"
         for name in names
@@ -196,7 +191,7 @@ def claim(request: Request) -> tuple[Resolved, Claim]:
     try:
         resolved = resolve(dataclasses.replace(request, out=str(resolved.folder)))
         if resolved.checkpoint is None or not lies_in(resolved.folder, resolved.checkpoint):
-            write_config(resolved.folder, resolved.run.to_json())
+            write_config(resolved.folder, resolved.config.to_json())
     except BaseException:
         claimed.undo()
         raise
@@ -230,7 +225,6 @@ def train(request: Request, make_sinks: MakeSinks = lambda folder, config: ()) -
             folder,
             resume=resolved.checkpoint,
             or_older=resolved.or_older,
-            names=resolved.run.names,
             sinks=sinks,
         )
         if resolved.note:

@@ -155,7 +155,7 @@ def open_model(path: str | Path) -> tuple[nn.Module, Codec | None]:
             load_full_state_dict(model, state, strict=False)
         return model, saved_codec(place)
     checkpoint = newest_checkpoint(place)
-    config = dataclasses.replace(saved_run(checkpoint).config, init_from=None)
+    config = dataclasses.replace(saved_run(checkpoint), init_from=None)
     model = make_model(config)
     load(checkpoint, model, restore_random=False)
     return model, codec_of_run(checkpoint, config)

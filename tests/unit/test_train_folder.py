@@ -33,7 +33,7 @@ from shardwise.train.folder import (
     newest_folder,
 )
 from shardwise.train.recipes import load_recipe
-from shardwise.train.session import Request, claim, resolve
+from shardwise.train.session import Request, Resolved, claim, resolve
 
 
 def run_in(path: Path) -> Path:
@@ -49,6 +49,10 @@ def killed_in(path: Path, config: TrainConfig | None = None) -> Path:
     if config is not None:
         (path / "config.json").write_text(json.dumps(config.to_json()))
     return path
+
+
+def is_run_of(resolved: Resolved, config: TrainConfig) -> bool:
+    return config.to_json().items() <= resolved.config.to_json().items()
 
 
 def test_a_run_never_lands_in_another(tmp_path: Path) -> None:
@@ -147,7 +151,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(
     else:
         assert resolved.folder.resolve() == run
     expected = load_recipe("default" if resume is None else "smoke")
-    assert resolved.config == dataclasses.replace(expected, seed=7), "of the run that was meant"
+    assert is_run_of(resolved, dataclasses.replace(expected, seed=7)), "of the run that was meant"
     if resume is not None:
         with pytest.raises(ValueError, match=r"another model.*num_experts"):
             resolve(Request(recipe="moe_tiny", resume=resume, out="runs/default"))
@@ -161,7 +165,7 @@ def test_a_start_that_left_only_its_lock_begins_anew(here: Path) -> None:
             continue
         resolved = resolve(Request(recipe="smoke", out="run", resume=resume))
         assert (resolved.folder, resolved.checkpoint) == (Path("run"), None)
-        assert resolved.config == load_recipe("smoke")
+        assert is_run_of(resolved, load_recipe("smoke"))
     (here / "run" / "config.json").write_text('{"warp": 9}')
     with pytest.raises(ValueError, match=r"config\.json cannot be read .*'warp'.*without --resume"):
         resolve(Request(out="run", resume="latest"))
@@ -232,7 +236,7 @@ def edit(folder: str, **changes: Any) -> None:
 def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -> None:
     saved = begin("run", recipe="smoke")
     again = Request(out="run", resume="latest")
-    assert resolve(again).note == "" and resolve(again).config == load_recipe("smoke")
+    assert resolve(again).note == "" and is_run_of(resolve(again), load_recipe("smoke"))
     edit("run", lr=0.5, clip=7.0)
     for resume in ("latest", "run", str(saved)):
         found = resolve(Request(out="run", resume=resume, changes={"clip": 3.0}))
@@ -240,7 +244,7 @@ def test_what_was_changed_in_config_json_takes_effect_and_is_named(here: Path) -
         assert "run/config.json" in found.note and "step-000001" in found.note
         assert "lr=0.5 (was 0.003)" in found.note and "clip" not in found.note, "a flag was given"
     other = resolve(Request(out="other", resume=str(saved)))
-    assert other.config == load_recipe("smoke") and not other.note, "it is a run of its own"
+    assert is_run_of(other, load_recipe("smoke")) and not other.note, "it is a run of its own"
     edit("run", seed=4)
     with pytest.raises(ValueError, match=r"seed=4 \(saved: 0;.*run/config\.json differs"):
         resolve(again)
@@ -262,7 +266,7 @@ def test_a_config_json_that_no_run_can_have_is_refused(here: Path, content: str)
     with pytest.raises(ValueError, match=r"run/config\.json cannot be read .*or remove it"):
         resolve(Request(out="run", resume="latest"))
     Path("run/config.json").unlink()
-    assert resolve(Request(out="run", resume="latest")).config == load_recipe("smoke")
+    assert is_run_of(resolve(Request(out="run", resume="latest")), load_recipe("smoke"))
     os.mkfifo("run/config.json")
     with pytest.raises(ValueError, match="no regular file"):
         resolve(Request(out="run", resume="latest"))
