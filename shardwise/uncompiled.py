@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that torch.compile leaves alone: hooks that gather or count, operations of parameters at
-rest. It runs as written, between the graphs of what was compiled."""
+"""Code that torch.compile leaves alone. Hooks that gather or count, and operations of parameters at
+rest, run as written, between the graphs of what was compiled; operators run so inside a graph, each
+a node of it."""
 
 from __future__ import annotations
 
@@ -31,3 +32,28 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_frames(run)
     return functools.update_wrapper(run, hook)
+
+
+# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
+library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def operator(
+    schema: str, fake: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function an operator in graphs, of results that share no memory with its
+    inputs; ``fake`` knows their shapes. Outside of a trace the function itself is called."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=library)
+        node = getattr(torch.ops.shardwise, name).default
+
+        def call(*args: Any) -> Any:
+            return (node if torch.compiler.is_compiling() else function)(*args)
+
+        return call
+
+    return register

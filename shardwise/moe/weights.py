@@ -148,6 +148,28 @@ class ExpertTensor:
         return self.parameters[0].dtype
 
     @property
+    def coding(self) -> Coding:
+        """How the rows that meet these weights are coded (None: they are not), and whether they are
+        in the weights' gradient."""
+        first = self.parameters[0]
+        return first.quantised.coding if isinstance(first, QuantisedParameter) else (None, False)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """The second half of :attr:`coding`, for torch.compile."""
+        first = self.parameters[0]
+        return isinstance(first, QuantisedParameter) and first.codes_in_gradient
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a graph of torch.compile may bring gradients: a ``main_grad`` of the user's own
+        stands in for ``.grad``, which must stay None."""
+        return not any(
+            not hasattr(type(one), "fresh_main_grad") and hasattr(one, "main_grad")
+            for one in self.parameters
+        )
+
+    @property
     def has_main_grad(self) -> bool:
         """Whether every trained parameter has a ``main_grad`` to add gradients to."""
         return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
@@ -248,6 +270,7 @@ class QuantisedParameter:
     """Base class of parameters whose values are stored in a quantised format only."""
 
     quantised: Any
+    codes_in_gradient = False  # whether its gradient is a product of codes
 
 
 @dataclass(frozen=True)
@@ -295,14 +318,6 @@ class ExpertCodes:
 
 
 Coding = tuple[type[CodedRows] | None, bool]
-
-
-def coding_of(weight: Any) -> Coding:
-    """How the rows that meet ``weight`` are coded (None: they are not), and whether they are in its
-    gradient."""
-    if isinstance(weight, ExpertCodes):
-        return weight.rows, weight.gradient_of_codes
-    return None, False
 
 
 def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.precision.fp8 import WIDE, FP8Error, Plane
 from shardwise.precision.fp8_functions import linear_backward, product, products
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Reads
+from shardwise.uncompiled import operator
 
 
 class Named(Protocol):
@@ -56,27 +57,11 @@ def weight_of(parameter: Tensor) -> Any:
     return found
 
 
-# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
-_library = torch.library.Library("shardwise", "FRAGMENT")
-
-
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Make the decorated function an operator of pure results; ``fake`` knows their shapes."""
-
-    def register(function: Callable[..., Any]) -> None:
-        name = schema.partition("(")[0]
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
-
-    return register
-
-
 def _fake_quantise(x: Tensor, rows: bool, turned: int, rounding: str) -> fp8_block.Quantised:
     return fp8_block.empty(x, rows, turned)
 
 
-@_operator(
+@operator(
     "fp8_quantise(Tensor x, bool rows, int turned, str rounding)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_quantise,
@@ -97,7 +82,7 @@ def _fake_product(
     return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
 
 
-@_operator(
+@operator(
     "fp8_product(Tensor x, Tensor? scales, Tensor parameter, Tensor? bias, str phase,"
     " ScalarType dtype, str place) -> Tensor",
     _fake_product,
@@ -130,7 +115,7 @@ def _fake_linears(
     return [*others, *(x.new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
 
 
-@_operator(
+@operator(
     "fp8_linears(Tensor x, Tensor[] parameters, int[] counts, int turned, str rounding,"
     " ScalarType dtype) -> Tensor[]",
     _fake_linears,
@@ -174,7 +159,7 @@ def _fake_swiglu_linears(
     return _fake_linears(gate, parameters, counts, WIDE, rounding, dtype)
 
 
-@_operator(
+@operator(
     "fp8_swiglu_linears(Tensor gate, Tensor up, Tensor[] parameters, int[] counts, str rounding,"
     " ScalarType dtype) -> Tensor[]",
     _fake_swiglu_linears,
@@ -208,7 +193,7 @@ def _fake_linear_backward(
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
-@_operator(
+@operator(
     "fp8_linear_backward(Tensor[] grads, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
     " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
     _fake_linear_backward,
@@ -231,7 +216,7 @@ def _fake_decode(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-@_operator("fp8_decode(Tensor parameter) -> Tensor", _fake_decode)
+@operator("fp8_decode(Tensor parameter) -> Tensor", _fake_decode)
 def _decode(parameter: Tensor) -> Tensor:
     weight = weight_of(parameter)
     return weight.dequantise("forward", dtype=parameter.dtype)  # type: ignore[no-any-return]
