@@ -44,7 +44,7 @@ from shardwise.moe.products import (
     expert_of,
     make_products,
 )
-from shardwise.moe.weights import ExpertTensor, parts_of, rows_of, saved_by
+from shardwise.moe.weights import ExpertTensor, originals, parts_of, remember, rows_of, saved_by
 from shardwise.uncompiled import library, operator
 
 
@@ -214,6 +214,7 @@ def _graph_forward(
     coded: bool,
 ) -> tuple[Tensor, ...]:
     check_ends(ends, len(x))
+    remember(parameters)
     y, z, kept = _forward(x, p, ends, _work(x, parameters, len(ends), text))
     if coded:
         return y, z, kept.codes, kept.scales
@@ -259,6 +260,7 @@ def _graph_backward(
 ) -> list[Tensor]:
     ends = saved[4]
     assert ends is not None
+    parameters = originals(parameters, trained)
     work = _work(dy, parameters, len(ends), text)
     dx, dp, gradients = _backward(dy, list(saved), work, wants_x, wants_p)
     results = [dy.new_empty(0) if dx is None else dx, dp]

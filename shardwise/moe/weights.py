@@ -11,6 +11,7 @@ weights have been moved apart, it is a copy, made for each use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -251,6 +252,37 @@ class ExpertTensor:
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+_given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    return int(value.untyped_storage()._cdata), value.storage_offset()
+
+
+def remember(parameters: Sequence[Tensor]) -> None:
+    """Let :func:`originals` find these by any tensor in the same place."""
+    for parameter in parameters:
+        _given[_place(parameter)] = parameter
+
+
+def originals(saved: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    """The parameters that forward was given. A checkpoint saves views of them, which have no
+    ``main_grad`` and no codes."""
+    found = []
+    for value, trains in zip(saved, trained, strict=True):
+        known = value if isinstance(value, nn.Parameter) else _given.get(_place(value))
+        if known is None or _place(known) != _place(value):
+            if trains and not value.requires_grad:
+                raise RuntimeError(
+                    f"a compiled backward was given a copy of the experts' parameter of shape "
+                    f"{tuple(value.shape)}: no hook on saved tensors may move parameters; exclude "
+                    f"them, or run the experts without torch.compile"
+                )
+            known = value
+        found.append(known)
+    return found
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
