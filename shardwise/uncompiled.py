@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def skip_frames(function: Any) -> None:
@@ -38,13 +40,11 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 library = torch.library.Library("shardwise", "FRAGMENT")
 
 
-def operator(
-    schema: str, fake: Callable[..., Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
     """Make the decorated function an operator in graphs, of results that share no memory with its
     inputs; ``fake`` knows their shapes. Outside of a trace the function itself is called."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Function) -> Function:
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, function, "CompositeExplicitAutograd")
@@ -54,6 +54,6 @@ def operator(
         def call(*args: Any) -> Any:
             return (node if torch.compiler.is_compiling() else function)(*args)
 
-        return call
+        return cast(Function, call)
 
     return register

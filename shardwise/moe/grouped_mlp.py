@@ -102,7 +102,7 @@ class GroupedMLP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.choice.reset()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(
         self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision, *, delay: bool | None = None

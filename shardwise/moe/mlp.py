@@ -92,7 +92,7 @@ def _backward(
     if first[1] and second[1] and len(bundles) == 2:
         assert first[0] is not None
         dz_rows, h, dp = first[0].activation_backward(dh, z, p, work.form)
-        dz = dz_rows
+        dz: Any = dz_rows
     else:
         dz, h, dp = products.activation_backward(dh, z, p, work.form)
         h = second[0].of(h) if second[0] is not None and second[1] else h

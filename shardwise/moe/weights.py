@@ -258,7 +258,7 @@ _given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValue
 
 
 def _place(value: Tensor) -> tuple[int, int]:
-    return int(value.untyped_storage()._cdata), value.storage_offset()
+    return int(value.untyped_storage()._cdata), int(value.storage_offset())
 
 
 def remember(parameters: Sequence[Tensor]) -> None:
