@@ -181,8 +181,13 @@ def _work(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str) 
         count = 1 if grouped else num_experts
         bundles.append(ExpertTensor(parameters=tuple(rest[:count]), grouped=grouped))
         del rest[:count]
-    width = bundles[1].parameters[0].shape[-1]
-    return Work(bundles, make_products(choose_path(asked, x.shape[1], width, x)), form)
+    key = asked, x.shape[1], bundles[1].parameters[0].shape[-1], x.dtype, x.device
+    if key not in _products:
+        _products[key] = make_products(choose_path(*key[:3], x))
+    return Work(bundles, _products[key], form)
+
+
+_products: dict[tuple[Any, ...], LoopProducts] = {}
 
 
 def _fake_forward(

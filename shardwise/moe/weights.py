@@ -342,7 +342,6 @@ class ExpertCodes:
 
     shape: torch.Size  # of the weights: [experts, out, in]
     rows: type[CodedRows]  # how the other side of products is stored
-    gradient_of_codes: bool  # whether the weights' gradient is a product of such rows, too
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""

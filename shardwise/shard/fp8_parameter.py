@@ -105,10 +105,9 @@ class FP8Weight(FP8Tensor):
     def operand(self, phase: Reads) -> Any:
         """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
-        rows, in_gradient = self.coding
-        if rows is None:
+        if self.coding[0] is None:
             return self.dequantise(phase)
-        return expert_codes(self.plane(phase), self.shape, phase, in_gradient)
+        return expert_codes(self.plane(phase), self.shape, phase)
 
     @property
     def coding(self) -> Coding:
