@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that torch.compile leaves alone: hooks that gather or count, operations of parameters at
-rest. It runs as written, between the graphs of what was compiled."""
+"""Code that torch.compile leaves alone. Hooks that gather or count, and operations of parameters at
+rest, run as written, between the graphs of what was compiled; operators run so inside a graph, each
+a node of it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def skip_frames(function: Any) -> None:
@@ -31,3 +34,26 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_frames(run)
     return functools.update_wrapper(run, hook)
+
+
+# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
+library = torch.library.Library("shardwise", "FRAGMENT")
+
+
+def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Make the decorated function an operator in graphs, of results that share no memory with its
+    inputs; ``fake`` knows their shapes. Outside of a trace the function itself is called."""
+
+    def register(function: Function) -> Function:
+        name = schema.partition("(")[0]
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardwise::{name}", fake, lib=library)
+        node = getattr(torch.ops.shardwise, name).default
+
+        def call(*args: Any) -> Any:
+            return (node if torch.compiler.is_compiling() else function)(*args)
+
+        return cast(Function, call)
+
+    return register

@@ -189,15 +189,16 @@ class Block(nn.Module):
         return hidden, self.call_norm(self.feed_forward_norm, hidden)
 
     def compile_forward(self, **options: Any) -> None:
-        """Run forward through ``torch.compile``; of a block with experts, the part before them,
-        the router's choice and the shared expert.
+        """Run forward through ``torch.compile``; where experts are spread over ranks, the part
+        before them, the router's choice and the shared expert.
 
         Only the function is compiled, not the module: hooks of sharding run around it as ever, and
         the names of parameters stay.
         """
-        if isinstance(self.feed_forward, MixtureOfExperts):
+        mixture = self.feed_forward
+        if isinstance(mixture, MixtureOfExperts) and mixture.axis is not None:
             self.attend = torch.compile(self.attend, **options)  # type: ignore[method-assign]
-            self.feed_forward.compile_parts(**options)
+            mixture.compile_parts(**options)
         else:
             self.forward = torch.compile(self.forward, **options)  # type: ignore[method-assign]
 

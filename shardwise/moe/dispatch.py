@@ -44,6 +44,7 @@ from shardwise.agreement import differ
 from shardwise.kernels import has_triton
 from shardwise.moe.router import Routes
 from shardwise.streams import Lanes
+from shardwise.uncompiled import operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,6 +366,13 @@ class _Place(torch.autograd.Function):
         return grad.index_select(0, order), None, None
 
 
+def _fake_sums(rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
+    return rows.new_empty(num_slots // choices, *rows.shape[1:])
+
+
+@operator(
+    "expert_sums(Tensor rows, Tensor order, int choices, int num_slots) -> Tensor", _fake_sums
+)
 def _sums(rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
     """The sum of the rows of each token [tokens, ...], in the order of its choices."""
     narrow = rows.dim() == 2 and rows.itemsize <= 4

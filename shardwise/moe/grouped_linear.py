@@ -34,6 +34,7 @@ from shardwise.moe.products import (
     ProductChoice,
     Rows,
     apply,
+    check_ends,
     check_inputs,
     check_sizes,
     compute_dtype,
@@ -46,7 +47,6 @@ from shardwise.moe.weights import (
     WriteGradient,
     as_neighbours,
     as_one,
-    coding_of,
     declare_matrices,
     parts_of,
     rows_of,
@@ -215,6 +215,8 @@ class GroupedLinear(nn.Module):
         """x [rows, in] sorted by expert, ends [experts] int32 -> [rows, out]."""
         bundles = [self.experts(name) for name in self.layouts]
         check_inputs(x, ends, bundles, self.num_experts, self.in_features)
+        if not torch.compiler.is_compiling():
+            check_ends(ends, len(x))
         delayed = self.delayed if self.delay_weight_gradient else None
         inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
         if delayed is not None:
@@ -367,7 +369,7 @@ class _Linear(torch.autograd.Function):
         dtype = compute_dtype(x)
         rows = x.to(dtype).contiguous()
         weight = bundles[0].value(dtype)
-        coding = coding_of(weight)
+        coding = bundles[0].coding
         coded = rows if coding[0] is None else coding[0].of(rows)
         y = products.linear(coded, weight, ends)
         if len(bundles) > 1:
@@ -376,14 +378,13 @@ class _Linear(torch.autograd.Function):
         kept = parts_of(coded if coding[1] else rows)
         ctx.save_for_backward(*kept, ends, *parameters)  # parameters: to detect in-place changes
         ctx.bundles, ctx.products, ctx.delayed, ctx.x_dtype = bundles, products, delayed, x.dtype
-        ctx.coding = coding
         return y
 
     @staticmethod
     @once_differentiable  # a second derivative would be silently incomplete
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         kept, scales, ends, *_ = saved_by(ctx)
-        bundles, products, coding = ctx.bundles, ctx.products, ctx.coding
+        bundles, products, coding = ctx.bundles, ctx.products, ctx.bundles[0].coding
         dy = dy.contiguous()
         coded = dy if coding[0] is None else coding[0].of(dy)
         dx = None

@@ -1,51 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forwards of all experts at once: two grouped products around an activation.
+"""The feed-forwards of all experts at once: two grouped products around an activation (``mlp.py``).
 
-    z = x·W1ᵀ + b1          kept (with x) for backward
-    h = act(z)·p            p: the router's weight of each row, fp32
-    y = h·W2ᵀ + p·b2
-
-    backward   dh = dy·W2         dz, h, dp  from one pass over dh and z
-               dx = dz·W1         dW1 = dzᵀ·x    dW2 = dyᵀ·h    db1 = Σ dz    db2 = Σ p·dy
-
-``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that reads z computes it
-again. On every path the module is one autograd node, over the Parameter objects that its two
-linears have at the time of the forward.
+On every path the module is one autograd node, over the Parameter objects that its two linears have
+at the time of the forward; in a graph of torch.compile it is one operator.
 """
-# mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shardwise import comm
-from shardwise.moe.activation import Activation, wide
+from shardwise.moe.activation import Activation
 from shardwise.moe.delayed import DelayedGradients
-from shardwise.moe.grouped_linear import (
-    GateUpLinear,
-    GroupedLinear,
-    LayoutName,
-    bias_writer,
-    weight_writer,
-)
+from shardwise.moe.grouped_linear import GateUpLinear, GroupedLinear, LayoutName
+from shardwise.moe.mlp import MLP, Work, described, graph_mlp
 from shardwise.moe.products import (
     Form,
-    LoopProducts,
     PathName,
     ProductChoice,
-    Rows,
     apply,
+    check_ends,
     check_inputs,
     check_sizes,
     compute_dtype,
-    expert_of,
 )
-from shardwise.moe.weights import ExpertTensor, coding_of, parts_of, rows_of, saved_by
+from shardwise.moe.weights import ExpertTensor
 
 
 class FullPrecision:
@@ -120,7 +102,7 @@ class GroupedMLP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.choice.reset()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(
         self, x: Tensor, ends: Tensor, p: Tensor | FullPrecision, *, delay: bool | None = None
@@ -144,15 +126,21 @@ class GroupedMLP(nn.Module):
                 f"router weights of shape {list(p.shape)} and {p.dtype}: expected [{len(x)}] of "
                 f"torch.float32, one per row (FullPrecision(p), where a policy casts inputs)"
             )
-        products = self.choice.products(x)
         delays = self.delay_weight_gradient if delay is None else delay
-        delayed = self.delayed if delays else None
-        inputs = [parameter for bundle in bundles for parameter in bundle.parameters]
-        if delayed is not None:
-            inputs = [delayed.anchor(x, self)]
         form = Form(self.activation, self.gate_up_block)
-        spec = _Spec(bundles, products, form, delayed)
-        return apply(_MLP, x, p.contiguous(), ends.contiguous(), spec, *inputs)  # type: ignore[no-any-return]
+        p, ends = p.contiguous(), ends.contiguous()
+        parameters = [parameter for bundle in bundles for parameter in bundle.parameters]
+        compiling = torch.compiler.is_compiling()
+        if compiling and not delays and all(bundle.in_graphs for bundle in bundles):
+            rows = x.to(compute_dtype(x)).contiguous()
+            text = described(self.choice.asked, form, bundles)
+            return graph_mlp(rows, p, ends, parameters, text, bundles[0].keeps_codes)
+        if not compiling:
+            check_ends(ends, len(x))
+        delayed = self.delayed if delays else None
+        inputs = parameters if delayed is None else [delayed.anchor(x, self)]
+        work = Work(bundles, self.choice.products(x), form, delayed)
+        return apply(MLP, x, p, ends, work, *inputs)  # type: ignore[no-any-return]
 
     @property
     def ep(self) -> int:
@@ -188,91 +176,3 @@ class GroupedMLP(nn.Module):
         """Compute the delayed weight gradients of the backwards so far: second linear, then first,
         then each parameter's completion once."""
         self.delayed.compute()
-
-
-@dataclass(frozen=True, eq=False)
-class _Spec:
-    """The inputs of a node that are not tensors."""
-
-    bundles: list[ExpertTensor]
-    products: LoopProducts
-    form: Form
-    delayed: DelayedGradients | None
-
-
-class _MLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, p: Tensor, ends: Tensor, spec: _Spec, *inputs: Tensor
-    ) -> Tensor:
-        dtype = compute_dtype(x)
-        rows = x.to(dtype).contiguous()
-        w1, w2, *biases = (bundle.value(dtype) for bundle in spec.bundles)
-        first, second = coding_of(w1), coding_of(w2)
-        coded: Rows = rows if first[0] is None else first[0].of(rows)
-        if first[0] and second[0] and not biases:
-            z = spec.products.linear(coded, w1, ends)
-            h: Rows = second[0].activated(z, p, spec.form)
-        else:
-            b1 = biases[0] if biases else None
-            z, h = spec.products.activated(coded, w1, b1, p, ends, spec.form)
-        y = spec.products.linear(h, w2, ends)
-        if biases:
-            y, b2 = wide(y), wide(biases[1][expert_of(ends, len(rows))])
-            y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(dtype)
-        # The parameters are saved only to detect in-place changes; backward reads the bundles.
-        parameters = [parameter for bundle in spec.bundles for parameter in bundle.parameters]
-        ctx.save_for_backward(*parts_of(coded if first[1] else rows), z, p, ends, *parameters)
-        ctx.spec, ctx.x_dtype, ctx.codings = spec, x.dtype, (first, second)
-        return y
-
-    @staticmethod
-    @once_differentiable  # a second derivative would be silently incomplete
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        kept, scales, z, p, ends, *_ = saved_by(ctx)
-        ctx.maybe_clear_saved_tensors()  # frees z after its last read, unless the graph is retained
-        spec: _Spec = ctx.spec
-        products, bundles = spec.products, spec.bundles
-        first, second = ctx.codings
-        dy = dy.contiguous()
-        dy_rows = dy if second[0] is None else second[0].of(dy)
-        dh = products.input_gradient(dy_rows, bundles[1].value(dy.dtype, "backward"), ends)
-        h: Rows
-        if first[1] and second[1] and len(bundles) == 2:
-            dz_rows, h, dp = first[0].activation_backward(dh, z, p, spec.form)
-            dz = dz_rows
-        else:
-            dz, h, dp = products.activation_backward(dh, z, p, spec.form)
-            h = second[0].of(h) if second[1] else h
-            dz_rows = dz if first[0] is None else first[0].of(dz)
-        del dh, z
-        if len(bundles) == 4 and ctx.needs_input_grad[1]:
-            b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(dy))]
-            dp = dp + (wide(dy) * wide(b2)).sum(-1)
-        dp = dp.to(p.dtype)
-        rows = rows_of(kept, scales, first)
-        left2, left1 = dy_rows if second[1] else dy, dz_rows if first[1] else dz
-        pending = [
-            (bundles[1], weight_writer(products, left2, h, ends, bundles[1].dtype)),
-            (bundles[0], weight_writer(products, left1, rows, ends, bundles[0].dtype)),
-        ]
-        if len(bundles) == 4:
-            pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
-            pending.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
-        gradients: dict[int, list[Tensor | None]] = {}
-        if spec.delayed is None:
-            # The second linear's gradients first: then dy and h are no longer needed.
-            for bundle, write in pending[: len(pending) // 2]:
-                gradients[id(bundle)] = bundle.gradients(write)
-            del pending[: len(pending) // 2], h
-        dx = None
-        if ctx.needs_input_grad[0]:
-            w1 = bundles[0].value(dy.dtype, "backward")
-            dx = products.input_gradient(dz_rows, w1, ends).to(ctx.x_dtype)
-        if spec.delayed is not None:
-            spec.delayed.delay(pending)
-            return dx, dp, None, None, None
-        for bundle, write in pending:
-            gradients[id(bundle)] = bundle.gradients(write)
-        flat = [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
-        return dx, dp, None, None, *flat

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from shardwise import comm
 from shardwise.moe.activation import Activation
@@ -82,7 +83,8 @@ class MixtureOfExperts(nn.Module):
         self.experts.spread(rank * local, local, axis)
 
     def compile_parts(self, **options: Any) -> None:
-        """Run what is neither a grouped product nor a move of rows through ``torch.compile``."""
+        """Run what is neither a grouped product nor a move of rows through ``torch.compile``, where
+        experts are spread. Else the layer may be compiled whole."""
         self.router.compile_parts(**options)
         if self.shared is not None:
             self.shared.forward = torch.compile(self.shared.forward, **options)
@@ -108,6 +110,12 @@ class MixtureOfExperts(nn.Module):
             linear.draw(scale * linear.in_features**-0.5, given)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Routes]:
+        call = MixtureOfExperts._compute
+        if self.axis is not None and torch.compiler.is_compiling():
+            call = _between_graphs
+        return call(self, hidden)
+
+    def _compute(self, hidden: Tensor) -> tuple[Tensor, Routes]:
         width = self.router.weight.shape[-1]
         if hidden.dim() < 2 or hidden.shape[-1] != width:
             raise ValueError(
@@ -135,6 +143,11 @@ class MixtureOfExperts(nn.Module):
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients that no exchange has overlapped with."""
         self.experts.backward_dw()
+
+
+# Spread experts are a unit of their own, whose hooks gather and release weights, and how many rows
+# ranks exchange is known when they do.
+_between_graphs = _disable_dynamo(MixtureOfExperts._compute)
 
 
 def _check_axis(what: str, axis: Any) -> None:

@@ -267,9 +267,15 @@ def check_sizes(owner: str, **sizes: int) -> None:
 def check_inputs(
     x: Tensor, ends: Tensor, bundles: list[ExpertTensor], num_experts: int, in_features: int
 ) -> None:
-    """Raise for rows, ends or parameters that a forward can't use."""
+    """Raise for rows, ends or parameters that a forward can't use; see :func:`check_ends` too."""
     _check_rows(x, in_features)
-    _check_ends(ends, num_experts, len(x))
+    if not isinstance(ends, Tensor):
+        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
+    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
+        raise ValueError(
+            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
+            f"[{num_experts}] of torch.int32, where each expert's rows end"
+        )
     _check_parameters(x, bundles, num_experts)
 
 
@@ -282,15 +288,8 @@ def _check_rows(x: Tensor, in_features: int) -> None:
         )
 
 
-def _check_ends(ends: Tensor, num_experts: int, num_rows: int) -> None:
+def check_ends(ends: Tensor, num_rows: int) -> None:
     """Raise where counts do not add up to the rows; a device checks this without a wait."""
-    if not isinstance(ends, Tensor):
-        raise ValueError(f"ends={ends!r}: give a tensor [{num_experts}] of torch.int32")
-    if ends.shape != (num_experts,) or ends.dtype != torch.int32:
-        raise ValueError(
-            f"ends has shape {list(ends.shape)} and dtype {ends.dtype}; {num_experts} experts need "
-            f"[{num_experts}] of torch.int32, where each expert's rows end"
-        )
     if ends.device.type == "cpu":
         values = ends.tolist()
         if values[-1] != num_rows or values != sorted(values) or values[0] < 0:
@@ -340,16 +339,16 @@ def autocasts(x: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], x: Tensor, *rest: Any) -> Any:
-    """The output of an autograd function. torch.compile does not trace into it on the CPU: there a
-    traced grouped product takes only bf16, and the loop reads counts."""
-    if torch.compiler.is_compiling() and x.device.type == "cpu":
-        return _untraced(function, x, *rest)
-    return function.apply(x, *rest)  # type: ignore[no-untyped-call]
+    """The output of an autograd function, which runs between the graphs of torch.compile."""
+    call = _untraced if torch.compiler.is_compiling() else _call
+    return call(function, x, *rest)
 
 
-@_disable_dynamo
-def _untraced(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+def _call(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     return function.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+_untraced = _disable_dynamo(_call)
 
 
 class ProductChoice:

@@ -22,6 +22,7 @@ the whole batch, and the bias is the same on every rank. The host never waits fo
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import comm
 from shardwise.mesh import Ranks
 from shardwise.moe.activation import wide
+from shardwise.uncompiled import operator
 from shardwise.words import bound_problems, choice_problems
 
 
@@ -143,7 +145,8 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.routing, self.axis = routing, axis
+        self.routing = routing
+        self.axis = axis
         self.choose, self.losses = choose, losses
         self.weight = nn.Parameter(
             torch.empty(routing.num_experts, hidden, device=device, dtype=dtype)
@@ -156,6 +159,18 @@ class Router(nn.Module):
         self.register_buffer("load", zeros, persistent=False)
         self.register_buffer("dropped", zeros[:1].clone(), persistent=False)
         self.reset_parameters()
+
+    @property
+    def axis(self) -> comm.Axis | None:
+        """The ranks that have tokens of one batch; None: this rank alone."""
+        return self._axis
+
+    @axis.setter
+    def axis(self, axis: comm.Axis | None) -> None:
+        self._axis, self._axis_name = axis, ""
+        if axis is not None:
+            self._axis_name = f"{axis.name} {id(axis)}"
+            _axes[self._axis_name] = axis
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
@@ -200,9 +215,9 @@ class Router(nn.Module):
             weights = weights * kept
             counts = wanted.clamp_max(capacity)
         dropped = (wanted - counts).sum()
-        if self.training and torch.is_grad_enabled() and not _recomputing():
-            self.load += wanted
-            self.dropped += dropped
+        if self.training and torch.is_grad_enabled():
+            self.load += _first_time(wanted)
+            self.dropped += _first_time(dropped)
         return Routes(
             experts=chosen,
             weights=weights,
@@ -216,8 +231,8 @@ class Router(nn.Module):
     def _total(self, wanted: Tensor, logits: Tensor) -> Tensor:
         """The choices of each expert [experts] on all ranks that have tokens of the batch."""
         total = wanted.to(logits.dtype)
-        if self.routing.balance_loss and self.axis is not None:
-            comm.all_reduce(total, self.axis).wait()  # on ranks without tokens too
+        if self.routing.balance_loss and self._axis_name:
+            return _sum_over(total, self._axis_name)  # on ranks without tokens too
         return total
 
     def tally(self) -> Tensor:
@@ -252,6 +267,27 @@ class Router(nn.Module):
         """Reset the counts."""
         self.load.zero_()
         self.dropped.zero_()
+
+
+_axes: weakref.WeakValueDictionary[str, comm.Axis] = weakref.WeakValueDictionary()
+
+
+@operator(
+    "sum_over(Tensor counts, str axis) -> Tensor",
+    lambda counts, axis: counts.new_empty(counts.shape),
+)
+def _sum_over(counts: Tensor, axis: str) -> Tensor:
+    """The sum over the ranks of an axis, which has a name in graphs."""
+    total = counts.clone()
+    comm.all_reduce(total, _axes[axis]).wait()
+    return total
+
+
+@operator("first_time(Tensor counts) -> Tensor", torch.empty_like)
+def _first_time(counts: Tensor) -> Tensor:
+    """``counts``; zeros where a forward runs inside a backward, so that they have been counted."""
+    recomputing = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch.zeros_like(counts) if recomputing else counts.clone()
 
 
 def logits_of(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -291,10 +327,15 @@ class _Logits(torch.autograd.Function):
         return of_tokens, (high + low).to(weight.dtype)
 
 
+def _fake_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+@operator("wide_product(Tensor a, Tensor b) -> Tensor", _fake_product)
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in fp32 of bf16 factors."""
     if a.is_meta:  # a plan, which has no values; torch 2.11 has no such product on that device
-        return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+        return _fake_product(a, b)
     return torch.mm(a, b, out_dtype=torch.float32)  # type: ignore[no-any-return, call-overload]
 
 
@@ -329,7 +370,7 @@ def losses(
     """The sum of the losses; ``total`` [experts]: choices on all ranks, for the balance."""
     loss = logits.new_zeros(())
     if len(logits) == 0:
-        return loss + 0 * logits.sum()
+        return loss + 0 * (logits.sum() + total.sum())  # a graph drops what it does not need
     if routing.balance_loss:
         shares = total / total.sum().clamp_min(1)
         loss = loss + routing.balance_loss * unevenness(scores, shares)
@@ -363,11 +404,6 @@ def _in_best_groups(ranked: Tensor, groups: int, kept: int) -> Tensor:
     outside = torch.ones_like(best, dtype=torch.bool)
     outside.scatter_(-1, best.topk(kept, -1).indices, False)
     return parts.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
-
-
-def _recomputing() -> bool:
-    """Whether a forward runs inside a backward, so that its choices have been counted."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined,no-any-return]
 
 
 def _count(chosen: Tensor, num_experts: int) -> Tensor:

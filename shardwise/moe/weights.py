@@ -11,6 +11,7 @@ weights have been moved apart, it is a copy, made for each use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -148,6 +149,28 @@ class ExpertTensor:
         return self.parameters[0].dtype
 
     @property
+    def coding(self) -> Coding:
+        """How the rows that meet these weights are coded (None: they are not), and whether they are
+        in the weights' gradient."""
+        first = self.parameters[0]
+        return first.quantised.coding if isinstance(first, QuantisedParameter) else (None, False)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """The second half of :attr:`coding`, for torch.compile."""
+        first = self.parameters[0]
+        return isinstance(first, QuantisedParameter) and first.codes_in_gradient
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a graph of torch.compile may bring gradients: a ``main_grad`` of the user's own
+        stands in for ``.grad``, which must stay None."""
+        return not any(
+            not hasattr(type(one), "fresh_main_grad") and hasattr(one, "main_grad")
+            for one in self.parameters
+        )
+
+    @property
     def has_main_grad(self) -> bool:
         """Whether every trained parameter has a ``main_grad`` to add gradients to."""
         return all(_offers_main_grad(p) for p in self.parameters if p.requires_grad)
@@ -231,6 +254,37 @@ class ExpertTensor:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
+_given: weakref.WeakValueDictionary[tuple[int, int], Tensor] = weakref.WeakValueDictionary()
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    return int(value.untyped_storage()._cdata), int(value.storage_offset())
+
+
+def remember(parameters: Sequence[Tensor]) -> None:
+    """Let :func:`originals` find these by any tensor in the same place."""
+    for parameter in parameters:
+        _given[_place(parameter)] = parameter
+
+
+def originals(saved: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    """The parameters that forward was given. A checkpoint saves views of them, which have no
+    ``main_grad`` and no codes."""
+    found = []
+    for value, trains in zip(saved, trained, strict=True):
+        known = value if isinstance(value, nn.Parameter) else _given.get(_place(value))
+        if known is None or _place(known) != _place(value):
+            if trains and not value.requires_grad:
+                raise RuntimeError(
+                    f"a compiled backward was given a copy of the experts' parameter of shape "
+                    f"{tuple(value.shape)}: no hook on saved tensors may move parameters; exclude "
+                    f"them, or run the experts without torch.compile"
+                )
+            known = value
+        found.append(known)
+    return found
+
+
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
     """The tensors that a node saved; raises where one of them changed in place."""
     try:
@@ -248,6 +302,7 @@ class QuantisedParameter:
     """Base class of parameters whose values are stored in a quantised format only."""
 
     quantised: Any
+    codes_in_gradient = False  # whether its gradient is a product of codes
 
 
 @dataclass(frozen=True)
@@ -287,7 +342,6 @@ class ExpertCodes:
 
     shape: torch.Size  # of the weights: [experts, out, in]
     rows: type[CodedRows]  # how the other side of products is stored
-    gradient_of_codes: bool  # whether the weights' gradient is a product of such rows, too
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
         """``x·Wᵀ`` of rows that are sorted by expert; in backward ``x·W``."""
@@ -295,14 +349,6 @@ class ExpertCodes:
 
 
 Coding = tuple[type[CodedRows] | None, bool]
-
-
-def coding_of(weight: Any) -> Coding:
-    """How the rows that meet ``weight`` are coded (None: they are not), and whether they are in its
-    gradient."""
-    if isinstance(weight, ExpertCodes):
-        return weight.rows, weight.gradient_of_codes
-    return None, False
 
 
 def parts_of(rows: Tensor | CodedRows) -> tuple[Tensor, Tensor | None]:

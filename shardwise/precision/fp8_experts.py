@@ -128,7 +128,6 @@ class BlockExperts(ExpertCodes):
     shape: torch.Size
     codes: Tensor  # uint8 [experts, n, k]; k is summed over
     scales: Tensor  # fp32 [experts]
-    gradient_of_codes: bool = True
     rows: type[CodedRows] = Rows
 
     def product(self, x: Tensor | CodedRows, ends: Tensor) -> Tensor:
@@ -151,9 +150,7 @@ class BlockExperts(ExpertCodes):
         return torch.cat(parts).to(x.dtype)
 
 
-def expert_codes(
-    plane: Plane, shape: torch.Size, phase: Reads, gradient_of_codes: bool = True
-) -> BlockExperts:
+def expert_codes(plane: Plane, shape: torch.Size, phase: Reads) -> BlockExperts:
     """The weights of a plane of a stack [experts, out, in], as the product of ``phase`` reads
     them."""
     experts, rows, columns = shape
@@ -169,7 +166,6 @@ def expert_codes(
         shape=shape,
         codes=codes,
         scales=scales[:, 0, 0].contiguous(),
-        gradient_of_codes=gradient_of_codes,
     )
 
 

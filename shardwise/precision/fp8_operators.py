@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from shardwise.precision import fp8_block
 from shardwise.precision.fp8 import WIDE, FP8Error
 from shardwise.precision.fp8_functions import linear_backward, product, products
+from shardwise.uncompiled import operator
 
 _weights: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -41,24 +41,7 @@ def weight_of(parameter: Tensor) -> Any:
     return found
 
 
-# Not ``torch.library.custom_op``, which takes the host three times as long for each call.
-_library = torch.library.Library("shardwise", "FRAGMENT")
-
-
-def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Make the decorated function an operator of pure results, with the types of the schema;
-    ``fake`` knows their shapes."""
-
-    def register(function: Callable[..., Any]) -> None:
-        name = schema.partition("(")[0]
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"shardwise::{name}", fake, lib=_library)
-
-    return register
-
-
-@_operator(
+@operator(
     "fp8_quantise(Tensor x, bool rows, int turned, str rounding)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda x, rows, turned, rounding: fp8_block.empty(x, rows, turned),
@@ -71,7 +54,7 @@ def _fake_product(x, scales, parameter, bias, phase, dtype, place) -> Any:
     return x.new_empty(x.shape[0], parameter.shape[0 if phase == "forward" else 1], dtype=dtype)
 
 
-@_operator(
+@operator(
     "fp8_product(Tensor x, Tensor? scales, Tensor parameter, Tensor? bias, str phase,"
     " ScalarType dtype, str place) -> Tensor",
     _fake_product,
@@ -89,7 +72,7 @@ def _fake_linears(x, parameters, counts, turned, rounding, dtype) -> list[Tensor
     return [*others, *(x.new_empty(codes.shape[0], width, dtype=dtype) for width in widths)]
 
 
-@_operator(
+@operator(
     "fp8_linears(Tensor x, Tensor[] parameters, int[] counts, int turned, str rounding,"
     " ScalarType dtype) -> Tensor[]",
     _fake_linears,
@@ -109,7 +92,7 @@ def _multiplied(quantised, parameters, counts, dtype) -> Any:
     return results
 
 
-@_operator(
+@operator(
     "fp8_swiglu_linears(Tensor gate, Tensor up, Tensor[] parameters, int[] counts, str rounding,"
     " ScalarType dtype) -> Tensor[]",
     lambda gate, up, parameters, counts, *rest: _fake_linears(
@@ -130,7 +113,7 @@ def _fake_linear_backward(
     return of_x, grad.new_empty(shape, dtype=None if x is None else dtype)
 
 
-@_operator(
+@operator(
     "fp8_linear_backward(Tensor[] grads, Tensor[] parameters, Tensor? x, Tensor? x_scales,"
     " bool wants_x, str rounding, ScalarType? dtype, str place) -> (Tensor, Tensor)",
     _fake_linear_backward,
@@ -140,7 +123,7 @@ def _linear_backward(grads, parameters, x, x_scales, wants_x, rounding, dtype, p
     return linear_backward(grads, weights, x, x_scales, wants_x, rounding, dtype)
 
 
-@_operator(
+@operator(
     "fp8_decode(Tensor parameter) -> Tensor",
     lambda p: torch.empty(p.shape, dtype=p.dtype, device=p.device),
 )

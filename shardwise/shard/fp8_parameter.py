@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.moe.weights import QuantisedParameter
+from shardwise.moe.weights import Coding, QuantisedParameter
 from shardwise.precision import fp8_operators
 from shardwise.precision.fp8 import Block, FP8Error, Plane
-from shardwise.precision.fp8_experts import expert_codes
+from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_functions import (
     DECODED,
     Recipe,
@@ -105,11 +105,17 @@ class FP8Weight(FP8Tensor):
     def operand(self, phase: Reads) -> Any:
         """The operand of grouped products: the codes of a stack where its products are in fp8,
         else decoded values."""
+        if self.coding[0] is None:
+            return self.dequantise(phase)
+        return expert_codes(self.plane(phase), self.shape, phase)
+
+    @property
+    def coding(self) -> Coding:
+        """How rows that meet a stack are coded, and whether they are in its gradient."""
         recipe = self.group.precision.recipe
         if len(self.shape) < 3 or recipe.activations is None:
-            return self.dequantise(phase)
-        in_fp8 = recipe.weight_gradient == "fp8"
-        return expert_codes(self.plane(phase), self.shape, phase, in_fp8)
+            return None, False
+        return Rows, recipe.weight_gradient == "fp8"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and save as a plain ``FP8Tensor`` of the planes that are gathered, which belongs
@@ -165,6 +171,7 @@ class FP8Parameter(WholeParameter, QuantisedParameter):
     ) -> FP8Parameter:
         parameter = FP8Parameter(torch.empty(0, device=device), requires_grad=requires_grad)
         parameter.quantised, parameter.recipe = weight, recipe
+        parameter.codes_in_gradient = weight.coding[1]
         return parameter
 
     def show(self, memory: Tensor) -> None:

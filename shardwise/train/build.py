@@ -160,12 +160,12 @@ def build_model(config: TrainConfig, world: World) -> nn.Module:
         model = make_model(config)
     if config.module is not None:
         model.to(world.device)
-    if config.compiles(world.device.type):
-        model.compile()
     if config.tp > 1:
         assert isinstance(model, GPT)
         cut_over(model, mesh["tp"])
     spread_experts(model, config, world, options)
+    if config.compiles(world.device.type):
+        model.compile()
     for unit in wrap_units(model):
         fully_shard(unit, mesh=mesh, **options)
     stored = precision_report(model)

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import shardwise as sw
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.moe import GroupedMLP, mixtures_of, swiglu
 from tests.cases import pairwise
 from tests.models import PRECISIONS, ZERO, Model, loss_of, make_model, mesh_of, tokens
 from tests.parity import mxfp8_helpers as fp8
@@ -125,3 +128,89 @@ def test_blocks_in_fp8_are_one_graph_and_compute_the_same_bits(
     assert len(graphs) == 2, "one for training and one for evaluation, for all layers"
     nodes = [str(node.target) for node in graphs[0].graph.nodes]
     assert not any("fp8_decode" in name for name in nodes)
+
+
+EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "every option": (
+        sw.Precision(weights="bf16", reduce="fp32"),
+        {
+            "expert_layout": "indexed",
+            "gate_up_block": 8,
+            "expert_biases": True,
+            "expert_activation": "clamped_quick_geglu",
+            "capacity_factor": 1.0,
+            "drop": "unlikely",
+            "recompute": "block",
+        },
+    ),
+    "fp8": (sw.Precision(weights="fp8_block", reduce="fp32"), {"recompute": "block"}),
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@on_ranks(2, timeout=240)
+def test_blocks_with_experts_are_one_graph_and_compute_the_same_bits(
+    rank: int, world_size: int, kind: str
+) -> None:
+    """Router, rows to experts, grouped products and rows back; weight gradients in ``main_grad``,
+    choices counted once where blocks are computed again."""
+    torch._dynamo.reset()
+    precision, changes = EXPERTS[kind]
+    width = 128 if kind == "fp8" else 32
+    config = GPTConfig(
+        dim=width, num_layers=2, num_heads=2, context=16, vocab_size=64, num_experts=4,
+        experts_per_token=2, expert_hidden_dim=width, shared_hidden_dim=16, hidden_dim=64,
+        balance_coefficient=0.01, z_coefficient=0.001, bias_rate=0.001, **changes,
+    )  # fmt: skip
+    mesh, runs, count = mesh_of(world_size), [], CompileCounterWithBackend("aot_eager")
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = GPT(config)
+        for block in model.blocks:
+            block.feed_forward.spread(None, sw.comm.as_axis(mesh.get_group()))  # type: ignore[operator, union-attr]
+            if compiled:
+                block.compile_forward(backend=count, fullgraph=True, dynamic=False)  # type: ignore[operator]
+        for unit in (*model.blocks, model):
+            sw.fully_shard(unit, mesh=mesh, placements=sw.zero(3), precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(4):
+            words = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(step))
+            loss = model(words.roll(rank), words)
+            loss.backward()
+            found.append(loss.detach())
+            if step % 2:
+                found += [parameter.grad.to_local().clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+        found += [mixture.router.load.clone() for mixture in mixtures_of(model)]
+        runs.append(found)
+    assert count.frame_count == 1, "for all blocks"
+    assert all(map(torch.equal, *runs))
+    assert runs[0][-1].sum() == 4 * 2 * 16 * 2
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedMLP(4, 8, 8, activation=swiglu())
+
+    def forward(self, x: Tensor, ends: Tensor, p: Tensor) -> Tensor:
+        return self.experts(x, ends, p) + self.experts(x, ends, p)  # type: ignore[no-any-return]
+
+
+@on_ranks(1)
+def test_experts_called_twice_with_one_x_bring_two_gradients(rank: int, world_size: int) -> None:
+    """Though a graph computes equal things once, and ``main_grad`` is none of its results."""
+    torch._dynamo.reset()
+    found = []
+    for backend in (None, "aot_eager_decomp_partition"):
+        torch.manual_seed(0)
+        net = Twice()
+        if backend is not None:
+            net.forward = torch.compile(net.forward, backend=backend, fullgraph=True)  # type: ignore[method-assign]
+        sw.fully_shard(net, mesh=mesh_of(world_size), placements=sw.zero(3))
+        x, ends = torch.ones(8, 8, requires_grad=True), torch.tensor([2, 4, 6, 8]).int()
+        net(x, ends, torch.ones(8)).sum().backward()
+        found.append([parameter.grad.to_local() for parameter in net.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *found))

@@ -16,7 +16,7 @@ from shardwise import comm
 from shardwise.moe import GroupedMLP, MixtureOfExperts, Routing, swiglu
 from shardwise.moe.weights import ExpertTensor
 from shardwise.precision.fp8 import SQUARE_128, encode
-from shardwise.precision.fp8_experts import expert_codes
+from shardwise.precision.fp8_experts import Rows, expert_codes
 from shardwise.precision.fp8_tensor import FP8Tensor
 from tests.ranks import run_ranks
 
@@ -47,6 +47,10 @@ class CodesAtUse(ExpertTensor):
         high = value.reshape(-1, value.shape[-1])
         (plane,) = encode(high, (SQUARE_128,), sharing=len(value))
         return expert_codes(plane, value.shape, phase)
+
+    @property
+    def coding(self) -> Any:
+        return (Rows, True) if self.grouped and self.parameters[0].dim() == 3 else (None, False)
 
 
 AT_USE: dict[str, type[ExpertTensor]] = {"mxfp8_rowcol": AtUse, "fp8_block": CodesAtUse}

@@ -227,20 +227,30 @@ def test_a_linear_and_a_router_compute_float64_in_float64() -> None:
 # ------------------------------------------------------------------------------ torch.compile
 
 
-@pytest.mark.parametrize("module", ["mlp", "linear", "layer"])
+@pytest.mark.parametrize("module", ["mlp", "layer", "linear", "delayed"])
 def test_experts_compile_on_the_cpu_in_fp32(module: str) -> None:
+    """The last two between graphs."""
     torch._dynamo.reset()
     layer = mixture()
-    made: Any = {"mlp": layer.experts, "linear": layer.experts.fc1, "layer": layer}[module]
-    x = torch.randn(20, 8, requires_grad=True)
-    inputs = {"mlp": (x, ENDS, torch.rand(20)), "linear": (x, ENDS), "layer": (x,)}[module]
+    layer.experts.delay_weight_gradient = module == "delayed"
+    mlp, weight = layer.experts, layer.experts.fc1.weight0
+    x, p = torch.randn(20, 8, requires_grad=True), torch.rand(20)
+    calls: dict[str, Any] = {
+        "mlp": lambda: mlp(x, ENDS, p),
+        "layer": lambda: layer(x)[0],
+        "linear": lambda: layer.experts.fc1(x, ENDS),
+        "delayed": lambda: layer(x)[0],
+    }
+    whole = module not in ("linear", "delayed")
     results = []
-    for call in (made, torch.compile(made, backend="eager")):
-        out = call(*inputs)
-        out = out[0] if isinstance(out, tuple) else out
-        results.append([out, *torch.autograd.grad(out.sum(), [x, layer.experts.fc1.weight0])])
+    for call in (calls[module], torch.compile(calls[module], backend="aot_eager", fullgraph=whole)):
+        x.grad = weight.grad = None
+        out = call()
+        out.sum().backward()
+        layer.backward_dw()
+        results.append([out, x.grad, weight.grad])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+        assert torch.equal(one, other)
 
 
 # ------------------------------------------------------------------------------ refused by name

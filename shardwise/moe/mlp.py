@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two grouped products around an activation, forward and backward.
+
+    z = x·W1ᵀ + b1          kept (with x) for backward
+    h = act(z)·p            p: the router's weight of each row, fp32
+    y = h·W2ᵀ + p·b2
+
+    backward   dh = dy·W2         dz, h, dp  from one pass over dh and z
+               dx = dz·W1         dW1 = dzᵀ·x    dW2 = dyᵀ·h    db1 = Σ dz    db2 = Σ p·dy
+
+``h`` is not kept: it is a third of what an unfused MLP keeps, and the pass that reads z computes it
+again.
+
+The same two functions are a node of autograd and two operators in graphs of torch.compile. As in a
+graph of weights in fp8, an operator is handed the Parameter objects: it reads what they stand for
+when it runs, and adds gradients to their ``main_grad``. A graph must bring each trained parameter a
+gradient all the same, or torch would leave the parameter out of autograd, where its owner waits for
+it: a parameter with a ``main_grad`` gets memory without values.
+"""
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.moe.activation import Activation, wide
+from shardwise.moe.delayed import DelayedGradients
+from shardwise.moe.grouped_linear import bias_writer, weight_writer
+from shardwise.moe.products import (
+    Form,
+    LoopProducts,
+    PathName,
+    Rows,
+    check_ends,
+    choose_path,
+    compute_dtype,
+    expert_of,
+    make_products,
+)
+from shardwise.moe.weights import ExpertTensor, originals, parts_of, remember, rows_of, saved_by
+from shardwise.uncompiled import library, operator
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The inputs that are not tensors, and the parameters."""
+
+    bundles: Sequence[ExpertTensor]  # W1, W2 and, where there are biases, b1, b2
+    products: LoopProducts
+    form: Form
+    delayed: DelayedGradients | None = None
+
+
+def _forward(x: Tensor, p: Tensor, ends: Tensor, work: Work) -> tuple[Tensor, Tensor, Rows]:
+    """``y`` and ``z``, and ``x`` as backward reads it."""
+    w1, w2, *biases = (bundle.value(x.dtype) for bundle in work.bundles)
+    first, second = (bundle.coding for bundle in work.bundles[:2])
+    coded: Rows = x if first[0] is None else first[0].of(x)
+    if first[0] and second[0] and not biases:
+        z = work.products.linear(coded, w1, ends)
+        h: Rows = second[0].activated(z, p, work.form)
+    else:
+        b1 = biases[0] if biases else None
+        z, h = work.products.activated(coded, w1, b1, p, ends, work.form)
+    y = work.products.linear(h, w2, ends)
+    if biases:
+        y, b2 = wide(y), wide(biases[1][expert_of(ends, len(x))])
+        y = torch.addcmul(y, p[:, None].to(y.dtype), b2).to(x.dtype)
+    return y, z, coded if first[1] else x
+
+
+def _backward(
+    dy: Tensor, saved: list[Any], work: Work, wants_x: bool, wants_p: bool
+) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
+    """The gradients of x, p and each parameter (None: frozen, or in ``main_grad``; of delayed ones,
+    the anchor's None). ``saved`` is emptied: z is freed after its last read."""
+    kept, scales, z, p, ends, *_ = saved
+    saved.clear()
+    products, bundles = work.products, work.bundles
+    first, second = (bundle.coding for bundle in bundles[:2])
+    dy = dy.contiguous()
+    dy_rows = dy if second[0] is None else second[0].of(dy)
+    dh = products.input_gradient(dy_rows, bundles[1].value(dy.dtype, "backward"), ends)
+    h: Rows
+    if first[1] and second[1] and len(bundles) == 2:
+        assert first[0] is not None
+        dz_rows, h, dp = first[0].activation_backward(dh, z, p, work.form)
+        dz: Any = dz_rows
+    else:
+        dz, h, dp = products.activation_backward(dh, z, p, work.form)
+        h = second[0].of(h) if second[0] is not None and second[1] else h
+        dz_rows = dz if first[0] is None else first[0].of(dz)
+    del dh, z
+    if len(bundles) == 4 and wants_p:
+        b2 = bundles[3].value(dy.dtype)[expert_of(ends, len(dy))]
+        dp = dp + (wide(dy) * wide(b2)).sum(-1)
+    dp = dp.to(p.dtype)
+    rows = rows_of(kept, scales, first)
+    left2, left1 = dy_rows if second[1] else dy, dz_rows if first[1] else dz
+    pending = [
+        (bundles[1], weight_writer(products, left2, h, ends, bundles[1].dtype)),
+        (bundles[0], weight_writer(products, left1, rows, ends, bundles[0].dtype)),
+    ]
+    if len(bundles) == 4:
+        pending.insert(1, (bundles[3], bias_writer(products, dy, ends, bundles[3].dtype, p)))
+        pending.append((bundles[2], bias_writer(products, dz, ends, bundles[2].dtype)))
+    gradients: dict[int, list[Tensor | None]] = {}
+    if work.delayed is None:
+        # The second linear's gradients first: then dy and h are no longer needed.
+        for bundle, write in pending[: len(pending) // 2]:
+            gradients[id(bundle)] = bundle.gradients(write)
+        del pending[: len(pending) // 2], h
+    dx = None
+    if wants_x:
+        w1 = bundles[0].value(dy.dtype, "backward")
+        dx = products.input_gradient(dz_rows, w1, ends)
+    if work.delayed is not None:
+        work.delayed.delay(pending)
+        return dx, dp, [None]
+    for bundle, write in pending:
+        gradients[id(bundle)] = bundle.gradients(write)
+    return dx, dp, [gradient for bundle in bundles for gradient in gradients[id(bundle)]]
+
+
+class MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, p: Tensor, ends: Tensor, work: Work, *inputs: Tensor
+    ) -> Tensor:
+        y, z, kept = _forward(x.to(compute_dtype(x)).contiguous(), p, ends, work)
+        # The parameters are saved only to detect in-place changes; backward reads the bundles.
+        parameters = [parameter for bundle in work.bundles for parameter in bundle.parameters]
+        ctx.save_for_backward(*parts_of(kept), z, p, ends, *parameters)
+        ctx.work, ctx.x_dtype = work, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable  # a second derivative would be silently incomplete
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        saved = list(saved_by(ctx))
+        ctx.maybe_clear_saved_tensors()  # frees z after its last read, unless the graph is retained
+        dx, dp, gradients = _backward(dy, saved, ctx.work, *ctx.needs_input_grad[:2])
+        return None if dx is None else dx.to(ctx.x_dtype), dp, None, None, *gradients
+
+
+# ------------------------------------------------------------------------------ in graphs
+
+
+def described(asked: PathName | None, form: Form, bundles: Sequence[ExpertTensor]) -> str:
+    """What an operator must know beside its tensors. One string, because torch.compile may take
+    numbers for variables."""
+    how = form.activation
+    layouts = " ".join(str(int(bundle.grouped)) for bundle in bundles)
+    return f"{asked}, {how.kind}, {how.alpha}, {how.limit}, {how.offset}, {form.block}, {layouts}"
+
+
+@functools.lru_cache
+def _settings(text: str) -> tuple[Any, Form, list[bool]]:
+    asked, kind, alpha, limit, offset, block, layouts = text.split(", ")
+    activation = Activation(
+        kind=kind,  # type: ignore[arg-type]
+        alpha=float(alpha),
+        limit=None if limit == "None" else float(limit),
+        offset=float(offset),
+    )
+    grouped = [layout == "1" for layout in layouts.split()]
+    return None if asked == "None" else asked, Form(activation, int(block)), grouped
+
+
+def _work(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str) -> Work:
+    asked, form, layouts = _settings(text)
+    bundles, rest = [], list(parameters)
+    for grouped in layouts:
+        count = 1 if grouped else num_experts
+        bundles.append(ExpertTensor(parameters=tuple(rest[:count]), grouped=grouped))
+        del rest[:count]
+    key = asked, x.shape[1], bundles[1].parameters[0].shape[-1], x.dtype, x.device
+    if key not in _products:
+        _products[key] = make_products(choose_path(*key[:3], x))
+    return Work(bundles, _products[key], form)
+
+
+_products: dict[tuple[Any, ...], LoopProducts] = {}
+
+
+def _fake_forward(
+    x: Tensor,
+    p: Tensor,
+    ends: Tensor,
+    once: Tensor,
+    parameters: Sequence[Tensor],
+    text: str,
+    coded: bool,
+) -> tuple[Tensor, ...]:
+    z = x.new_empty(x.shape[0], parameters[0].shape[-2])
+    codes = x.new_empty(x.shape if coded else (0,), dtype=torch.uint8)
+    return x.new_empty(x.shape), z, codes, x.new_empty(codes.shape[:1], dtype=torch.float32)
+
+
+@operator(
+    "expert_mlp(Tensor x, Tensor p, Tensor ends, Tensor once, Tensor[] parameters, str text,"
+    " bool coded) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_forward,
+)
+def _graph_forward(
+    x: Tensor,
+    p: Tensor,
+    ends: Tensor,
+    once: Tensor,
+    parameters: Sequence[Tensor],
+    text: str,
+    coded: bool,
+) -> tuple[Tensor, ...]:
+    check_ends(ends, len(x))
+    remember(parameters)
+    y, z, kept = _forward(x, p, ends, _work(x, parameters, len(ends), text))
+    if coded:
+        return y, z, kept.codes, kept.scales
+    return y, z, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
+
+
+def _fake_backward(
+    dy: Tensor,
+    saved: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    text: str,
+    wants_x: bool,
+    wants_p: bool,
+    trained: Sequence[bool],
+) -> list[Tensor]:
+    p = saved[3]
+    assert p is not None
+    dx = dy.new_empty(dy.shape if wants_x else (0,))
+    return [dx, p.new_empty(p.shape), *map(_room, _chosen(parameters, trained))]
+
+
+def _chosen(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
+    return [one for one, trains in zip(parameters, trained, strict=True) if trains]
+
+
+def _room(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+
+@operator(
+    "expert_mlp_backward(Tensor dy, Tensor?[] saved, Tensor[] parameters, str text, bool wants_x,"
+    " bool wants_p, bool[] trained) -> Tensor[]",
+    _fake_backward,
+)
+def _graph_backward(
+    dy: Tensor,
+    saved: list[Tensor | None],
+    parameters: Sequence[Tensor],
+    text: str,
+    wants_x: bool,
+    wants_p: bool,
+    trained: Sequence[bool],
+) -> list[Tensor]:
+    ends = saved[4]
+    assert ends is not None
+    parameters = originals(parameters, trained)
+    work = _work(dy, parameters, len(ends), text)
+    dx, dp, gradients = _backward(dy, list(saved), work, wants_x, wants_p)
+    results = [dy.new_empty(0) if dx is None else dx, dp]
+    for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):
+        if trains:
+            results.append(_room(parameter) if gradient is None else gradient)
+    return results
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, p, ends, _, parameters, ctx.text, coded = inputs
+    _, z, codes, scales = output
+    ctx.mark_non_differentiable(z, codes, scales)
+    kept = (codes, scales) if coded else (x, None)
+    ctx.save_for_backward(*kept, z, p, ends, *parameters)
+
+
+def _bring(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    saved = list(ctx.saved_tensors)
+    wants_x, wants_p, _, _, trained, *_ = ctx.needs_input_grad
+    dx, dp, *gradients = torch.ops.shardwise.expert_mlp_backward.default(
+        dy, saved[:5], saved[5:], ctx.text, wants_x, wants_p, trained
+    )
+    for place, trains in enumerate(trained):
+        if not trains:
+            gradients.insert(place, None)
+    return dx if wants_x else None, dp if wants_p else None, None, None, gradients, None, None
+
+
+torch.library.register_autograd("shardwise::expert_mlp", _bring, setup_context=_keep, lib=library)
+
+
+def graph_mlp(
+    x: Tensor, p: Tensor, ends: Tensor, parameters: list[Tensor], text: str, coded: bool
+) -> Tensor:
+    """``y``, while torch.compile traces."""
+    # Memory without values is never the same value twice: a graph that calls the experts twice with
+    # one x must add two gradients to ``main_grad``.
+    once = torch.empty(0, device=x.device)
+    node = torch.ops.shardwise.expert_mlp.default
+    return node(x, p, ends, once, parameters, text, coded)[0]  # type: ignore[no-any-return]
