@@ -54,16 +54,15 @@ class Version:
     every rank in the same order: whoever wants the new weights early may begin to gather them.
 
     ``divisions``, by item: the elements that each replica's optimizer works on. The gradient is
-    reduced to that replica alone. Set by the optimizer, as a new dictionary each time, on every
-    rank alike.
+    reduced to that replica alone. Set by the optimizer, on every rank alike, always a new one.
 
     ``waiting``: the items whose gradients of earlier microbatches wait to be reduced. An optimizer
     refuses to step then; who sets ``.grad`` takes its item out, and the next backward forgets what
     waited for it.
 
     ``unanswered`` says whether a forward was recorded to which no backward has come, ``failed``
-    whether the last backward raised. ``unsynced``: the values were made after wrapping (meta
-    device), and may differ between replicas until the first forward takes the first one's.
+    whether the last backward raised; ``before_step`` is told that an optimizer writes next.
+    ``unsynced``: made after wrapping (meta device); replicas may differ until the first forward.
     ``beside``: whole weights that an optimizer may write together with these (``buffer.Beside``).
     """
 
@@ -73,6 +72,7 @@ class Version:
     reading: Callable[[], None] | None = None
     unanswered: Callable[[], bool] = bool
     failed: Callable[[], bool] = bool
+    before_step: Callable[[], Any] = bool
     waiting: set[int] = field(default_factory=set)
     unsynced: bool = False
     beside: Any = None

@@ -132,6 +132,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if closure is None:
         _check_gradients(optimizer)
     for version in _versions_of(optimizer):
+        version.before_step()
         version.await_readers()
 
 

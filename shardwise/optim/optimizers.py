@@ -149,7 +149,11 @@ def _warn_of_routes(found: Sequence[Routed]) -> None:
 
 
 class Muon(ShardedOptimizer):
-    """Muon on the matrices that it is given: parameters, (name, parameter) pairs, or groups."""
+    """Muon on the matrices that it is given: parameters, (name, parameter) pairs, or groups.
+
+    Of spread experts under torch's own FSDP2 it sees DTensors like any other, so its
+    ``clip_grad_norm`` counts one rank's experts alone: ``sw.optimizer`` knows them by the model.
+    """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, **settings: Any) -> None:
         """``settings`` are those of :func:`shardwise.muon`; a group may have its own."""

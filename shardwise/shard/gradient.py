@@ -31,6 +31,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.buffer import Buffer
+from shardwise.lockstep import SETTINGS
 from shardwise.memory import CACHING, Source
 from shardwise.placements import PARTIAL, SHARD, Placement, steps
 from shardwise.shard.main_grad import MainGrad, plain_attributes, read_grad, reduce_shares
@@ -223,6 +224,9 @@ class Gradients:
             self.main.ready(unused=target is not self.main.buffer)
         elif last and target is not self.main.buffer:
             self.main.repaired()
+        for axis in self.ranks.axes if last else ():  # one that forgot zero_grad() is found so
+            note = "begins anew" if fresh else "adds to earlier gradients"
+            axis.journal.add(SETTINGS, f"a backward of {self.label} that {note}")
         self._in_flight = True
         collectives = self._reduction(runtime, target, last, fresh)
         # Replicas that divide matrices split a step into two collectives.

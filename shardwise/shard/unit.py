@@ -163,6 +163,7 @@ class Unit(Wrapped):
         for group in self.groups:
             group.main.version.unanswered = weakly(runtime.is_unanswered, self.calls)
             group.main.version.failed = weakly(runtime.has_failed)
+            group.main.version.before_step = weakly(self.before_step)
 
     def pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Whole weights for what comes; inputs cast; and a gate on the inputs' gradients."""

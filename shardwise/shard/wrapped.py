@@ -188,6 +188,13 @@ class Wrapped:
             refuse_swapped(self)  # type: ignore[arg-type]
             self.adopt()  # type: ignore[attr-defined]
 
+    def before_step(self) -> None:
+        """An optimizer writes next. Where a forward that no backward followed, or that was
+        interrupted, left whole weights in the modules, their readers would see old values."""
+        if self.weights.shown and not self.runtime.in_backward:
+            self.drop_dead_calls(entering=False)  # type: ignore[attr-defined]
+            self.hide_at_rest()  # type: ignore[attr-defined]
+
     def refuse_changes(self) -> None:
         """Raise where the modules hold other parameters than they were wrapped with, or moved only
         some of them."""

@@ -387,25 +387,32 @@ def test_a_loss_that_a_module_keeps_on_itself(rank: int, world_size: int, strate
 
 
 @pytest.mark.parametrize(
-    ("strategy", "drops"), [("zero0", True), ("zero0", False), ("zero3", False)]
+    ("strategy", "what"),
+    [("zero0", "gradient"), ("zero0", "step"), ("zero3", "step"), ("zero1", "zero_grad")],
 )
 @on_ranks(2, fresh=True)
 def test_optimizers_that_step_apart_are_named(
-    rank: int, world_size: int, strategy: str, drops: bool
+    rank: int, world_size: int, strategy: str, what: str
 ) -> None:
-    """A rank that drops a gradient, or leaves out a step, as a look at its own loss may tell it."""
+    """A rank that drops a gradient, or leaves out a step, as a look at its own loss may tell it, or
+    ``zero_grad``."""
     net = wrap(Skipping(), world_size, strategy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         vector_loss(net, rank, step).backward()
-        if rank == 1 and step == 2 and drops:
+        apart = what if rank == 1 and step == 2 else ""
+        if apart == "gradient":
             net.entry.weight.grad = None
-        if rank == 0 or step < 2 or drops:
+        if apart != "step":
             optimizer.step()
-        optimizer.zero_grad()
+        if apart != "zero_grad":
+            optimizer.zero_grad()
     message = raised(lambda: vector_loss(net, rank).backward(), RuntimeError)
-    without = "SGD.step() without the gradients of ['entry.weight']"
-    assert f"rank 0 ran SGD.step() and rank 1 ran {without if drops else 'nothing'}" in message
+    assert {
+        "gradient": "rank 1 ran SGD.step() without the gradients of ['entry.weight']",
+        "step": "rank 0 ran SGD.step() and rank 1 ran nothing",
+        "zero_grad": "rank 1 ran a backward of 'blocks.3' that adds to earlier gradients",
+    }[what] in message, message
 
 
 @on_ranks(2, fresh=True)
