@@ -191,7 +191,7 @@ class Wrapped:
     def before_step(self) -> None:
         """An optimizer writes next. Where a forward that no backward followed, or that was
         interrupted, left whole weights in the modules, their readers would see old values."""
-        if self.weights.shown and not self.runtime.in_backward:
+        if self.shown and not self.runtime.in_backward:
             self.drop_dead_calls(entering=False)  # type: ignore[attr-defined]
             self.hide_at_rest()  # type: ignore[attr-defined]
 
