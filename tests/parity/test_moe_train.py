@@ -72,7 +72,7 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
     assert len({made["num_parameters"] for made in plans.values()}) == 1, "of all ranks' experts"
     page = write_report(tmp_path / "hsdp").read_text()
     for words in (
-        "hsdp over dp_outer=2 x dp=2, experts over ep=2, muon",
+        "hsdp over dp_outer=2 x dp=2 (4 ranks), experts over ep=2, muon",
         "all_to_all over ep (2 ranks), if routed evenly",
         "feed_forward.experts and 1 alike (one of 2 shares)",
     ):
