@@ -32,7 +32,7 @@ class CodedTensor(ExpertTensor):
     """Weights of experts as a gather leaves them: codes, encoded beforehand."""
 
     planes: ClassVar[dict[int, Plane]] = {}
-    gradient_of_codes: ClassVar[bool] = True
+    coding = (Rows, True)  # type: ignore[assignment]
 
     def value(self, dtype: torch.dtype, phase: Any = "forward") -> Any:
         (weight,) = self.parameters
@@ -41,11 +41,11 @@ class CodedTensor(ExpertTensor):
             high = weight.detach().reshape(-1, weight.shape[-1])
             (plane,) = encode(high, (SQUARE_128,), sharing=len(weight))
             self.planes[id(weight)] = plane
-        return expert_codes(plane, weight.shape, phase, self.gradient_of_codes)
+        return expert_codes(plane, weight.shape, phase)
 
 
 class PlainGradient(CodedTensor):
-    gradient_of_codes: ClassVar[bool] = False
+    coding = (Rows, False)  # type: ignore[assignment]
 
 
 class Coded(grouped_mlp.Ours):

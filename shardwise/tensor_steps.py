@@ -41,7 +41,6 @@ from shardwise.cut import Cut, Rows, Version
 from shardwise.lockstep import SETTINGS, STEP
 from shardwise.mesh import Ranks
 from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
-from shardwise.tensor_whole import lost_writes
 from shardwise.uncompiled import skip_frames, uncompiled
 
 logger = logging.getLogger(__name__)
@@ -119,14 +118,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     gradients later, so nothing is said of them then."""
     if "torch._dynamo" in sys.modules:
         _leave_pieces_alone()
-    if lost_writes:
-        name = lost_writes.pop()
-        lost_writes.clear()
-        raise RuntimeError(
-            f"a write to a part of '{name}' since the last step went to a gathered copy and is "
-            f"lost (torch.Tensor.__setitem__ called by itself?): write name[...] = values, or "
-            f"copy_(values) to the whole"
-        )
     _take_over_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:

@@ -44,7 +44,6 @@ class WholeTensor(Tensor):
     """A plain tensor that every rank has whole; scripts for FSDP2 call ``full_tensor()`` on it."""
 
     of: str = ""  # the parameter of which this is a copy, where torch would have given a view
-    _made = 0  # its version then: torch's own code may write to it where no function is seen
     placements: tuple[()] = ()  # on no mesh: every rank has it whole
 
     @classmethod
@@ -63,10 +62,6 @@ class WholeTensor(Tensor):
                 return whole(result, copy_of if result._is_view() else "")
         return result
 
-    def __del__(self) -> None:
-        if self.of and self._version != self._made:
-            lost_writes.append(self.of)
-
     def full_tensor(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)  # type: ignore[no-any-return]
@@ -79,15 +74,11 @@ class WholeTensor(Tensor):
         return format(self.full_tensor(), spec)
 
 
-# The parameters that torch's own code (an unbound ``Tensor.__setitem__``) meant to write to.
-lost_writes: list[str] = []
-
-
 def whole(value: Tensor, of: str = "") -> WholeTensor:
     """``value`` as a WholeTensor: the same memory and the same graph. ``of``: the parameter that a
     copy is taken for a view of."""
     made = value.as_subclass(WholeTensor)
-    made.of, made._made = of, value._version
+    made.of = of
     return made  # type: ignore[no-any-return]
 
 

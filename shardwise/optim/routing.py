@@ -365,8 +365,8 @@ def _by_pattern(
     pattern."""
     for pattern, value in wanted.items():
         if not isinstance(value, kind) or not value:
-            example = " like {'lr': 0.01}" if kind is Mapping else ""
-            problems.append(f"{what} {pattern!r}: {value!r} is no {kind.__name__}{example}")
+            expected = "dict like {'lr': 0.01}" if kind is Mapping else kind.__name__
+            problems.append(f"{what} {pattern!r}: {value!r} is no {expected}")
             continue
         matching = fnmatch.filter(names, pattern)
         if not matching:

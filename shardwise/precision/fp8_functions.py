@@ -92,7 +92,7 @@ def fp8_linear(
         problems.append(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype}: expected ({rows},), {x.dtype}"
         )
-    assert parameter is None or parameter.shape == weight.shape
+    problems += _parameter_problems(parameter, weight)
     if problems:
         raise FP8Error("; ".join(problems))
     return _Linear.apply(x, parameter, bias, recipe, weight, matmul or Emulated(), "")  # type: ignore[no-any-return, no-untyped-call]
@@ -114,6 +114,12 @@ def _autocast(value: Tensor) -> Tensor:
     if kind == "meta" or not torch.is_autocast_enabled(kind) or value.dtype == torch.float64:
         return value
     return value.to(torch.get_autocast_dtype(kind)) if value.is_floating_point() else value
+
+
+def _parameter_problems(parameter: Tensor | None, weight: FP8Tensor) -> list[str]:
+    if parameter is None or parameter.shape == weight.shape:
+        return []
+    return [f"a parameter of shape {tuple(parameter.shape)} for a weight of {tuple(weight.shape)}"]
 
 
 class _Linear(torch.autograd.Function):
@@ -334,7 +340,7 @@ def fp8_embedding(
         problems.append(f"ids on {ids.device}, the weight on {weight.device}")
     if padding_idx is not None and not -vocab <= padding_idx < vocab:
         problems.append(f"padding_idx={padding_idx}: the weight has {vocab} rows")
-    assert parameter is None or parameter.shape == weight.shape
+    problems += _parameter_problems(parameter, weight)
     if problems:
         raise FP8Error("; ".join(problems))
     if parameter is None:

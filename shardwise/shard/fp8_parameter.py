@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -334,3 +335,25 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def _save_undecoded(hook: Any) -> None:
+    """Let checkpoints save parameters as they are. Before 2.13 torch asks ``__torch_function__``
+    for ``detach()`` then, which gives decoded values: a graph would not find the planes."""
+    made = hook.__init__
+
+    def make(self: Any, *args: Any) -> None:
+        made(self, *args)
+        pack = self.pack_hook
+
+        def pack_plain(value: Tensor) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return pack(value)
+
+        self.pack_hook = pack_plain
+
+    hook.__init__ = make
+
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    _save_undecoded(torch.utils.checkpoint._recomputation_hook)

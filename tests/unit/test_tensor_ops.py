@@ -294,9 +294,7 @@ def check_reads(rank: int, world_size: int, *case: Any) -> None:
     ):
         with pytest.raises(NotImplementedError, match="gathered copy of 'wide'"):
             write()
-    torch.Tensor.__setitem__(tensor, (slice(None), 0), 1.0)  # torch's own code writes to it
-    with pytest.raises(RuntimeError, match="a part of 'wide' since the last step"):
-        torch.optim.SGD([nn.Parameter(tensor)]).step()
+    torch.optim.SGD([nn.Parameter(tensor)]).step()  # what was read, or refused, hinders nobody
     tensor.t().clone().zero_()
     check(tensor, full)
     rows = torch.tensor([1, 3])
