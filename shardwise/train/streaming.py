@@ -87,6 +87,7 @@ class Stream:
                     return self.volume(number)
                 if time.monotonic() - began > 5:
                     warn_once(logger, "waiting for rows of %s: steps take them faster", self.spec)
+                self._write_alone()  # the writer may have ended, or needed fewer volumes
                 time.sleep(0.05)
             self._mapped = dict([*self._mapped.items()][-1:])
             self._mapped[number] = open_tokens(self.path(number))[0]
@@ -95,15 +96,19 @@ class Stream:
     # ------------------------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """Write volume 0 if it is not there, and in a thread the others that the run needs, unless
-        another process of this machine does."""
+        """See that volume 0 is there, and that the others come which the run needs."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_alone()
+        self.volume(0)
+
+    def _write_alone(self) -> None:
+        """Write volume 0 if it is not there, and in a thread the others that the run needs, unless
+        another writer of this machine is at work."""
         lock = (self.folder / _LOCK).open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            self.volume(0)
             return
         for left in (*self.folder.glob("*.partial"), self.folder / _FAILED):
             left.unlink(missing_ok=True)  # of a writer that was killed, or failed
