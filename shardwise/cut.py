@@ -169,7 +169,7 @@ class Cut:
     tile: Tile | None = None  # None: the item is the whole tensor
 
     def __post_init__(self) -> None:
-        """What is asked here was refused by name before: placements, meshes and layouts."""
+        """Assert what wrapping has refused by name: wrong placements, meshes and layouts."""
         assert len(self.sharded) == self.mesh.ndim, "one entry per axis"
         assert list(self.sharded) == sorted(self.sharded), "a rank's part is one range"
         assert self.layout.num_shards % self._num_runs == 0, "as many shards for every rank"

@@ -44,6 +44,7 @@ from shardwise.tensor import GRAD, UNREDUCED, ShardedTensor
 from shardwise.uncompiled import skip_frames, uncompiled
 
 logger = logging.getLogger(__name__)
+BEFORE_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedTensor]:
@@ -306,5 +307,5 @@ def _find_rule(self: RuleHolder, torch_dispatch_class: type) -> Any:
 
 _dispatch: Any = ShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 _torch_find_rule = RuleHolder.find
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+if BEFORE_2_13:
     RuleHolder.find = _find_rule  # type: ignore[method-assign]

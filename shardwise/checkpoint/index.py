@@ -82,9 +82,9 @@ def tensor_file(rank: int) -> str:
 
 
 def numbers_in(head: bytes, data: Tensor) -> int:
-    """Where the numbers of a tensor lie in the archive that ``torch.save`` made of it, from the
-    first bytes of that. A header stands before them; a name ends it, and how many bytes of padding
-    follow is written before the name."""
+    """The place of a tensor's numbers in the archive that ``torch.save`` made of it, from its first
+    bytes. A header stands before the numbers; a name ends it, and how many bytes of padding follow
+    is written before the name."""
     at = head.index(_NUMBERS)
     begin = at + len(_NUMBERS) + int.from_bytes(head[at - 2 : at], "little")
     first = data.reshape(-1).view(torch.uint8)[: max(0, len(head) - begin)]

@@ -17,7 +17,7 @@ when it runs, and adds gradients to their ``main_grad``. A graph must bring each
 gradient all the same, or torch would leave the parameter out of autograd, where its owner waits for
 it: a parameter with a ``main_grad`` gets memory without values.
 """
-# mypy: allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ class MLP(torch.autograd.Function):
 
 
 def described(asked: PathName | None, form: Form, bundles: Sequence[ExpertTensor]) -> str:
-    """What an operator must know beside its tensors. One string, because torch.compile may take
-    numbers for variables."""
+    """The settings that an operator needs beside its tensors. One string, because torch.compile may
+    take numbers for variables."""
     how = form.activation
     layouts = " ".join(str(int(bundle.grouped)) for bundle in bundles)
     return f"{asked}, {how.kind}, {how.alpha}, {how.limit}, {how.offset}, {form.block}, {layouts}"
@@ -190,15 +190,7 @@ def _work(x: Tensor, parameters: Sequence[Tensor], num_experts: int, text: str) 
 _products: dict[tuple[Any, ...], LoopProducts] = {}
 
 
-def _fake_forward(
-    x: Tensor,
-    p: Tensor,
-    ends: Tensor,
-    once: Tensor,
-    parameters: Sequence[Tensor],
-    text: str,
-    coded: bool,
-) -> tuple[Tensor, ...]:
+def _fake_forward(x, p, ends, once, parameters, text, coded) -> tuple[Tensor, ...]:
     z = x.new_empty(x.shape[0], parameters[0].shape[-2])
     codes = x.new_empty(x.shape if coded else (0,), dtype=torch.uint8)
     return x.new_empty(x.shape), z, codes, x.new_empty(codes.shape[:1], dtype=torch.float32)
@@ -209,15 +201,7 @@ def _fake_forward(
     " bool coded) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_forward,
 )
-def _graph_forward(
-    x: Tensor,
-    p: Tensor,
-    ends: Tensor,
-    once: Tensor,
-    parameters: Sequence[Tensor],
-    text: str,
-    coded: bool,
-) -> tuple[Tensor, ...]:
+def _graph_forward(x, p, ends, once, parameters, text, coded) -> Any:
     check_ends(ends, len(x))
     remember(parameters)
     y, z, kept = _forward(x, p, ends, _work(x, parameters, len(ends), text))
@@ -226,23 +210,10 @@ def _graph_forward(
     return y, z, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
 
 
-def _fake_backward(
-    dy: Tensor,
-    saved: Sequence[Tensor | None],
-    parameters: Sequence[Tensor],
-    text: str,
-    wants_x: bool,
-    wants_p: bool,
-    trained: Sequence[bool],
-) -> list[Tensor]:
-    p = saved[3]
-    assert p is not None
-    dx = dy.new_empty(dy.shape if wants_x else (0,))
-    return [dx, p.new_empty(p.shape), *map(_room, _chosen(parameters, trained))]
-
-
-def _chosen(parameters: Sequence[Tensor], trained: Sequence[bool]) -> list[Tensor]:
-    return [one for one, trains in zip(parameters, trained, strict=True) if trains]
+def _fake_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
+    dx, p = dy.new_empty(dy.shape if wants_x else (0,)), saved[3]
+    chosen = [one for one, trains in zip(parameters, trained, strict=True) if trains]
+    return [dx, p.new_empty(p.shape), *map(_room, chosen)]
 
 
 def _room(parameter: Tensor) -> Tensor:
@@ -254,19 +225,9 @@ def _room(parameter: Tensor) -> Tensor:
     " bool wants_p, bool[] trained) -> Tensor[]",
     _fake_backward,
 )
-def _graph_backward(
-    dy: Tensor,
-    saved: list[Tensor | None],
-    parameters: Sequence[Tensor],
-    text: str,
-    wants_x: bool,
-    wants_p: bool,
-    trained: Sequence[bool],
-) -> list[Tensor]:
-    ends = saved[4]
-    assert ends is not None
+def _graph_backward(dy, saved, parameters, text, wants_x, wants_p, trained) -> list[Tensor]:
     parameters = originals(parameters, trained)
-    work = _work(dy, parameters, len(ends), text)
+    work = _work(dy, parameters, len(saved[4]), text)
     dx, dp, gradients = _backward(dy, list(saved), work, wants_x, wants_p)
     results = [dy.new_empty(0) if dx is None else dx, dp]
     for parameter, gradient, trains in zip(parameters, gradients, trained, strict=True):

@@ -124,7 +124,7 @@ class MatrixParameter:
 
 
 class Step(NamedTuple):
-    """What one step works on."""
+    """The values of one step."""
 
     states: States
     given: list[bool]  # by member: whether it has a gradient

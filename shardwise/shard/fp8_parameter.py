@@ -39,6 +39,7 @@ from shardwise.precision.fp8_functions import (
 from shardwise.precision.fp8_products import Matmul
 from shardwise.precision.fp8_tensor import Format, FP8Tensor, Reads, restored
 from shardwise.shard.whole_parameter import WholeParameter
+from shardwise.tensor_steps import BEFORE_2_13
 
 if TYPE_CHECKING:
     from shardwise.shard.fp8_group import FP8Group
@@ -355,5 +356,5 @@ def _save_undecoded(hook: Any) -> None:
     hook.__init__ = make
 
 
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+if BEFORE_2_13:
     _save_undecoded(torch.utils.checkpoint._recomputation_hook)
