@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from shardwise.optim.routing import routes_of
 from shardwise.train.config import TrainConfig
 from shardwise.train.loop import Trainer
 from shardwise.train.recipes import load_recipe
+from shardwise.train.tokens import write_tokens
 from shardwise.train.world import World, join
 
 GEMM = 803e12  # FLOP/s of a large bf16 product on an H200, as measured
@@ -66,7 +68,7 @@ class Case:
         return dataclasses.replace(
             made,
             model=dataclasses.replace(made.model, **model),
-            data=f"random:{model['vocab_size']}",
+            data=noise(model["vocab_size"]),
             tokenizer="bytes",
             batch=self.sequences * self.microbatches,
             microbatches=self.microbatches,
@@ -97,6 +99,15 @@ def cases(*, tiny: bool) -> list[Case]:
 
 
 # ------------------------------------------------------------------------------ the systems
+
+
+def noise(vocab_size: int) -> str:
+    """The path of a token file of random numbers, to measure speed with."""
+    path = Path(tempfile.gettempdir()) / f"shardwise-noise-{vocab_size}.bin"
+    if not path.is_file():
+        tokens = np.random.default_rng(0).integers(0, vocab_size, 1 << 22, dtype=np.uint32)
+        write_tokens(path, tokens, vocab_size)
+    return str(path)
 
 
 def join_alone() -> World:

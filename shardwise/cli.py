@@ -184,8 +184,7 @@ def data(command: Data, words: list[str]) -> int:
     from shardwise.train.tokenise import tokenise
 
     options = dataclasses.asdict(command)
-    for path in tokenise(options.pop("sources"), options.pop("out"), **options):
-        print(path)
+    print(tokenise(options.pop("sources"), options.pop("out"), **options))
     return 0
 
 

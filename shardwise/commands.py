@@ -105,25 +105,21 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Make token files of text, JSON lines (.jsonl, .jsonl.gz) and parquet files, on all cores.
+    """Make a token file of text, JSON lines (.jsonl, .jsonl.gz) and parquet files, on all cores.
 
-    `shardwise train --data OUT` trains on them; they are mapped, so they may be larger than memory.
+    `shardwise train --data OUT` trains on it; it is mapped, so it may be larger than memory.
     """
 
     sources: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE")]
-    """Files, directories, "patterns", or hf:NAME[:CONFIG[:SPLIT]]."""
+    """Files, directories, or "patterns"."""
     out: Path
-    """A file (.bin), or a directory for as many files as it takes."""
+    """A file (.bin), or a directory for one."""
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (learned from the text), or a tokenizer.json or its directory."""
     column: str = "text"
     """The key of JSON lines or the column of parquet files that holds the text."""
     workers: int | None = None
     """Processes; default: one for each core."""
-    shard_tokens: int = 1 << 30
-    """Tokens of one file in a directory."""
-    rows: int | None = None
-    """How many rows of hf:NAME are read; default: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

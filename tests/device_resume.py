@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.train import join_alone
+from benchmarks.train import join_alone, noise
 from shardwise.models.gpt import GPTConfig
 from shardwise.train.config import TrainConfig
 from shardwise.train.folder import CHECKPOINTS
@@ -87,7 +87,7 @@ def apart(one: Watched, other: Watched) -> str:
 def compare(deterministic: bool, optimizer: str, world: World) -> bool:
     gpu = world.device.type == "cuda"
     config = TrainConfig(
-        model=LARGE if gpu else SMALL, data="random:4096", tokenizer="bytes", steps=STEPS,
+        model=LARGE if gpu else SMALL, data=noise(4096), tokenizer="bytes", steps=STEPS,
         batch=32 if gpu else 4, microbatches=2, eval_every=0, save_every=SAVED, sample=0,
         profile_step=0, keep=2, deterministic=deterministic, optimizer=optimizer,
     )  # fmt: skip

@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from benchmarks.train import join_alone
+from benchmarks.train import join_alone, noise
 from shardwise.kernels import adamw as kernel
 from shardwise.models import layers
 from shardwise.models.gpt import GPT, GPTConfig
@@ -188,7 +188,7 @@ class Kept:
 
 def run(recipe: str, world: World, steps: int, **changes: Any) -> dict[str, Any]:
     config = dataclasses.replace(
-        load_recipe(recipe), data="random:50304", tokenizer="bytes", steps=steps, eval_every=0,
+        load_recipe(recipe), data=noise(50304), tokenizer="bytes", steps=steps, eval_every=0,
         save_every=10**6, sample=0, profile_step=0, **changes,
     )  # fmt: skip
     kept = Kept()

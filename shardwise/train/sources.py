@@ -4,8 +4,6 @@
 stdlib, stdlib+torch, PATH, DIRECTORY, "GLOB"      text
 hf:NAME[:CONFIG[:SPLIT]]                   rows of a dataset, read while a run trains
 FILE.bin, DIRECTORY, "GLOB.bin"            token files (``shardwise data`` writes them), mapped
-raw16:FILE:VOCAB, raw32:FILE:VOCAB         bare integers without a header
-random:VOCAB                               noise, to measure speed with
 A,B,...                                    several of these, one after another
 A:0.7,B:0.3                                several, drawn in these proportions
 
@@ -27,8 +25,6 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from shardwise.checkpoint.attempt import is_abandoned, whole_folder
 from shardwise.notices import warn_once
@@ -55,10 +51,8 @@ from shardwise.train.streaming import open_stream
 from shardwise.train.tokens import (
     DataError,
     Tokens,
-    dtype_for,
     is_token_file,
     join,
-    open_raw_tokens,
     open_tokens,
     read_header,
     write_tokens,
@@ -68,9 +62,7 @@ logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------ what was named
 
-_RANDOM_TOKENS = 1 << 22
 _MOST_HELD_OUT = 1 << 24  # tokens: enough for four digits, whatever the size of the files
-_BARE = ("raw16", "raw32", "random")  # sources whose name ends with the size of a vocabulary
 
 
 def sources_of(spec: str) -> dict[str, float | None]:
@@ -97,8 +89,6 @@ def _weighted(source: str) -> tuple[str, float | None]:
     head, *rest = source.split(":")
     if not rest or Path(source).expanduser().exists():
         return source, None
-    if head in _BARE and not (len(rest) > 1 and rest[-2].isdecimal()):  # the last one is VOCAB
-        return source, None
     if head == "hf" and "." not in rest[-1]:  # hf:NAME:CONFIG, whatever number a CONFIG is
         return source, None
     try:
@@ -123,11 +113,7 @@ def token_files(source: str) -> list[Path]:
 
 def holds_tokens(spec: str) -> bool:
     """Whether the data are token numbers already, which no tokenizer reads."""
-    return all(_is_tokens(source) for source in sources_of(spec))
-
-
-def _is_tokens(source: str) -> bool:
-    return source.partition(":")[0] in _BARE or bool(token_files(source))
+    return all(map(token_files, sources_of(spec)))
 
 
 def vocabulary_of(spec: str, tokenizer: str) -> int:
@@ -135,8 +121,6 @@ def vocabulary_of(spec: str, tokenizer: str) -> int:
     source = next(iter(sources_of(spec)))
     if files := token_files(source):
         return read_header(files[0]).vocab_size
-    if source.partition(":")[0] in _BARE:
-        return int(source.rpartition(":")[2])
     codec = open_codec(tokenizer)
     return codec_named(tokenizer)[1] if codec is None else codec.vocab_size
 
@@ -165,7 +149,7 @@ def load_corpus(
     if not 0 < held_out <= 0.5:
         raise DataError(f"held out fraction {held_out}: use more than 0 and at most 0.5")
     sources = sources_of(spec)
-    kinds = {source: _is_tokens(source) for source in sources}
+    kinds = {source: bool(token_files(source)) for source in sources}
     if len(set(kinds.values())) > 1:
         text = next(source for source, tokens in kinds.items() if not tokens)
         raise DataError(
@@ -178,8 +162,7 @@ def load_corpus(
     if streamed and cache is not None:
         if len(sources) > 1:
             raise DataError(
-                f"{spec!r}: a dataset is read alone; mix it as tokens (shardwise data "
-                f"{streamed[0]} --out FILE.bin)"
+                f"{spec!r}: a dataset is read alone; name {streamed[0]} without the others"
             )
         return _dataset_corpus(spec, tokenizer, held_out, Path(cache), tokens_needed)
     documents = {source: read_documents(source) for source in sources}
@@ -352,7 +335,7 @@ def _dataset_corpus(
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenSource:
-    """Tokens that were made before: of the files of one source, or of a generator."""
+    """The tokens of the files of one source."""
 
     arrays: list[Tokens]
     vocab_size: int
@@ -393,10 +376,6 @@ def _token_corpus(
 
 
 def _open_source(source: str) -> _TokenSource:
-    if source.startswith("random:"):
-        return _random_tokens(source)
-    if source.startswith("raw"):
-        return _raw_tokens(source)
     files = token_files(source)
     opened = [open_tokens(file) for file in files]
     headers = [header for _, header in opened]
@@ -444,29 +423,6 @@ def _codec_beside(file: Path, tokenizer: str | None) -> Codec | None:
             f"one there, or make the tokens again"
         )
     return codec
-
-
-def _raw_tokens(source: str) -> _TokenSource:
-    """The tokens of ``raw16:PATH:VOCAB``. The digest is of the size and both ends of the file."""
-    kind, _, rest = source.partition(":")
-    name, _, vocab = rest.rpartition(":")
-    if not name or not vocab.isdecimal() or int(vocab) < 1:
-        raise DataError(f"{source!r}: write {kind}:PATH:VOCAB, for example {kind}:train.bin:50257")
-    tokens = open_raw_tokens(Path(name).expanduser(), int(kind.removeprefix("raw")), int(vocab))
-    digest = hashlib.sha256(str(len(tokens)).encode())
-    for end in (tokens[: 1 << 20], tokens[-(1 << 20) :]):
-        digest.update(np.ascontiguousarray(end).data)
-    return _TokenSource(arrays=[tokens], vocab_size=int(vocab), sha256=digest.hexdigest())
-
-
-def _random_tokens(source: str) -> _TokenSource:
-    vocab = source.partition(":")[2]
-    if not vocab.isdecimal() or not 1 <= int(vocab) <= 1 << 32:
-        raise DataError(f"{source!r}: write random:VOCAB, for example random:50304")
-    size = int(vocab)
-    tokens = np.random.default_rng(0).integers(0, size, _RANDOM_TOKENS, dtype=np.uint32)
-    sha256 = hashlib.sha256(source.encode()).hexdigest()
-    return _TokenSource(arrays=[tokens.astype(dtype_for(size))], vocab_size=size, sha256=sha256)
 
 
 def _cut_ends(name: str, arrays: Sequence[Tokens], fraction: float) -> tuple[Tokens, Tokens]:

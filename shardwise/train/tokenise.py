@@ -11,7 +11,6 @@ so any number of workers writes the same files. Nothing here imports torch.
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import multiprocessing
 import os
@@ -39,7 +38,7 @@ from shardwise.train.codecs import (
     saved_codec,
     write_codec,
 )
-from shardwise.train.corpus import dataset_documents, files_of
+from shardwise.train.corpus import files_of
 from shardwise.train.tokens import (
     DataError,
     Tokens,
@@ -54,12 +53,11 @@ _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz")
 class Work:
     """A piece of work; ``size`` is its bytes on the disk."""
 
-    kind: str  # text, lines, parquet, rows
+    kind: str  # text, lines, parquet
     paths: tuple[str, ...]
     size: int
     begin: int = 0
     end: int | None = None  # of a file of lines: in bytes; of a parquet file: row groups
-    texts: tuple[bytes, ...] = ()  # rows of a dataset, which one process reads
 
 
 def work_of(sources: Sequence[str], column: str) -> list[Work]:
@@ -127,8 +125,7 @@ def _parquet_file(path: Path) -> Any:
 def texts_of(work: Work, column: str) -> Iterator[bytes]:
     """The documents of a piece of work, without empty ones."""
     readers = {"text": _read_texts, "lines": _read_lines, "parquet": _read_rows}
-    found = iter(work.texts) if work.kind == "rows" else readers[work.kind](work, column)
-    return (text for text in found if text)
+    return (text for text in readers[work.kind](work, column) if text)
 
 
 def _read_texts(work: Work, column: str) -> Iterator[bytes]:
@@ -197,7 +194,7 @@ def _encode(work: Work) -> tuple[Tokens, int, int]:
 
 
 def _encoded(
-    pieces: Iterator[Work], workers: int, setup: tuple[str | Codec, str]
+    pieces: Sequence[Work], workers: int, setup: tuple[str | Codec, str]
 ) -> Iterator[tuple[Work, tuple[Tokens, int, int]]]:
     """Each piece and its tokens, in order, from so many processes; few pieces wait at a time."""
     context = multiprocessing.get_context("spawn")
@@ -231,36 +228,23 @@ def tokenise(
     tokenizer: str = "bytes",
     column: str = "text",
     workers: int | None = None,
-    shard_tokens: int = 1 << 30,
-    rows: int | None = None,
-) -> list[Path]:
-    """Write token files; returns their paths.
+) -> Path:
+    """Write a token file; returns its path.
 
     Args:
-        out: a file (``.bin``) or a directory that does not exist yet, or is empty.
+        out: a file (``.bin``), or a directory that does not exist yet, or is empty.
         column: the key of JSON lines, or the column of parquet files, that holds the text.
         workers: processes; ``None``: one for every core.
-        shard_tokens: tokens of a file, about; a directory gets as many files as that takes.
-        rows: how many rows of a dataset (``hf:``) are read; ``None``: all.
     """
-    if (workers is not None and workers < 1) or shard_tokens < 1 or (rows is not None and rows < 1):
-        raise DataError(
-            f"--workers {workers}, --shard-tokens {shard_tokens}, --rows {rows}: give 1 or more"
-        )
+    if workers is not None and workers < 1:
+        raise DataError(f"--workers {workers}: give 1 or more")
     single = out.suffix == ".bin"
     if out.exists() and (single or not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is there already: remove it, or name another place")
-    streams = [source for source in sources if source.startswith("hf:")]
-    if streams and len(sources) > 1:
-        raise DataError(f"{streams[0]} is read alone: make its tokens with a command of its own")
-    work = None if streams else work_of(sources, column)
+    work = work_of(sources, column)
     codec = open_codec(tokenizer)
-
-    def pieces() -> Iterator[Work]:
-        return _streamed(streams[0], rows) if work is None else iter(work)
-
     if codec is None:
-        texts = (text for piece in pieces() for text in texts_of(piece, column))
+        texts = (text for piece in work for text in texts_of(piece, column))
         codec = Pieces.train(texts, codec_named(tokenizer)[1])
     folder = out.parent if single else out
     folder.mkdir(parents=True, exist_ok=True)
@@ -268,33 +252,28 @@ def tokenise(
     if not isinstance(codec, Bytes):
         write_codec(folder, codec)
         named = f"{FILE}:{digest_of_codec(codec)}"
-    total = None if work is None else sum(piece.size for piece in work)
-    shards = _Shards(out, codec.vocab_size, named, None if single else shard_tokens)
-    count = workers or os.cpu_count() or 1
     setup = (codec if isinstance(codec, Bytes) else str(folder), column)
-    with _progress() as progress, shards:
-        bar = progress.add_task("tokens", total=total, tokens="0")
-        for piece, (tokens, read, documents) in _encoded(pieces(), count, setup):
-            shards.add(tokens, read, documents)
-            progress.update(bar, advance=piece.size, tokens=f"{shards.tokens:,}")
+    writer = TokenWriter(out if single else out / "tokens.bin", codec.vocab_size, tokenizer=named)
+    num_texts = num_read = 0
+    try:
+        with _progress() as progress:
+            bar = progress.add_task("tokens", total=sum(one.size for one in work), tokens="0")
+            for piece, (tokens, read, documents) in _encoded(
+                work, workers or os.cpu_count() or 1, setup
+            ):
+                writer.add(tokens)
+                num_texts, num_read = num_texts + documents, num_read + read
+                progress.update(bar, advance=piece.size, tokens=f"{writer.count:,}")
+        if not num_texts:
+            raise DataError(f"there is no text in what was named: {out} is not written")
+        writer.close(num_read)
+    finally:
+        writer.discard()
     Console(stderr=True, highlight=False).print(
-        f"{shards.documents:,} documents, {shards.bytes:,} bytes, {shards.tokens:,} tokens "
-        f"({shards.bytes / max(1, shards.tokens):.2f} bytes each)"
+        f"{num_texts:,} documents, {num_read:,} bytes, {writer.count:,} tokens "
+        f"({num_read / writer.count:.2f} bytes each)"
     )
-    return shards.paths
-
-
-def _streamed(spec: str, rows: int | None) -> Iterator[Work]:
-    texts: list[bytes] = []
-    size = 0
-    for document in itertools.islice(dataset_documents(spec), rows):
-        texts.append(document.data)
-        size += len(document.data)
-        if size >= PIECE:
-            yield Work("rows", (), size, texts=tuple(texts))
-            texts, size = [], 0
-    if texts:
-        yield Work("rows", (), size, texts=tuple(texts))
+    return writer.path
 
 
 def _progress() -> Progress:
@@ -306,49 +285,3 @@ def _progress() -> Progress:
         TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
     )
-
-
-class _Shards:
-    """The token files that are written, one after another. Each appears when it is complete."""
-
-    def __init__(self, out: Path, vocab_size: int, tokenizer: str, size: int | None) -> None:
-        self.out, self.size = out, size  # tokens of a file; None: there is one file
-        self._vocab_size, self._tokenizer = vocab_size, tokenizer
-        self._writer: TokenWriter | None = None
-        self._bytes = 0  # of the file that is open
-        self.paths: list[Path] = []
-        self.tokens = self.bytes = self.documents = 0
-
-    def __enter__(self) -> _Shards:
-        return self
-
-    def add(self, tokens: Tokens, read: int, documents: int) -> None:
-        if self._writer is None:
-            name = f"tokens-{len(self.paths):05d}.bin"
-            path = self.out if self.size is None else self.out / name
-            self._writer = TokenWriter(path, self._vocab_size, tokenizer=self._tokenizer)
-        self._writer.add(tokens)
-        self._bytes += read
-        self.tokens += len(tokens)
-        self.bytes += read
-        self.documents += documents
-        if self.size is not None and self._writer.count >= self.size:
-            self._publish()
-
-    def _publish(self) -> None:
-        if self._writer is not None:
-            self._writer.close(self._bytes)
-            self.paths.append(self._writer.path)
-        self._writer, self._bytes = None, 0
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None and self.documents == 0:
-            self._drop()
-            raise DataError(f"there is no text in what was named: {self.out} is not written")
-        if kind is None:
-            self._publish()
-        self._drop()
-
-    def _drop(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()

@@ -11,8 +11,7 @@ is written beside its name and renamed when complete, so a reader never meets ha
 
 Opening a file checks every byte of the header, the size and, up to :data:`CHECKED_BYTES`, the
 checksum and every token: a run that first reads 100 GB never starts. Of a larger file the first and
-last tokens are checked, every token as it is drawn (:mod:`shardwise.train.sampler`), and all tokens
-by :func:`verify_tokens`.
+last tokens are checked, and every token as it is drawn (:mod:`shardwise.train.sampler`).
 """
 
 from __future__ import annotations
@@ -187,40 +186,15 @@ def open_tokens(path: str | Path) -> tuple[Tokens, TokenHeader]:
     """Map a token file into memory, after the checks that the module's docstring names."""
     path = Path(path)
     header = read_header(path)
-    tokens = _map(path, _DTYPES[header.dtype], HEADER_BYTES)
+    tokens: Tokens = np.empty(0, _DTYPES[header.dtype])
+    if header.count:
+        tokens = np.memmap(path, dtype=tokens.dtype, mode="r", offset=HEADER_BYTES)
     if tokens.nbytes <= CHECKED_BYTES:
         _verify(path, tokens, header)
     else:
         for begin in (0, max(0, len(tokens) - _CHUNK)):
             check_range(tokens[begin : begin + _CHUNK], header.vocab_size, str(path), begin)
     return tokens, header
-
-
-def verify_tokens(path: str | Path) -> TokenHeader:
-    """Read all of a file, whatever its size; raise if its contents are not as in the header."""
-    path = Path(path)
-    header = read_header(path)
-    _verify(path, _map(path, _DTYPES[header.dtype], HEADER_BYTES), header)
-    return header
-
-
-def open_raw_tokens(path: str | Path, bits: int, vocab_size: int) -> Tokens:
-    """Map a file of bare tokens; the caller knows their width and vocabulary."""
-    path = Path(path)
-    _require_file(path)
-    dtype = _DTYPES[f"uint{bits}"]
-    size = path.stat().st_size
-    if size == 0 or size % dtype.itemsize:
-        raise DataError(
-            f"{path} holds {size} bytes, which is no whole number of {bits}-bit tokens: it is "
-            f"empty, truncated or of another width"
-        )
-    if _magic_of(path) == MAGIC:
-        raise DataError(f"{path} has a header: name it without the raw{bits}: prefix")
-    tokens = _map(path, dtype, 0)
-    for begin in (0, max(0, len(tokens) - _CHUNK)):
-        check_range(tokens[begin : begin + _CHUNK], vocab_size, str(path), begin)
-    return tokens
 
 
 def is_token_file(path: Path) -> bool:
@@ -234,8 +208,7 @@ def read_header(path: Path) -> TokenHeader:
     if head[: len(MAGIC)] != MAGIC:
         raise DataError(
             f"{path} is no token file (it begins with {head[:8]!r}, not {MAGIC!r}): write it with "
-            f"shardwise.train.tokens.write_tokens, or name a file of bare integers as "
-            f"raw16:PATH:VOCAB or raw32:PATH:VOCAB"
+            f"shardwise data, or with shardwise.train.tokens.write_tokens"
         )
     if len(head) < HEADER_BYTES:
         raise DataError(
@@ -295,12 +268,6 @@ def _encode_header(header: TokenHeader) -> bytes:
 def _magic_of(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(len(MAGIC))
-
-
-def _map(path: Path, dtype: np.dtype[Any], offset: int) -> Tokens:
-    if path.stat().st_size == offset:
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset)
 
 
 def _verify(path: Path, tokens: Tokens, header: TokenHeader) -> None:

@@ -22,10 +22,8 @@ from shardwise.train.tokens import (
     MAGIC,
     DataError,
     MissingExtraError,
-    open_raw_tokens,
     open_tokens,
     read_header,
-    verify_tokens,
     write_tokens,
 )
 
@@ -45,7 +43,7 @@ def test_what_is_written_is_read(tmp_path: Path, vocab_size: int) -> None:
     header = write_tokens(path, tokens, vocab_size, num_bytes=77, tokenizer="bytes")
     found, read = open_tokens(path)
     assert isinstance(found, np.memmap)
-    assert np.array_equal(found, tokens) and read == header == verify_tokens(path)
+    assert np.array_equal(found, tokens) and read == header
     assert found.dtype.itemsize == (2 if vocab_size <= 1 << 16 else 4)
     assert (read.count, read.num_bytes, read.tokenizer) == (1000, 77, "bytes")
     assert path.stat().st_size == HEADER_BYTES + 1000 * found.dtype.itemsize
@@ -87,7 +85,7 @@ def poke(at: int, value: bytes) -> Callable[[bytearray], bytearray]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (poke(0, b"notmagic"), r"no token file .*notmagic.*raw16:PATH:VOCAB"),
+        (poke(0, b"notmagic"), r"no token file .*notmagic.*shardwise data"),
         (poke(8, b"\x09"), "format version 9, and this shardwise reads version 2: write it again"),
         (poke(16, b"{]"), "damaged header"),
         (lambda data: data[:-1], "truncated: 1000 tokens take 6096 bytes and it has 6095"),
@@ -181,7 +179,7 @@ def test_files_of_another_version_are_refused_by_name(tmp_path: Path) -> None:
         open_tokens(path)
 
 
-def test_large_files_are_checked_at_their_ends_and_by_verify(
+def test_large_files_are_checked_at_their_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHECKED_BYTES", 100)
@@ -189,28 +187,9 @@ def test_large_files_are_checked_at_their_ends_and_by_verify(
     path = written(tmp_path)
     rewrite(path, poke(HEADER_BYTES + 2 * 500, b"\xff\xff"))
     open_tokens(path)  # the middle of a large file is not read
-    with pytest.raises(DataError, match="token 500 is 65535"):
-        verify_tokens(path)
     rewrite(path, poke(HEADER_BYTES + 2 * 999, b"\xff\xff"))
     with pytest.raises(DataError, match="token 999 is 65535"):
         open_tokens(path)
-
-
-def test_bare_integers_are_read_when_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "raw.bin"
-    tokens = np.arange(100, dtype=np.uint16)
-    tokens.tofile(path)
-    assert np.array_equal(open_raw_tokens(path, 16, 100), tokens)
-    with pytest.raises(DataError, match="token 99 is 99, outside 0 to 98"):
-        open_raw_tokens(path, 16, 99)
-    path.write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"3 bytes.*no whole number of 32-bit tokens"):
-        open_raw_tokens(path, 32, 99)
-    path.write_bytes(MAGIC + b"\0" * 8)
-    with pytest.raises(DataError, match="has a header"):
-        open_raw_tokens(path, 16, 99)
-    with pytest.raises(DataError, match="no such file"):
-        open_raw_tokens(tmp_path / "none.bin", 16, 99)
 
 
 # ------------------------------------------------------------------------------------------- codecs
@@ -309,17 +288,15 @@ def test_any_number_of_workers_makes_the_same_tokens(
     texts = [text for piece in work for text in tokenise.texts_of(piece, "body")]
     assert texts == [*(row.encode() for row in rows), b"zipped", b"plain\ntext"]
     for workers, out in ((1, tmp_path / "one.bin"), (2, tmp_path / "two")):
-        paths = tokenise.tokenise(
+        path = tokenise.tokenise(
             [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")],
             out,
             column="body",
             workers=workers,
-            shard_tokens=1000,
         )
-        parts = [open_tokens(path) for path in paths]
-        assert np.array_equal(np.concatenate([part[0] for part in parts]), Bytes().encode(texts))
-        assert sum(part[1].num_bytes or 0 for part in parts) == sum(map(len, texts))
-        assert parts[0][1].tokenizer == "bytes" and len(parts) == (1 if workers == 1 else 3)
+        tokens, header = open_tokens(path)
+        assert np.array_equal(tokens, Bytes().encode(texts))
+        assert header.num_bytes == sum(map(len, texts)) and header.tokenizer == "bytes"
     with pytest.raises(DataError, match=r"two is there already"):
         tokenise.tokenise([str(tmp_path)], tmp_path / "two")
 

@@ -91,7 +91,7 @@ def test_help_and_version_import_no_torch() -> None:
         "train --help": "--model.dim",
         "train --recipe-list": "gpt_124m",
         "plan --help": "--memory",
-        "data --help": "--shard-tokens",
+        "data --help": "--workers",
         "bench --help": "muon-vs-adamw",
     }
     script = "import sys; from shardwise import cli\nfor words in sys.argv[1:]:\n"
