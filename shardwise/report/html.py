@@ -3,7 +3,6 @@
 
     events.jsonl  -->  loss.svg      for a README or a message
                   -->  report.html   everything, self-contained: offline, prints, dark and light
-                  -->  trace.json    the recorded step for Perfetto
 
 What an events file does not hold is left out. What is damaged there is left out with a note: a line
 that was cut off, an event of other types, a part of the page that can't be drawn from what is left.
@@ -32,7 +31,6 @@ from shardwise.report.series import (
 from shardwise.report.shard_map import map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
 from shardwise.report.svg import HATCHES, Canvas
-from shardwise.report.trace import chrome_trace
 from shardwise.words import count_text, flattened, size_text
 
 logger = logging.getLogger(__name__)
@@ -42,10 +40,9 @@ EVENTS = "events.jsonl"
 
 
 def write_report(run_directory: str | Path) -> Path:
-    """Write ``report.html``, ``loss.svg`` and ``trace.json`` into a run's directory.
+    """Write ``report.html``, and ``loss.svg`` where there is a loss, into a run's directory.
 
-    Returns the path of the page. The second and third are written where there is a loss, and a
-    recorded step.
+    Returns the path of the page.
     """
     folder = Path(run_directory)
     path = folder / EVENTS
@@ -55,11 +52,6 @@ def write_report(run_directory: str | Path) -> Path:
     drawn = report_html(events, folder.resolve().name, notes)
     if (picture := _part("the loss", loss_svg, events, notes=[])) is not None:
         _write(folder / "loss.svg", picture)
-    profile = _last(events, "profile")
-    if profile is not None and profile.get("spans"):
-        trace = _part("trace.json", lambda: json.dumps(chrome_trace(profile)), notes=notes)
-        if trace is not None:
-            _write(folder / "trace.json", trace)
     for note in notes:
         logger.warning("%s: %s", path, note)
     return _write(folder / "report.html", drawn)

@@ -266,31 +266,3 @@ def merged(intervals: Sequence[Interval]) -> list[Interval]:
         else:
             found.append((begin, end))
     return found
-
-
-def chrome_trace(profile: Profile) -> dict[str, Any]:
-    """The same step for Perfetto and chrome://tracing: lanes as threads, bytes as counters."""
-    lanes = [lane for lane in LANES if any(span["lane"] == lane for span in profile["spans"])]
-    lanes += ["waiting"]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": lane}}
-        for number, lane in enumerate(lanes)
-    ]
-    for span in profile["spans"]:
-        events.append(
-            _complete_event(lanes.index(span["lane"]), span["name"], span["begin"], span["end"])
-            | {"args": {"bytes": span["nbytes"]} if "nbytes" in span else {}}
-        )
-    for begin, end, reason in profile["stalls"]:
-        events.append(_complete_event(lanes.index("waiting"), reason, begin, end))
-    held = dict(profile["memory"]["start"])
-    for at, kind, nbytes in profile["memory"]["changes"]:
-        held[kind] = held.get(kind, 0) + nbytes
-        counter = {"ph": "C", "pid": 0, "name": "bytes", "ts": at * 1e6, "args": dict(held)}
-        events.append(counter)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _complete_event(thread: int, name: str, begin: float, end: float) -> dict[str, Any]:
-    at, length = begin * 1e6, (end - begin) * 1e6
-    return {"ph": "X", "pid": 0, "tid": thread, "name": name, "ts": at, "dur": length}

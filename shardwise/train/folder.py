@@ -2,7 +2,7 @@
 """Run folders: where a run lies, which run a command means, and the lock on a folder.
 
 runs/default/
-  .lock  config.json  events.jsonl  loss.svg  report.html  trace.json
+  .lock  config.json  events.jsonl  loss.svg  report.html
   checkpoints/step-000100/  checkpoints/step-000200/
 runs/default-2/                    the next run of the same recipe: nothing is overwritten
 """

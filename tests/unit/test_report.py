@@ -427,13 +427,8 @@ def test_a_run_is_written_down_even_when_it_was_cut_off(tmp_path: Path) -> None:
     page = write_report(tmp_path)
     assert page == tmp_path / "report.html" and EVIL not in page.read_text()
     ElementTree.parse(tmp_path / "loss.svg")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "events.jsonl",
-        "loss.svg",
-        "report.html",
-        "trace.json",
-    ]
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["events.jsonl", "loss.svg", "report.html"]
 
 
 DEEP: Any = []

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise import streams
-from shardwise.report.trace import chrome_trace, merged, record_step
+from shardwise.report.trace import merged, record_step
 from tests.models import loss_of, make_model, mesh_of, shard_model, tokens
 from tests.ranks import run_ranks
 
@@ -118,16 +118,8 @@ def test_recording_changes_no_bit() -> None:
         assert all(profile for profile, _ in watched) and not any(profile for profile, _ in plain)
 
 
-def test_a_profile_is_json_and_a_chrome_trace(profiles: list[dict[str, Any]]) -> None:
-    profile = json.loads(json.dumps(profiles[0]))
-    trace = chrome_trace(profile)
-    json.dumps(trace)
-    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names == {"compute", "gather", "reduce", "optimizer", "waiting"}
-    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(spans) == len(profile["spans"]) + len(profile["stalls"])
-    assert all(event["dur"] >= 0 for event in spans)
-    assert any(event["ph"] == "C" and event["args"]["main"] > 0 for event in trace["traceEvents"])
+def test_a_profile_is_json(profiles: list[dict[str, Any]]) -> None:
+    assert json.loads(json.dumps(profiles[0])) == profiles[0]
 
 
 def test_two_recordings_at_once_are_refused_and_leave_nothing_behind() -> None:
