@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import errno
 import importlib
-import json
 import logging
 import math
 import os
@@ -198,7 +197,7 @@ def plan(command: PlanCommand, words: list[str]) -> int:
     from shardwise.train.build import named_precision
     from shardwise.words import parse_size
 
-    for name in ("ranks", "sequences", "tokens"):
+    for name in ("ranks", "sequences"):
         if (count := getattr(command, name)) is not None and count < 1:
             raise ValueError(f"--{name} {count}: give 1 or more")
     if not 0 <= command.rank < command.ranks:
@@ -233,14 +232,11 @@ def plan(command: PlanCommand, words: list[str]) -> int:
         made = dry_run(model, shape, config.strategy, rank=command.rank, **options)
     else:
         batch = _batch_of(command, model, recipe and config, command.ranks // tp)
-        tokens = command.tokens or (math.prod(batch) if batch else None)
+        tokens = math.prod(batch) if batch else None
         # Rows without values cannot be sent to other ranks.
         followed = batch if ep == 1 else None
         made = make_plan(model, shape, config.strategy, tokens=tokens, batch=followed, **options)
-    if command.json:
-        print(json.dumps(made.as_dict(), indent=1))
-    else:
-        print(plan_text(made, shard_map=True))
+    print(plan_text(made, shard_map=True))
     if command.svg is not None:
         command.svg.write_text(map_canvas(shard_map(made)).render())
         print(f"written: {command.svg}", file=sys.stderr)
@@ -253,8 +249,6 @@ def _batch_of(command: PlanCommand, model: Any, config: Any, ranks: int) -> tupl
     context = getattr(getattr(model, "config", None), "context", None)
     if context is None:
         return None
-    if command.tokens is not None and command.sequences is None:
-        return max(1, command.tokens // context), min(command.tokens, context)
     share = config.batch // (ranks * config.num_microbatches) if config else 1
     return command.sequences or max(1, share), context
 

@@ -157,8 +157,6 @@ class PlanCommand:
     """Plan data_parallel, the whole model in buckets of this size, instead of fully_shard."""
     sequences: int | None = None
     """Sequences of a microbatch on one rank, to plan activations; default: the recipe's share."""
-    tokens: int | None = None
-    """Tokens of a microbatch on one rank, instead of whole sequences."""
     memory: str | None = None
     """Memory of one rank, like 80GiB: a plan that does not fit gets suggestions."""
     dry_run: Switch = False
@@ -167,8 +165,6 @@ class PlanCommand:
     """Which rank --dry-run poses as."""
     svg: Path | None = None
     """Write the shard map there."""
-    json: Switch = False
-    """Print the plan as JSON."""
     configuration: Annotated[Any, arg(name="")] = None
 
 

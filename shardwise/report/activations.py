@@ -29,8 +29,7 @@ from shardwise.moe.products import Form, Into, LoopProducts, Rows, Weight
 from shardwise.moe.weights import parts_of
 
 BLOCK = 512  # bytes that CUDA's allocator rounds to
-# Of cuBLAS, one for the thread of forward and one for that of backward; before Hopper less.
-WORKSPACE, SMALL_WORKSPACE = 2 * (32 << 20), 2 * 8_519_680
+WORKSPACE = 2 * (32 << 20)  # of cuBLAS: one for the thread of forward, one for that of backward
 
 
 class Follower(TorchDispatchMode):

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from shardwise.comm import Call
 from shardwise.optim.matrix_group import MatrixGroup
@@ -37,10 +36,6 @@ class Orthogonalisation:
     balance: float  # 1.0: every rank computes as long as the busiest one
     num_whole: int  # matrices that lie whole on one rank
     calls: Counter[Call] = field(repr=False, default_factory=Counter)
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("num_matrices", "num_ranks", "total", "busiest", "idlest", "balance", "num_whole")
-        return {name: getattr(self, name) for name in names}
 
 
 def orthogonalisation(

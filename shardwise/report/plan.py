@@ -65,49 +65,17 @@ TOKENS = (1, 8)  # of the default batch; parameters and their gradients do not d
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Figures):
-    """``str(plan)`` is for people, ``as_dict`` for JSON."""
+    """``str(plan)`` is for people, ``as_dict`` for the page of a run."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values only, for JSON and for the page."""
-        options, matrices = self.options, self.matrices
-        precision = vars(options.precision).items()
+        """What the page shows, as JSON can hold it."""
         return {
-            "model": self.model,
             "num_parameters": self.num_parameters,
-            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
-            "ep": options.ep,
-            "tp": options.tp,
-            "strategy": self.strategy,
-            "placements": str(options.placements),
-            "precision": {name: str(value).removeprefix("torch.") for name, value in precision},
-            "optimizer": options.optimizer,
-            "microbatches": options.microbatches,
-            "batch": options.batch,
             "activations": None if self.followed is None else self.activations,
-            "largest_microbatch": self.largest,
-            "device": options.device,
-            "source": self.source,
             "rest": self.rest,
             "loaded": self.loaded,
-            "peak": self.peak,
-            "peak_total": self.peak_total,
             "optimizer_bytes": self.optimizer_bytes,
-            "other_bytes": options.other_bytes,
             "total": self.total,
-            "padding": {"elements": self.padding, "of": self.num_elements},
-            "weights": {
-                name: {"parameters": parameters, "elements": elements, "plane_bytes": list(planes)}
-                for name, (parameters, elements, planes) in self.formats.items()
-            },
-            "gathered": {
-                phase: {"count": count, "nbytes": nbytes, "wire_bytes": sent}
-                for phase, (count, nbytes, sent) in self.gathered.items()
-            },
-            "collectives": [vars(collective) for collective in self.collectives],
-            "newton_schulz": None if matrices is None else matrices.as_dict(),
-            "memory": options.memory,
-            "fits": self.fits,
-            "suggestions": list(self.suggestions),
             "shard_map": shard_map(self),
             "text": plan_text(self),
         }
@@ -132,7 +100,6 @@ def plan(
     ignored_params: Iterable[nn.Parameter] = (),
     device: str = "cuda",
     memory: int | None = None,
-    other_bytes: int = 0,
     name: str | None = None,
     rank: int | None = None,
     tokens: int | None = None,
@@ -161,12 +128,10 @@ def plan(
         gather_in_step: as given to ``fully_shard`` (``overlap_gather="step"`` of the other), with
             ``sw.optimizer``: matrices are exchanged in waves, and weights are gathered by the step
             that updates them, not by a forward.
-        device: "cuda" (a GPU that the kernels serve), another one by its compute capability
-            ("cuda:sm_80"), or "cpu". Matrices are weighed as there: by what was measured, or by
+        device: "cuda" or "cpu". Matrices are weighed as there: by what was measured, or by
             operations. A reduction is issued whole on a GPU, piece by piece on a CPU, which moves
             the peak of gradients that accumulate over an outer axis.
         memory: bytes of a rank. What does not fit gets suggestions, each of them planned.
-        other_bytes: what comes on top of the library's own bytes: activations, workspaces.
         rank: whose collectives, where a matrix optimizer gives ranks different work; default: the
             one that sends most between shards.
         tokens: of one microbatch on one rank, to plan what routers and rows send as well: rows as
@@ -220,7 +185,6 @@ def plan(
         reshard_after_forward=reshard_after_forward,
         device=device,
         memory=memory,
-        other_bytes=other_bytes,
     )
     step = _Step(model, root, routes_of(model), grain, label, loss)
     made = step.plan(options, rank, search=batch is not None and memory is not None)
@@ -309,8 +273,7 @@ def _forward_problems(model: nn.Module) -> list[str]:
     if any(layer.experts.ep > 1 for layer in mixtures_of(model)):
         problems.append(
             "experts are spread over ranks, and rows without values cannot be routed between "
-            "them: plan without a dry run, give tokens instead of a batch, and activations as "
-            "other_bytes"
+            "them: plan without a dry run, and give tokens instead of a batch"
         )
     return problems
 

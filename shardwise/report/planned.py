@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from shardwise.placements import (
 )
 from shardwise.precision import Precision
 from shardwise.precision.fp8_tensor import Reads
-from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
+from shardwise.report.activations import WORKSPACE
 from shardwise.report.orthogonalisation import Orthogonalisation
 from shardwise.shard.checks import (
     bucket_problems,
@@ -42,7 +41,6 @@ Moment = Reads | Literal["step"]
 # Tensors of optimizer state per parameter, in main's dtype: (of a matrix, of any other). Those of
 # functions have shapes of their own, and lie on the owners.
 OPTIMIZERS = dict.fromkeys(FUNCTIONS, (0, 2)) | {"adamw": (2, 2), "muon": (1, 2), "none": (0, 0)}
-KERNELS_SINCE = 90  # the compute capability that the kernels of Newton-Schulz need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,6 @@ class Options:
     gather_in_step: bool
     device: str
     memory: int | None
-    other_bytes: int
     ep: int = 1  # over how many ranks of the inner axis experts are spread
     tp: int = 1  # ranks of tensor parallelism, inside the mesh: each has its tile of the model
     bucket_mb: float | None = None  # of data_parallel; None: units of fully_shard
@@ -120,8 +117,8 @@ class Options:
                 )
         if self.optimizer not in OPTIMIZERS:
             problems.append(f"optimizer={self.optimizer!r}: one of {', '.join(OPTIMIZERS)}")
-        if re.fullmatch(r"cpu|cuda(:sm_\d+)?", self.device) is None:
-            problems.append(f"device={self.device!r}: 'cuda', 'cuda:sm_80' and the like, or 'cpu'")
+        if self.device not in ("cpu", "cuda"):
+            problems.append(f"device={self.device!r}: 'cuda' or 'cpu'")
         problems += bound_problems(self, 1, "tp", "microbatches", "memory")
         if self.batch is not None and (len(self.batch) != 2 or min(self.batch) < 1):
             problems.append(f"batch={self.batch}: (sequences, tokens of each), 1 or more")
@@ -141,15 +138,12 @@ class Options:
     @property
     def measured(self) -> bool:
         """Whether the kernels serve there, so that matrices weigh what was measured."""
-        _, _, capability = self.device.partition(":sm_")
-        return self.device != "cpu" and int(capability or KERNELS_SINCE) >= KERNELS_SINCE
+        return self.device == "cuda"
 
     @property
     def workspace(self) -> int:
         """The bytes that cuBLAS keeps for itself in torch's memory."""
-        if self.batch is None or self.device == "cpu":
-            return 0
-        return WORKSPACE if self.measured else SMALL_WORKSPACE
+        return 0 if self.batch is None or self.device == "cpu" else WORKSPACE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +265,7 @@ class Figures(Measured):
     def total(self) -> int:
         """The bytes that a rank needs at the worst moment."""
         peak = self.peak_total if self.followed is None else self.followed
-        options = self.options
-        return peak + self.optimizer_bytes + options.other_bytes + options.workspace
+        return peak + self.optimizer_bytes + self.options.workspace
 
     @property
     def fits(self) -> bool | None:

@@ -77,20 +77,18 @@ def _bytes(plan: Figures) -> list[str]:
         )
         for kind in kinds
     ]
-    state, other, kept = plan.optimizer_bytes, plan.options.other_bytes, plan.options.workspace
+    state, kept = plan.optimizer_bytes, plan.options.workspace
     if state:
         rows.append(("optimizer state", *[size_text(state)] * 3))
     if plan.followed is not None:
         rows.append((_batch_text(plan), size_text(0), size_text(0), size_text(plan.activations)))
     if kept:
         rows.append(("workspaces of cuBLAS", *[size_text(kept)] * 3))
-    if other:
-        rows.append(("as you said (activations, ...)", size_text(0), *[size_text(other)] * 2))
     rows.append(
         (
             "together",
             size_text(sum(plan.rest.values()) + state + kept),
-            size_text(sum(plan.loaded.values()) + state + other + kept),
+            size_text(sum(plan.loaded.values()) + state + kept),
             size_text(plan.total),
         )
     )

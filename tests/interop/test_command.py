@@ -159,9 +159,9 @@ def test_export_and_plan_and_report(trained: Path) -> None:
     assert lost.returncode == 2 and "no such run, checkpoint or exported folder" in lost.stderr
     again = inside("export", "run", "hub", cwd=trained)
     assert again.returncode == 2 and "there already" in again.stderr
-    planned = inside("plan", "hub", "--ranks", "4", "--json", cwd=trained)
+    planned = inside("plan", "hub", "--ranks", "4", cwd=trained)
     assert planned.returncode == 0, planned.stderr
-    assert json.loads(planned.stdout)["num_parameters"] > 1000
+    assert " parameters, zero3 over dp=4" in planned.stdout
     drawn = inside("report", "run", cwd=trained)
     assert drawn.returncode == 0 and drawn.stdout.strip() == "run/report.html"
     assert inside("report", "hub", cwd=trained).returncode == 2

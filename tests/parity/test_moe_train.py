@@ -66,9 +66,8 @@ def test_spread_experts_train_as_one_rank_does(tmp_path: Path) -> None:
         assert [sum(layer) for layer in counts] == [12 * 16 * 2] * 2
 
     plans = {name: events_of(tmp_path / name, "plan")[0]["plan"] for name in runs}
-    assert {name: made["ep"] for name, made in plans.items()} == {
-        n: ep for n, (_, ep) in runs.items()
-    }
+    for name, (_, ep) in runs.items():
+        assert (f"experts over ep={ep}," in plans[name]["text"]) == (ep > 1)
     assert len({made["num_parameters"] for made in plans.values()}) == 1, "of all ranks' experts"
     page = write_report(tmp_path / "hsdp").read_text()
     for words in (

@@ -224,20 +224,19 @@ def test_matrices_weigh_what_they_weigh_on_the_device() -> None:
     with torch.device("meta"):
         sides = [1024] + [512] * 12
         model = nn.ModuleList(nn.Linear(side, side, bias=False) for side in sides)
-    devices = ("cpu", "cuda", "cuda:sm_80", "cuda:sm_100")
     turns = {
         device: plan(
             model, {"dp_outer": 2, "dp": 1}, "hsdp", optimizer="muon", device=device, wrap=[model]
         ).divisions
-        for device in devices
+        for device in ("cpu", "cuda")
     }
-    assert turns["cpu"] == turns["cuda:sm_80"] != turns["cuda"] == turns["cuda:sm_100"]
+    assert turns["cpu"] != turns["cuda"]
     beside = {
         d: sum(found.ranges[0][1] > 0 for found in turns[d].values()) - 1 for d in ("cpu", "cuda")
     }
     assert beside["cuda"] > beside["cpu"] > 0, "more small ones beside the large one"
-    with pytest.raises(ValueError, match=r"device='cuda:80': 'cuda', 'cuda:sm_80'"):
-        plan(model, {"dp": 2}, device="cuda:80")
+    with pytest.raises(ValueError, match="device='gpu': 'cuda' or 'cpu'"):
+        plan(model, {"dp": 2}, device="gpu")
 
 
 # ------------------------------------------------------------------------------ what is wrapped
@@ -403,10 +402,8 @@ def test_where_nothing_fits_the_least_is_named() -> None:
     assert len(made.suggestions) == 1 and "nothing tried here fits" in made.suggestions[0]
 
 
-def test_bytes_said_by_the_caller_count_against_the_memory() -> None:
-    fitting = plan(small(), {"dp": 2}, memory=1 << 20)
-    assert fitting.fits
-    assert plan(small(), {"dp": 2}, memory=1 << 20, other_bytes=1 << 20).fits is False
+def test_whether_it_fits_is_known_where_the_memory_is() -> None:
+    assert plan(small(), {"dp": 2}, memory=1 << 20).fits
     assert plan(small(), {"dp": 2}).fits is None
 
 

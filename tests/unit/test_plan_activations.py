@@ -21,7 +21,7 @@ from shardwise.cli import run
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
 from shardwise.moe import mixtures_of
-from shardwise.report.activations import SMALL_WORKSPACE, WORKSPACE
+from shardwise.report.activations import WORKSPACE
 from shardwise.report.plan import Plan, plan
 from shardwise.report.suggest import largest
 
@@ -100,7 +100,7 @@ def test_what_one_can_count() -> None:
 
 
 def test_workspaces_are_the_devices() -> None:
-    for device, wanted in (("cpu", 0), ("cuda", WORKSPACE), ("cuda:sm_80", SMALL_WORKSPACE)):
+    for device, wanted in (("cpu", 0), ("cuda", WORKSPACE)):
         made = plan(gpt(), {"dp": 2}, batch=(1, 64), device=device)
         assert made.options.workspace == wanted
         assert plan(gpt(), {"dp": 2}, device=device).options.workspace == 0
