@@ -2,7 +2,7 @@
 """``report.html``: a run on one page, from its ``events.jsonl`` alone; or several runs.
 
     events.jsonl  -->  loss.svg      for a README or a message
-                  -->  report.html   everything, self-contained: offline, prints, dark and light
+                  -->  report.html   everything, self-contained: offline, dark and light
 
 What an events file does not hold is left out. What is damaged there is left out with a note: a line
 that was cut off, an event of other types, a part of the page that can't be drawn from what is left.
@@ -160,7 +160,6 @@ def report_html(
         figures,
         _preformatted("A sample", str((_last(events, "sample") or {}).get("text", ""))),
         _preformatted("The plan of a step", text),
-        part("the collectives", _collectives, profile),
     ]
     apart = {"config": "Configuration", "weights": "Weights in MXFP8", "corpus": "Corpus"}
     apart["versions"] = "Versions"
@@ -265,20 +264,6 @@ def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
         found["GPU idle in a step"] = f"{100 * idle:.1f} %"
     cells = (f"<div><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in found.items())
     return f'<div class="figures">{"".join(cells)}</div>' if found else ""
-
-
-def _collectives(profile: Mapping[str, Any]) -> str:
-    """A table of the recorded step's collectives."""
-    totals: dict[tuple[str, str, Any], list[int]] = {}
-    for call in profile.get("collectives") or ():
-        total = totals.setdefault((str(call["operation"]), str(call["axis"]), call["size"]), [0, 0])
-        total[0] += call["count"]
-        total[1] += call["nbytes"] * call["count"]
-    rows = {
-        f"{name} over {axis} ({size} ranks)": f"{count:,} of {size_text(nbytes)} together"
-        for (name, axis, size), (count, nbytes) in sorted(totals.items(), key=str)
-    }
-    return _table("Collectives of the recorded step", rows)
 
 
 def _happenings(events: Iterable[Event]) -> str:

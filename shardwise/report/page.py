@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's style and script: light and dark, tips under the pointer, paper when printed."""
+"""The page's style and script: light and dark, tips under the pointer."""
 
 from __future__ import annotations
 
@@ -54,9 +54,6 @@ pre{{background:var(--paper);border:1px solid var(--line);border-radius:10px;pad
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;line-height:1.45;margin:0}}
 #tip{{position:fixed;pointer-events:none;background:var(--ink);color:var(--paper);padding:4px 9px;
 border-radius:6px;font-size:12.5px;max-width:440px;opacity:0;z-index:9}}
-@media print{{body{{background:#fff;color:#000}}button,#tip{{display:none}}main{{max-width:none;
-padding:0}}figure,table,pre,.figures div{{break-inside:avoid;border-color:#ccc}}
-svg{{min-width:0}}}}
 """
 
 SCRIPT = """
@@ -88,13 +85,4 @@ document.addEventListener('pointermove', event => {
 });
 document.addEventListener('pointerleave', () => { tip.style.opacity = 0; });
 document.addEventListener('scroll', () => { tip.style.opacity = 0; }, {passive: true});
-
-// Print on paper as on a light screen.
-let before;
-addEventListener('beforeprint', () => {
-  before = root.dataset.theme; root.dataset.theme = 'light';
-});
-addEventListener('afterprint', () => {
-  if (before) root.dataset.theme = before; else delete root.dataset.theme;
-});
 """

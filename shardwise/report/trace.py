@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise import comm, streams
+from shardwise import streams
 from shardwise.memory import ledger
 
 LANES = ("compute", "gather", "reduce", "outer", "exchange", "optimizer")
@@ -124,7 +123,7 @@ def _record(device: torch.device, profile: Profile) -> Iterator[Profile]:
     ]
     ledger.watchers.append(recording.bytes_changed)
     try:
-        with streams.watch(recording), comm.record() as calls:
+        with streams.watch(recording):
             yield profile
             end = recording.mark()
         recording.clock.synchronize()
@@ -132,7 +131,7 @@ def _record(device: torch.device, profile: Profile) -> Iterator[Profile]:
         ledger.watchers.remove(recording.bytes_changed)
         for hook in hooks:
             hook.remove()
-    profile.update(_summary(recording, end, calls))
+    profile.update(_summary(recording, end))
 
 
 @contextmanager
@@ -173,14 +172,14 @@ def idle_share(kernels: Sequence[Interval]) -> float | None:
     return 1 - sum(end - begin for begin, end in busy) / max(1, busy[-1][1] - busy[0][0])
 
 
-def _summary(recording: _Recording, end: Any, calls: Sequence[comm.Call]) -> Profile:
+def _summary(recording: _Recording, end: Any) -> Profile:
     seconds = recording.clock.seconds
     total = seconds(end)
     phases = sorted((seconds(b), seconds(e), name) for name, b, e in recording.phases)
     steps = [(seconds(b), seconds(e)) for b, e in recording.steps]
     stalls = [(seconds(b), seconds(e), reason) for reason, b, e in recording.stalls]
     waiting = merged([(b, e) for b, e, _ in stalls])
-    spans = _compute_spans(phases, steps, total)
+    spans = _compute_spans(phases, steps)
     spans += [_span("optimizer", "step", b, e) for b, e in steps]
     spans += [
         _span(lane, name, seconds(b), seconds(e))
@@ -205,10 +204,6 @@ def _summary(recording: _Recording, end: Any, calls: Sequence[comm.Call]) -> Pro
             "start": recording.memory_start,
             "changes": [[round(t, 7), kind, nbytes] for t, kind, nbytes in recording.memory],
         },
-        "collectives": [
-            {**vars(call), "count": count}
-            for call, count in sorted(Counter(calls).items(), key=str)
-        ],
     }
 
 
@@ -218,7 +213,7 @@ def _span(lane: str, name: str, begin: float, end: float, nbytes: int | None = N
 
 
 def _compute_spans(
-    phases: Sequence[tuple[float, float, str]], steps: Sequence[Interval], total: float
+    phases: Sequence[tuple[float, float, str]], steps: Sequence[Interval]
 ) -> list[Profile]:
     """The model's work: the gaps between the library's own phases, named by where they lie.
 

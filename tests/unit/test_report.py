@@ -70,9 +70,6 @@ def profile() -> Event:
                 [0.008, "grad_transient", -4096],
             ],
         },
-        "collectives": [
-            {"operation": "all_gather", "axis": "dp", "size": 2, "nbytes": 100, "count": 4}
-        ],
     }
 
 
