@@ -298,7 +298,7 @@ def generate(command: Generate, words: list[str]) -> int:
             f"{command.path} has no tokenizer: it was trained on tokens of an unknown one; put its "
             f"tokenizer.json beside the exported weights"
         )
-    pieces = text_after(
+    text = text_after(
         model.to("cuda" if torch.cuda.is_available() else "cpu"),
         codec,
         command.prompt,
@@ -308,11 +308,7 @@ def generate(command: Generate, words: list[str]) -> int:
         top_p=command.top_p,
         generator=torch.Generator().manual_seed(command.seed),
     )
-    first = next(pieces, "")  # raises for wrong options, before anything is printed
-    print(command.prompt + first, end="", flush=True)
-    for text in pieces:
-        print(text, end="", flush=True)
-    print()
+    print(command.prompt + text)
     return 0
 
 

@@ -203,29 +203,14 @@ def export_options(config: TrainConfig) -> dict[str, Any]:
     return {"convert": lambda name, tensor: {name: tensor}, "config": described}
 
 
-@torch.no_grad()
-def text_after(
-    model: nn.Module,
-    codec: Codec,
-    prompt: str,
-    num_tokens: int,
-    **options: Any,
-) -> Iterator[str]:
-    """The text that a model writes after ``prompt``, piece by piece, up to the end of a document.
+def text_after(model: nn.Module, codec: Codec, prompt: str, num_tokens: int, **options: Any) -> str:
+    """The text that a model writes after ``prompt``, up to the end of a document.
 
     ``options`` are those of :func:`shardwise.models.gpt.generate`.
     """
     tokens = encode_text(codec, prompt) or [codec.end]
-    device = next(model.parameters()).device
-    drawn = torch.tensor([tokens], device=device)
-    shown = len(decode_text(codec, tokens))
-    for number in range(1, num_tokens + 1):
-        drawn = generate(model, drawn, 1, **options)
-        ended = int(drawn[0, -1]) == codec.end
-        text = decode_text(codec, drawn[0, :-1].tolist() if ended else drawn[0].tolist())
-        # Else the rest of a character is still to come.
-        if ended or number == num_tokens or not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)
-        if ended:
-            return
+    given = torch.tensor([tokens], device=next(model.parameters()).device)
+    drawn = generate(model, given, num_tokens, **options)[0, len(tokens) :].tolist()
+    if codec.end in drawn:
+        drawn = drawn[: drawn.index(codec.end)]
+    return decode_text(codec, tokens + drawn)[len(decode_text(codec, tokens)) :]

@@ -180,19 +180,19 @@ def test_with_a_module_of_ones_own(lora_rank: int, tmp_path: Path) -> None:
     assert moved == (linears if lora_rank else begun.keys())
     model, codec = open_model(tmp_path / "first")
     torch.manual_seed(0)  # a document may end at once
-    assert codec is not None and len("".join(text_after(model, codec, "a", 5))) >= 1
+    assert codec is not None and len(text_after(model, codec, "a", 5)) >= 1
     wrong = {"module": name.replace("build", "wrong"), "data": str(tmp_path / "text.txt")}
     said = run_ranks(refuse, 2, str(tmp_path / "b"), None, wrong)
     assert all("returned a int; it must return a torch.nn.Module" in text for text in said)
 
 
-def test_the_beginning_of_a_character_is_shown_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_document_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(model: Any, drawn: torch.Tensor, count: int) -> torch.Tensor:
-        return torch.cat([drawn, torch.tensor([[0xC3]])], dim=1)
+        return torch.cat([drawn, torch.tensor([[0x62, 0xC3, Bytes.end, 0x63][:count]])], dim=1)
 
     monkeypatch.setattr("shardwise.train.weights.generate", draw)
-    text = "".join(text_after(torch.nn.Linear(1, 1), Bytes(), "a", 2))
-    assert text == "\ufffd\ufffd"
+    assert text_after(torch.nn.Linear(1, 1), Bytes(), "a", 4) == "b\ufffd"
+    assert text_after(torch.nn.Linear(1, 1), Bytes(), "a", 1) == "b"
 
 
 def values_at_rest(
