@@ -63,7 +63,6 @@ class Store:
         keep: int | None = 2,
         *,
         config: Mapping[str, Any] | None = None,
-        asynchronous: bool = True,
         timeout: float = saving.TIMEOUT_SECONDS,
     ) -> None:
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -75,7 +74,7 @@ class Store:
             raise ValueError(f"Store('{root}') is a file: name a directory for checkpoints")
         self.keep, self.config = keep, config
         self._damaged: set[Path] = set()  # checkpoints that a resume found damaged
-        self.asynchronous, self.timeout = asynchronous, timeout
+        self.timeout = timeout
         self._staging = Staging()
         self._under_way: Future[Path] | None = None
         self._sequence: int | None = None
@@ -111,9 +110,6 @@ class Store:
         attempt, snapshot = saving.begin(
             ranks, final, lambda: [final, *revisions], self.timeout, take, step
         )
-        if not self.asynchronous:
-            self._last = self._write(attempt, snapshot, step)
-            return
         try:
             staged = replace(snapshot, pieces=self._staging.copy(snapshot.pieces))
         except BaseException as error:  # out of memory: the others must not wait for this rank

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,9 +46,6 @@ from shardwise.streams import annotate
 
 M = TypeVar("M", bound=nn.Module)
 H = TypeVar("H", bound=Hashable)
-MeshChoice: TypeAlias = (
-    "Mapping[str, DeviceMesh] | Callable[[str, nn.Parameter], DeviceMesh | None]"
-)
 _VERB = "data_parallel"
 GRAINS = (None, "tensor", ROW)
 
@@ -60,7 +57,7 @@ def data_parallel(
     placements: Placements | None = None,
     bucket_mb: float = 256,
     grain: Literal["tensor"] | Grain | None = None,
-    meshes: MeshChoice | None = None,
+    meshes: Mapping[str, DeviceMesh] | None = None,
     matrix: MuonSettings | None = None,
     overlap_gather: bool | str = False,
     precision: Precision | None = None,
@@ -84,10 +81,10 @@ def data_parallel(
         grain: "tensor" is a promise that every matrix lies whole on one rank, at the price of
             larger buckets and padding; refused where padding would be more than an eighth.
             ``sw.ROW``: matrices are cut where that keeps buckets near ``bucket_mb``.
-        meshes: other meshes for some parameters, by name pattern (``{"*.experts.*": expert_mesh}``)
-            or as a function; a pattern also stands for everything below the module it names. Their
-            gradients are summed over that mesh and divided by the ranks of ``mesh``: an expert sees
-            the tokens of several of them.
+        meshes: other meshes for some parameters, by name pattern: ``{"*.experts": expert_mesh}``; a
+            pattern also stands for everything below the module it names. Their gradients are summed
+            over that mesh and divided by the ranks of ``mesh``: an expert sees the tokens of
+            several of them.
         matrix: ``sw.muon(...)`` of the optimizer to come: how matrices are weighed against each
             other.
         overlap_gather: wait for a bucket when the first module that reads it runs, not before the
@@ -224,18 +221,17 @@ def matrix_cost(
 
 
 def _homes(
-    found: Sequence[Found], meshes: MeshChoice | None, mesh: DeviceMesh
+    found: Sequence[Found], meshes: Any, mesh: DeviceMesh
 ) -> tuple[list[DeviceMesh], list[str]]:
     """The mesh of every parameter, and what is wrong with the choice."""
     problems: list[str] = []
     homes: list[DeviceMesh] = []
     used: set[str] = set()
     patterns = meshes if isinstance(meshes, Mapping) else {}
-    choose = meshes if callable(meshes) else None
-    if meshes is not None and choose is None and not isinstance(meshes, Mapping):
-        problems.append(f"meshes={meshes!r}: a mapping from name patterns to meshes, or a function")
+    if meshes is not None and not isinstance(meshes, Mapping):
+        problems.append(f"meshes={meshes!r}: a mapping from name patterns to meshes")
     for f in found:
-        wanted: Any = choose(f.name, f.parameter) if choose is not None else None
+        wanted: Any = None
         for pattern, other in patterns.items():
             if _matches(f.name, pattern):
                 used.add(pattern)

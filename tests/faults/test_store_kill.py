@@ -189,10 +189,12 @@ def kill_at_every_call(root: Path) -> int:
         folder = root / f"call-{call}"
 
         def work(folder: Path = folder, call: int = call) -> None:
-            store = Store(folder, keep=1, asynchronous=False)
+            store = Store(folder, keep=1)
             store.save(1, model_at(1), extra={"step": 1})
+            store.wait()
             with dying_at(call):
                 store.save(2, model_at(2), extra={"step": 2})
+                store.wait()
                 (folder.parent / f"reported-{call}").touch()
 
         _, status = os.waitpid(fork(work), 0)

@@ -282,7 +282,6 @@ def test_experts_are_reduced_over_their_own_mesh(rank: int, world_size: int) -> 
         {"experts": expert_mesh},
         {"experts.*": expert_mesh},
         {"expert?": expert_mesh},
-        lambda name, parameter: expert_mesh if name.startswith("experts") else None,
     ):
         model = sw.data_parallel(make_sparse(100 + rank % 2), mesh=mesh, meshes=choice)
         model(batch(rank)).square().mean().backward()
