@@ -138,19 +138,6 @@ class FP8Weight(FP8Tensor):
                 f"forward or after unshard(), or take the main weights from sw.full_state_dict"
             )
 
-    def members(self) -> list[FP8Tensor]:
-        """The matrices of a stack [experts, rows, columns], each a view of the gathered planes."""
-        count = self.shape[0]
-        pairs = {
-            block: zip(plane.codes.chunk(count), plane.scales.chunk(count), strict=True)
-            for block, plane in self.planes.items()
-        }
-        planes = [
-            [Plane(codes=codes, scales=scales, block=block) for codes, scales in parts]
-            for block, parts in pairs.items()
-        ]
-        return [FP8Tensor(*member) for member in zip(*planes, strict=True)]
-
 
 class FP8Parameter(WholeParameter, QuantisedParameter):
     """A parameter as forward sees it, whose values are the planes of ``quantised``.

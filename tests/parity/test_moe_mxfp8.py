@@ -138,15 +138,16 @@ def train(
 def members_are_coded_one_by_one(net: Net, format: Any) -> None:
     whole = net.moe.experts.fc1.weight.full_tensor().detach()  # type: ignore[union-attr]
     net.moe.experts.unshard()  # type: ignore[operator]
-    members = net.moe.experts.fc1.weight.quantised.members()  # type: ignore[union-attr]
-    assert len(members) == len(whole) == net.moe.experts.num_experts
-    for member, value in zip(members, whole, strict=True):
+    planes = net.moe.experts.fc1.weight.quantised.planes  # type: ignore[union-attr]
+    assert planes and len(whole) == net.moe.experts.num_experts
+    for number, value in enumerate(whole):
         alone = FP8Tensor.encode(value, format)
         if format == "fp8_block":
             alone = FP8Tensor(*encode(value, (SQUARE_128,), sharing=1))
-        for block, plane in member.planes.items():
-            assert torch.equal(plane.codes, alone.planes[block].codes)
-            assert torch.equal(plane.scales, alone.planes[block].scales)
+        for block, plane in planes.items():
+            codes, scales = plane.codes.chunk(len(whole)), plane.scales.chunk(len(whole))
+            assert torch.equal(codes[number], alone.planes[block].codes)
+            assert torch.equal(scales[number], alone.planes[block].scales)
     net.moe.experts.reshard()  # type: ignore[operator]
 
 
