@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -55,7 +56,7 @@ class Lanes:
         if not self._streams or lane == "compute":
             return _NOWHERE
         stream = _OnStream(self._streams[lane], self._index)
-        return stream if _watcher is None else _watched_lane(_watcher, lane, stream)
+        return stream if _watcher is None else _watched(partial(_watcher.lane, lane), stream)
 
     def mark(self, lane: LaneName = "compute") -> Any:
         """An event that is reached when all work issued to ``lane`` so far is done."""
@@ -153,7 +154,8 @@ def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
 def annotate(unit: str, work: str) -> AbstractContextManager[Any]:
     """A profiler label and an NVTX range around a unit's work; nothing unless profiling."""
     if _watcher is not None:
-        return _watched_phase(_watcher, f"{unit}: {work}")
+        _watcher.begins(f"{unit}: {work}")
+        return _watched(partial(_watcher.phase, f"{unit}: {work}"))
     profiling = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return _labelled(f"{unit}: {work}") if profiling else _NOWHERE
 
@@ -217,36 +219,22 @@ def watch(who: Watcher) -> Iterator[None]:
 
 def stalling(reason: str) -> AbstractContextManager[Any]:
     """A context around whatever makes the compute lane wait."""
-    return _NOWHERE if _watcher is None else _watched_stall(_watcher, reason)
+    return _NOWHERE if _watcher is None else _watched(partial(_watcher.stall, reason))
 
 
 @contextmanager
-def _watched_phase(who: Watcher, name: str) -> Iterator[None]:
-    who.begins(name)
-    begin = who.mark()
-    try:
-        yield
-    finally:
-        who.phase(name, begin, who.mark())
-
-
-@contextmanager
-def _watched_stall(who: Watcher, reason: str) -> Iterator[None]:
-    begin = who.mark()
-    try:
-        yield
-    finally:
-        who.stall(reason, begin, who.mark())
-
-
-@contextmanager
-def _watched_lane(who: Watcher, lane: str, stream: AbstractContextManager[Any]) -> Iterator[None]:
-    with stream:
+def _watched(
+    tell: Callable[[Any, Any], None], around: AbstractContextManager[Any] = _NOWHERE
+) -> Iterator[None]:
+    """Tell the watcher when what runs inside began and ended, by marks on the lane ``around``."""
+    who = _watcher
+    assert who is not None
+    with around:
         begin = who.mark()
         try:
             yield
         finally:
-            who.lane(lane, begin, who.mark())
+            tell(begin, who.mark())
 
 
 class Clock:
