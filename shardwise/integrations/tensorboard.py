@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardwise.train.codecs import require
 from shardwise.train.events import Event, scalars
 
 
@@ -13,13 +14,9 @@ class Sink:
     """Hears the events of a run and writes ``tensorboard/`` beside them."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "--loggers tensorboard needs the package tensorboard: pip install "
-                "'shardwise[tensorboard]'"
-            ) from error
+        require("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
 
     def log(self, event: Event) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardwise.train.codecs import require
 from shardwise.train.events import Event, scalars
 
 
@@ -13,12 +14,7 @@ class Sink:
     """Hears the events of a run and sends its scalars on."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(
-                "--loggers wandb needs the package wandb: pip install 'shardwise[wandb]'"
-            ) from error
+        wandb = require("wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
             dir=str(folder), name=folder.name, project="shardwise", config=config
