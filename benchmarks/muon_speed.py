@@ -42,7 +42,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "Muon": {},
     "Muon, unbounded": {"step_bytes": UNBOUNDED},
     "Muon, half the budget": {"step_bytes": "half"},
-    "Muon, nonic3": {"preset": "nonic3"},
     "Muon, s4": {"preset": "s4"},
 }
 TURNS, STEPS = 4, 4  # the first step of a turn is not counted

@@ -52,7 +52,7 @@ class MuonSettings:
         momentum_form: "ema" (torch) or "sum" (Moonlight): the same updates, buffers that differ by
             ``1 / (1 - momentum)``. Kept in checkpoints, converted on load.
         decay: "cautious" decays only where the update has the weight's sign.
-        preset: nonic, nonic3, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
+        preset: nonic, polar_express, s4, you, keller, cubic, or a :class:`Polynomial`.
         form: of the iteration, direct or gram; "auto" takes the cheaper one for each shape.
         scale: "spectral" sqrt(max(1, out/in)), "match_rms_adamw" 0.2 sqrt(max(out, in)),
             "unit_rms" sqrt(out/in), or "none"; of the whole matrix as orthogonalised.

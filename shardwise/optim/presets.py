@@ -46,13 +46,6 @@ _NONIC: tuple[Step, ...] = (
     (3.597452, -2.693586, 0.533324),
     (3.487338, -6.576122, 6.081160, -2.423502, 0.342695),
 )
-# The best of three times degree 9, from 0.003: about as near to orthogonal as Polar Express, for 15
-# products of a square matrix instead of 20 (nonic: 18).
-_NONIC3: tuple[Step, ...] = (
-    (14.256640, -130.006390, 423.392692, -538.552391, 232.866682),
-    (6.425067, -15.294661, 13.002690, -4.317501, 0.487334),
-    (3.684009, -7.201414, 6.622660, -2.581876, 0.354342),
-)
 # Where the others come from: reference/muon.md 1b and 2b, with the papers.
 PRESETS = {
     preset.name: preset
@@ -91,7 +84,6 @@ PRESETS = {
             safety=1.01,
         ),
         Polynomial(name="nonic", coefficients=_with_margin(_NONIC, 1.01), norm="schatten4"),
-        Polynomial(name="nonic3", coefficients=_with_margin(_NONIC3, 1.01), norm="schatten4"),
     )
 }
 
