@@ -37,8 +37,6 @@ from shardwise.train.codecs import (
     END,
     NUM_SYMBOLS,
     Codec,
-    decode_text,
-    encode_text,
     num_bytes,
     require,
 )
@@ -239,18 +237,6 @@ class Corpus:
     @property
     def unit(self) -> str:
         return "bits/token" if self.held_out_bytes is None else "bits/byte"
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, without the token that ends a document."""
-        if self.codec is None:
-            raise DataError(f"{self.name!r} is tokens of an unknown tokenizer: give token numbers")
-        return encode_text(self.codec, text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text to show; numbers where the tokenizer is unknown."""
-        if self.codec is None:
-            return " ".join(str(int(token)) for token in tokens)
-        return decode_text(self.codec, tokens)
 
 
 def digest_of(documents: Sequence[Document]) -> str:

@@ -38,7 +38,7 @@ from shardwise.train.build import (
     build_scheduler,
     precision_of,
 )
-from shardwise.train.codecs import write_codec
+from shardwise.train.codecs import decode_text, encode_text, write_codec
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import references_of
 from shardwise.train.events import EventFile, Events, Sink
@@ -439,16 +439,16 @@ class Trainer:
 
     def sample(self) -> None:
         """Log a text that the model generates (collective)."""
-        corpus = self.parts.corpus
-        if corpus.codec is None:
+        codec = self.parts.corpus.codec
+        if codec is None:
             return
-        prompt = torch.tensor([corpus.encode(PROMPT)], device=self.world.device)
+        prompt = torch.tensor([encode_text(codec, PROMPT)], device=self.world.device)
         generator = torch.Generator().manual_seed(self.config.seed)
         with torch.compiler.set_stance("force_eager"):  # every token has another length
             drawn = generate(
                 self.parts.model, prompt, self.config.sample, temperature=0.8, generator=generator
             )
-        self.events("sample", text=corpus.decode(drawn[0].tolist()))
+        self.events("sample", text=decode_text(codec, drawn[0].tolist()))
 
     def _plan(self) -> dict[str, Any]:
         """The plan of this run; see ``shardwise plan``."""
