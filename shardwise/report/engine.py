@@ -70,7 +70,7 @@ class Engine:
     ledger: Ledger
     units: list[BuiltUnit]
     sharded: dict[int, nn.Parameter]  # by id of the model's parameter: the one at rest
-    doing: str = "at rest"
+    walked: bool = False  # whether a step has been
     optimizer: ShardedOptimizer | None = None
     follower: Follower | None = None
 
@@ -109,16 +109,16 @@ class Engine:
         """One step from rest; ``forward`` returns what backward starts from."""
         rest = self.ledger.snapshot()
         count = min(self.options.microbatches, 3)
-        if self._settles and self.doing == "at rest":  # no step has been walked
+        if self._settles and not self.walked:
             self._step(forward, count)
         self.ledger.reset_peak()
         if self.follower is not None:
             self.follower.peak = self.follower.at_peak = 0
-        timeline: list[tuple[str, str, int]] = []
+        timeline: list[tuple[str, int]] = []
 
         def note(kind: str, nbytes: int) -> None:
             if nbytes:
-                timeline.append((self.doing, kind, nbytes))
+                timeline.append((kind, nbytes))
 
         self.ledger.watchers.append(note)
         phases, loaded, exchanged = self._step(forward, count)
@@ -163,7 +163,7 @@ class Engine:
                 _add(phases["backward"], calls, times)
                 del loss
         loaded = self.ledger.snapshot()
-        self.doing = "step"
+        self.walked = True
         with comm.record() as calls, self._followed():
             self._update()
         exchanged = Counter(call for call in calls if self._exchanges(call))

@@ -45,10 +45,11 @@ def own_forward(
         places = [(parameters, name) for parameters, name, *_ in built.unit.places]
         before += [(parameters, name, parameters[name]) for parameters, name in places]
         built.unit.hide(force=True)
-        module = built.owner.module
-        entering = partial(_enter, engine, built)
-        hooks.append(module.register_forward_pre_hook(entering, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(partial(_leave, built)))
+        module, unit = built.owner.module, built.unit
+        before_it = module.register_forward_pre_hook(
+            unit._pre_forward, prepend=True, with_kwargs=True
+        )
+        hooks += [before_it, module.register_forward_hook(unit._post_forward)]
 
     def forward() -> Tensor:
         with META:
@@ -63,32 +64,21 @@ def own_forward(
             parameters[name] = parameter
 
 
-def _enter(engine: Engine, built: BuiltUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    engine.doing = f"forward {built.owner.name}"
-    return built.unit.pre_forward(args, kwargs)
-
-
-def _leave(built: BuiltUnit, module: nn.Module, args: Any, output: Any) -> Any:
-    return built.unit.post_forward(output)
-
-
 def sketch(engine: Engine, recomputed: frozenset[int]) -> Callable[[], Tensor]:
     """The forward of a model; ``recomputed``: ids of modules that run inside a checkpoint."""
     built = {id(one.owner): one for one in engine.units}
 
     def call(owner: Owner, hidden: Tensor, again: bool) -> Tensor:
-        engine.doing = f"forward {owner.name}"
         one = built[id(owner)]
         (hidden,), _ = one.unit.pre_forward((hidden,), {})
         for part in owner.parts:
             if isinstance(part, Owner):
                 inside = again or id(part.module) in recomputed
                 hidden = _run(inside and not again, call, part, hidden, inside)
-                engine.doing = f"forward {owner.name}"
                 continue
             within = partial(_within, one, recomputed)
             for inside, positions in groupby(part, within):
-                work = _Work(engine, one, list(positions))
+                work = _Work(one, list(positions))
                 hidden = _run(inside and not again, _apply, work, hidden)
         return one.unit.post_forward(hidden)  # type: ignore[no-any-return]
 
@@ -112,8 +102,8 @@ def _run(again: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
 class _Work:
     """Parameters of one unit that are read one after another."""
 
-    def __init__(self, engine: Engine, built: BuiltUnit, positions: list[int]) -> None:
-        self.engine, self.built, self.positions = engine, built, positions
+    def __init__(self, built: BuiltUnit, positions: list[int]) -> None:
+        self.built, self.positions = built, positions
 
     @property
     def trains(self) -> bool:
@@ -133,7 +123,6 @@ class _Work:
     def backward(self) -> None:
         """Bring gradients in reverse. A kernel writes those of its module before autograd tells of
         any of them."""
-        self.engine.doing = f"backward {self.built.owner.name}"
         for group, index in self._coded():
             if "backward" in READS[group.format]:
                 group.plane(index, "backward")

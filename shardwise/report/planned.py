@@ -223,7 +223,7 @@ class Measured:
     peak_total: int
     phases: dict[Moment, Counter[Call]] = field(repr=False)  # collectives, by who issues them
     exchanged: Counter[Call] = field(repr=False)  # those of the matrix optimizer
-    timeline: tuple[tuple[str, str, int], ...] = field(repr=False, default=())  # (what, kind, more)
+    timeline: tuple[tuple[str, int], ...] = field(repr=False, default=())  # (kind, bytes more)
     # With a batch: the highest sum of these bytes and of activations at one moment; of it, the
     # latter.
     followed: int | None = None
