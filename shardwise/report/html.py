@@ -246,7 +246,7 @@ def _page(name: str, parts: Iterable[str]) -> str:
         f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>"
         # not display:none, which would take the patterns away from the pictures
         f'<svg width="0" height="0" class="defs" aria-hidden="true">{HATCHES}</svg><main>'
-        f'{"".join(part for part in parts if part)}</main><div id="tip" role="tooltip"></div>'
+        f"{''.join(part for part in parts if part)}</main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
 

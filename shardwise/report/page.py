@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's style and script: light and dark, tips under the pointer."""
+"""The page's style and script: light and dark, straight axes and others."""
 
 from __future__ import annotations
 
@@ -44,20 +44,16 @@ svg text{{font-family:{FONT}}}
 .either.turned figure{{display:none}}.either.turned figure+figure{{display:block}}
 .turn{{position:absolute;right:14px;top:14px;font-size:12.5px;padding:3px 10px}}
 table.grid th:first-child{{width:24%}}table.grid th{{width:auto}}
-[data-tip]{{cursor:default}}
-[data-tip]:hover{{filter:brightness(1.12)}}
 table{{border-collapse:collapse;width:100%;background:var(--paper);font-size:13.5px}}
 td,th{{border:1px solid var(--line);padding:4px 10px;text-align:left;vertical-align:top;
 overflow-wrap:anywhere}}
 th{{width:34%;font-weight:500;color:var(--faint)}}
 pre{{background:var(--paper);border:1px solid var(--line);border-radius:10px;padding:14px;
 white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;line-height:1.45;margin:0}}
-#tip{{position:fixed;pointer-events:none;background:var(--ink);color:var(--paper);padding:4px 9px;
-border-radius:6px;font-size:12.5px;max-width:440px;opacity:0;z-index:9}}
 """
 
 SCRIPT = """
-const root = document.documentElement, tip = document.getElementById('tip');
+const root = document.documentElement;
 const dark = () => root.dataset.theme ? root.dataset.theme === 'dark'
   : matchMedia('(prefers-color-scheme: dark)').matches;
 const button = document.getElementById('theme');
@@ -69,20 +65,4 @@ name();
 for (const turn of document.querySelectorAll('.turn')) turn.addEventListener('click', () => {
   turn.textContent = turn.parentNode.classList.toggle('turned') ? 'straight axes' : 'log axes';
 });
-
-// One tip for the whole page, beside the pointer and inside the window.
-function show(target, x, y) {
-  tip.textContent = target.getAttribute('data-tip');
-  tip.style.opacity = 1;
-  const box = tip.getBoundingClientRect();
-  tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - box.width - 8)) + 'px';
-  tip.style.top = Math.max(4, y + 18 + box.height > innerHeight ? y - box.height - 8 : y + 18)
-    + 'px';
-}
-document.addEventListener('pointermove', event => {
-  const target = event.target.closest && event.target.closest('[data-tip]');
-  if (target) show(target, event.clientX, event.clientY); else tip.style.opacity = 0;
-});
-document.addEventListener('pointerleave', () => { tip.style.opacity = 0; });
-document.addEventListener('scroll', () => { tip.style.opacity = 0; }, {passive: true});
 """

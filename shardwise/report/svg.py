@@ -3,8 +3,7 @@
 library, no fonts, no network.
 
 A canvas knows two themes. As a file of its own it follows the reader's light or dark setting; on
-the page of ``html.py`` the page's button decides. Tips are ``<title>`` in a file (browsers show
-them) and ``data-tip`` on the page (its script shows them).
+the page of ``html.py`` the page's button decides. Tips are ``<title>``, which browsers show.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class Canvas:
         if dark is None:
             style += f"@media(prefers-color-scheme:dark){{{theme_css('svg', True)}}}"
         style += "</style>"
-        body = "\n".join(map(_with_titles, self.shapes) if standalone else self.shapes)
+        body = "\n".join(self.shapes)
         size = f'viewBox="0 0 {_number(self.width)} {_number(self.height)}"'
         if standalone:
             size += f' width="{_number(self.width)}" height="{_number(self.height)}"'
@@ -144,9 +143,8 @@ class Canvas:
         return self.render()
 
     def _add(self, name: str, attributes: dict[str, Any], tip: str = "") -> None:
-        if tip:
-            attributes = attributes | {"data-tip": tip}
-        self.shapes.append(f"<{name}{_attributes(attributes)}/>")
+        end = f"><title>{escape(tip)}</title></{name}>" if tip else "/>"
+        self.shapes.append(f"<{name}{_attributes(attributes)}{end}")
 
 
 # Padding and waits are hatched: told apart without any colour at all. Once a file, once a page.
@@ -159,16 +157,6 @@ HATCHES = (
     '<line x1="0" y1="0" x2="0" y2="5" stroke="#ffffff" stroke-opacity="0.55" stroke-width="2"/>'
     "</pattern></defs>"
 )
-
-
-def _with_titles(shape: str) -> str:
-    """``<rect data-tip="x"/>`` as ``<rect><title>x</title></rect>``."""
-    before, found, after = shape.partition(' data-tip="')
-    if not found:
-        return shape
-    tip, _, rest = after.partition('"')
-    name = shape[1:].split(" ", 1)[0]
-    return f"{before}{rest.removesuffix('/>')}><title>{tip}</title></{name}>"
 
 
 def _attributes(values: dict[str, Any]) -> str:
