@@ -233,10 +233,7 @@ def _preformatted(title: str, text: str) -> str:
 
 
 def _header(title: str, about: str) -> str:
-    return (
-        f'<header><div><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></div>'
-        f'<button id="theme" type="button">Dark</button></header>'
-    )
+    return f'<header><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></header>'
 
 
 def _page(name: str, parts: Iterable[str]) -> str:

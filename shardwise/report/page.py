@@ -5,25 +5,17 @@ from __future__ import annotations
 
 from shardwise.report.svg import FONT, theme_css
 
-_LIGHT = (
-    "--paper:#ffffff;--ink:#1c2128;--faint:#5c636d;--line:#dfe3e8;--back:#f4f5f7;--accent:#0072B2"
-)
-_DARK = (
-    "--paper:#14171c;--ink:#e8eaed;--faint:#a3aab4;--line:#2b3038;--back:#0c0e12;--accent:#56B4E9"
-)
+_LIGHT = "--paper:#ffffff;--ink:#1c2128;--faint:#5c636d;--line:#dfe3e8;--back:#f4f5f7"
+_DARK = "--paper:#14171c;--ink:#e8eaed;--faint:#a3aab4;--line:#2b3038;--back:#0c0e12"
 
 STYLE = f"""
-:root{{{_LIGHT};color-scheme:light}}
-:root[data-theme=dark]{{{_DARK};color-scheme:dark}}
-@media(prefers-color-scheme:dark){{:root:not([data-theme=light]){{{_DARK};color-scheme:dark}}}}
+:root{{{_LIGHT};color-scheme:light dark}}
 {theme_css("svg", False)}
-{theme_css(":root[data-theme=dark] svg", True)}
-@media screen and (prefers-color-scheme:dark){{
-{theme_css(":root:not([data-theme=light]) svg", True)}}}
+@media(prefers-color-scheme:dark){{:root{{{_DARK}}}
+{theme_css("svg", True)}}}
 *{{box-sizing:border-box}}
 body{{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 {FONT}}}
 main{{max-width:940px;margin:0 auto;padding:28px 20px 60px}}
-header{{display:flex;justify-content:space-between;align-items:flex-start;gap:16px}}
 h1{{font-size:24px;margin:0 0 4px}}
 h2{{font-size:17px;margin:34px 0 10px}}
 p.about{{margin:0;color:var(--faint)}}
@@ -53,15 +45,6 @@ white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;line-height:1.45;marg
 """
 
 SCRIPT = """
-const root = document.documentElement;
-const dark = () => root.dataset.theme ? root.dataset.theme === 'dark'
-  : matchMedia('(prefers-color-scheme: dark)').matches;
-const button = document.getElementById('theme');
-const name = () => { button.textContent = dark() ? 'Light' : 'Dark'; };
-button.addEventListener('click', () => { root.dataset.theme = dark() ? 'light' : 'dark'; name(); });
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', name);
-name();
-
 for (const turn of document.querySelectorAll('.turn')) turn.addEventListener('click', () => {
   turn.textContent = turn.parentNode.classList.toggle('turned') ? 'straight axes' : 'log axes';
 });

@@ -2,8 +2,8 @@
 """SVG by hand: a canvas, a scale, ticks, colours; title, legend and axes of a chart. No drawing
 library, no fonts, no network.
 
-A canvas knows two themes. As a file of its own it follows the reader's light or dark setting; on
-the page of ``html.py`` the page's button decides. Tips are ``<title>``, which browsers show.
+A canvas knows two themes, and follows the reader's light or dark setting. Tips are ``<title>``,
+which browsers show.
 """
 
 from __future__ import annotations
