@@ -19,7 +19,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.report.page import SCRIPT, STYLE
 from shardwise.report.series import (
     Event,
     events_of,
@@ -30,7 +29,7 @@ from shardwise.report.series import (
 )
 from shardwise.report.shard_map import map_canvas
 from shardwise.report.step_pictures import lanes_canvas, memory_bars_canvas, memory_canvas
-from shardwise.report.svg import HATCHES, Canvas
+from shardwise.report.svg import FONT, HATCHES, Canvas, theme_css
 from shardwise.words import count_text, flattened, size_text
 
 logger = logging.getLogger(__name__)
@@ -236,15 +235,61 @@ def _header(title: str, about: str) -> str:
     return f'<header><h1>{escape(title)}</h1><p class="about">{escape(about)}</p></header>'
 
 
+_LIGHT = "--paper:#ffffff;--ink:#1c2128;--faint:#5c636d;--line:#dfe3e8;--back:#f4f5f7"
+_DARK = "--paper:#14171c;--ink:#e8eaed;--faint:#a3aab4;--line:#2b3038;--back:#0c0e12"
+
+_STYLE = f"""
+:root{{{_LIGHT};color-scheme:light dark}}
+{theme_css("svg", False)}
+@media(prefers-color-scheme:dark){{:root{{{_DARK}}}
+{theme_css("svg", True)}}}
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--back);color:var(--ink);font:15px/1.5 {FONT}}}
+main{{max-width:940px;margin:0 auto;padding:28px 20px 60px}}
+h1{{font-size:24px;margin:0 0 4px}}
+h2{{font-size:17px;margin:34px 0 10px}}
+p.about{{margin:0;color:var(--faint)}}
+button{{font:inherit;color:var(--ink);background:var(--paper);border:1px solid var(--line);
+border-radius:8px;padding:5px 12px;cursor:pointer;white-space:nowrap}}
+.figures{{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px;
+margin:22px 0}}
+.figures div{{background:var(--paper);border:1px solid var(--line);border-radius:10px;
+padding:10px 14px}}
+.figures b{{display:block;font-size:19px;font-variant-numeric:tabular-nums}}
+.figures span{{color:var(--faint);font-size:12.5px}}
+figure{{margin:16px 0;background:var(--paper);border:1px solid var(--line);border-radius:10px;
+padding:8px;overflow-x:auto}}
+svg{{display:block;width:100%;height:auto;min-width:640px}}
+svg.defs{{position:absolute;width:0;height:0;min-width:0}}
+svg text{{font-family:{FONT}}}
+.either{{position:relative}}.either figure+figure{{display:none}}
+.either.turned figure{{display:none}}.either.turned figure+figure{{display:block}}
+.turn{{position:absolute;right:14px;top:14px;font-size:12.5px;padding:3px 10px}}
+table.grid th:first-child{{width:24%}}table.grid th{{width:auto}}
+table{{border-collapse:collapse;width:100%;background:var(--paper);font-size:13.5px}}
+td,th{{border:1px solid var(--line);padding:4px 10px;text-align:left;vertical-align:top;
+overflow-wrap:anywhere}}
+th{{width:34%;font-weight:500;color:var(--faint)}}
+pre{{background:var(--paper);border:1px solid var(--line);border-radius:10px;padding:14px;
+white-space:pre-wrap;overflow-wrap:anywhere;font-size:13px;line-height:1.45;margin:0}}
+"""
+
+_SCRIPT = """
+for (const turn of document.querySelectorAll('.turn')) turn.addEventListener('click', () => {
+  turn.textContent = turn.parentNode.classList.toggle('turned') ? 'straight axes' : 'log axes';
+});
+"""
+
+
 def _page(name: str, parts: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style></head><body>"
+        f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body>"
         # not display:none, which would take the patterns away from the pictures
         f'<svg width="0" height="0" class="defs" aria-hidden="true">{HATCHES}</svg><main>'
         f"{''.join(part for part in parts if part)}</main>"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
 
