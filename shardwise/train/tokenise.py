@@ -238,6 +238,8 @@ def tokenise(
     """
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers}: give 1 or more")
+    if any(source.startswith("hf:") for source in sources):
+        raise DataError("shardwise data reads files; shardwise train --data hf:NAME reads datasets")
     single = out.suffix == ".bin"
     if out.exists() and (single or not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} is there already: remove it, or name another place")

@@ -299,6 +299,8 @@ def test_any_number_of_workers_makes_the_same_tokens(
         assert header.num_bytes == sum(map(len, texts)) and header.tokenizer == "bytes"
     with pytest.raises(DataError, match=r"two is there already"):
         tokenise.tokenise([str(tmp_path)], tmp_path / "two")
+    with pytest.raises(DataError, match="train --data hf:NAME reads datasets"):
+        tokenise.tokenise(["hf:x"], tmp_path / "three")
 
 
 def test_text_that_cannot_be_read_is_named(tmp_path: Path) -> None:
