@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of ``shardwise``. The package imports this file when one of them is used."""
 
+from torch.distributed.fsdp import register_fsdp_forward_method, share_comm_ctx
+
 from shardwise import comm
 from shardwise.checkpoint import load, save
 from shardwise.layout import ELEMENT, ROW, TENSOR, Grain, rows
@@ -20,12 +22,7 @@ from shardwise.shard.data_parallel import data_parallel
 from shardwise.shard.diagnose import describe, find_nonfinite, parameter_norms
 from shardwise.shard.formats import precision_report
 from shardwise.shard.fully_shard import fully_shard
-from shardwise.shard.module import (
-    ShardedModule,
-    mark_written,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from shardwise.shard.module import ShardedModule, mark_written
 from shardwise.shard.state_dict import full_state_dict, load_full_state_dict
 from shardwise.tensor import ShardedTensor
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import register_fsdp_forward_method as _torch_register
 
 from shardwise.shard.members import refuse
 from shardwise.shard.runtime import Runtime
@@ -244,9 +243,6 @@ class ShardedModule(FSDPModule):
                 "resize it"
             )
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Gathers are always issued ahead of their use; there is nothing to switch."""
-
     def _set(self, recurse: bool, **settings: Any) -> None:
         for unit in units_of(self) if recurse else [self._shardwise_unit]:  # type: ignore[arg-type]
             vars(unit).update(settings)
@@ -306,19 +302,3 @@ def mark_written(model: nn.Module) -> None:
     for unit in units:
         for group in unit.groups:
             group.main.version.write()
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Treat another method of a wrapped module like ``forward``."""
-    _torch_register(module, method_name)
-
-
-def share_comm_ctx(modules: list[ShardedModule]) -> None:
-    """Let several roots (pipeline stages of one rank) use the same lanes. Before their first
-    forward."""
-    units = [unit_of(module) for module in modules]  # type: ignore[arg-type]
-    for unit in units:
-        if unit is None:
-            raise ValueError("share_comm_ctx takes modules wrapped by fully_shard")
-        if units[0] is not None:
-            unit._comm_ctx = units[0]._comm_ctx

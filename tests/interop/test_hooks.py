@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +25,6 @@ from tests.contract.helpers import (
     average_gradients,
     check_backward,
     full,
-    mesh_for,
     options_for,
     pair,
     raised,
@@ -133,18 +131,14 @@ class Methods(nn.Module):
         return self.blocks[0](self.linear(x))
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
 @pytest.mark.parametrize("strategy", MAIN_STRATEGIES)
 @on_ranks(ranks_for)
-def test_other_methods_may_act_as_forward(
-    rank: int, world_size: int, strategy: str, ours: bool
-) -> None:
+def test_other_methods_may_act_as_forward(rank: int, world_size: int, strategy: str) -> None:
     net, plain = pair(Methods)
     wrap(net, world_size, strategy, unused_parameters="zeros")
     before = transient_bytes()
-    register = sw.register_fsdp_forward_method if ours else torch_fsdp.register_fsdp_forward_method
-    register(net, "encode")
-    register(plain, "encode")  # not wrapped: nothing to do
+    sw.register_fsdp_forward_method(net, "encode")
+    sw.register_fsdp_forward_method(plain, "encode")  # not wrapped: nothing to do
 
     def loss(model: Any, which: int) -> Tensor:
         first = model.encode(vectors(which), scale=3.0)["y"].square().mean()
@@ -158,23 +152,21 @@ def test_other_methods_may_act_as_forward(
     with torch.no_grad():
         got = net.encode(vectors(rank))["y"]
     assert_close(got, plain.encode(vectors(rank))["y"].detach(), "encoded", 1e-6)
-    assert "missing" in raised(lambda: register(net, "missing"), ValueError)
+    assert "missing" in raised(lambda: sw.register_fsdp_forward_method(net, "missing"), ValueError)
 
 
 def unit_lanes(module: nn.Module) -> Any:
     return module._get_fsdp_state().runtime.lanes
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "torch's"])
 @on_ranks(2)
-def test_several_roots_share_their_lanes(rank: int, world_size: int, ours: bool) -> None:
+def test_several_roots_share_their_lanes(rank: int, world_size: int) -> None:
     """Two stages of a pipeline on one rank, microbatches interleaved."""
     first, plain_first = pair(Block)
     second, plain_second = pair(lambda: nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)))
     for stage in (first, second):
         sw.fully_shard(stage, **options_for("zero3", world_size))
-    share = sw.share_comm_ctx if ours else torch_fsdp.share_comm_ctx
-    share([first, second])
+    sw.share_comm_ctx([first, second])
     for _ in range(2):
         middles, losses = [], []
         for microbatch in range(2):
@@ -193,13 +185,6 @@ def test_several_roots_share_their_lanes(rank: int, world_size: int, ours: bool)
             stage.zero_grad()
             plain.zero_grad()
     assert unit_lanes(first) is unit_lanes(second), "one set of lanes"
-
-
-@on_ranks(2)
-def test_sharing_takes_wrapped_modules_only(rank: int, world_size: int) -> None:
-    net = sw.fully_shard(Block(), mesh=mesh_for("zero", world_size))
-    message = raised(lambda: sw.share_comm_ctx([net, nn.Linear(2, 2)]), ValueError)
-    assert "fully_shard" in message
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero3"])
