@@ -70,8 +70,8 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
     slots = chosen.flatten()
     if routes.kept is not None:
         slots = slots.masked_fill(~routes.kept.flatten(), num_experts)
-    if num_experts < 1 << 15:  # a GPU sorts digit by digit
-        slots = slots.short()
+    if num_experts < 1 << 15:  # a GPU sorts digit by digit, of 8 bits
+        slots = slots.to(torch.uint8 if num_experts < 1 << 8 else torch.int16)
     order = slots.sort(stable=True).indices
     choices, num_slots = chosen.shape[-1], len(slots)
     if axis is None or axis.size == 1:

@@ -208,16 +208,17 @@ class Router(nn.Module):
         bias = self.expert_bias if routing.bias_rate else None
         scores, chosen, weights, wanted = self.choose(logits, bias, routing)
         capacity = routing.capacity(len(tokens))
-        kept, counts = None, wanted
+        kept, counts, dropped = None, wanted, wanted.new_zeros(())
         if capacity is not None:
             first = None if routing.drop == "late" else weights.detach()
             kept = _places_in_line(chosen, wanted, first) < capacity
             weights = weights * kept
             counts = wanted.clamp_max(capacity)
-        dropped = (wanted - counts).sum()
+            dropped = (wanted - counts).sum()
         if self.training and torch.is_grad_enabled():
             self.load += _first_time(wanted)
-            self.dropped += _first_time(dropped)
+            if capacity is not None:
+                self.dropped += _first_time(dropped)
         return Routes(
             experts=chosen,
             weights=weights,
