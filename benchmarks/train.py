@@ -141,18 +141,20 @@ def measure(case: Case) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(step)
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else None
+    computing = timed(compute) if compute else None
+    # The last of all: torch's profiler slows the host's launches, and does so when it is off again.
     use = device_use(step) if cuda and case.system == "trainer" else {}
     return {
         "seconds": seconds,
         "first_step": first,
         "peak": peak,
-        "idle": use.get("idle"),
+        "idle": 100 - use["busy"] / seconds / 10 if use else None,
         "kernels": use.get("kernels"),
         "loss": float(loss),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
         "flops": config.model.flops_per_token() * config.batch * config.model.context,
-        "compute": timed(compute) if compute else None,
+        "compute": computing,
     }
 
 
@@ -326,8 +328,8 @@ def table_of(rows: Sequence[report.Row]) -> report.Table:
         "wrapping, autocast, `sw.Muon`; experts by `F.grouped_mm`. *bare*: bf16 weights, forward\n"
         "and backward alone. *trainer /*: the trainer's tokens per second over this system's, and\n"
         "its peak over this system's; over *bare*'s, those of its forward and backward.\n"
-        "*graphs / breaks*: of torch.compile, in the whole run. *idle*: of 3 steps with the\n"
-        "profiler on, the time in which no kernel runs.",
+        "*graphs / breaks*: of torch.compile, in the whole run. *idle*: of a step, the time in\n"
+        "which no kernel runs, by the time of kernels in 3 steps with the profiler on.",
         columns={
             "row": ("row", ""),
             "name": ("system", ""),

@@ -52,12 +52,15 @@ class DispatchPlan:
     """The order of rows by expert, and the number of rows that ranks send each other."""
 
     order: Tensor  # [rows]: index into tokens x choices, sorted by expert
+    # [tokens x choices]: their rows, or one behind the last where they were dropped. Of padding,
+    # those of one token more.
+    places: Tensor
     num_choices: int
-    num_slots: int  # tokens x choices; of padding, those of one token more
     ends: Tensor  # [local experts] int32: where each expert's rows end
     sizes: list[int] | None = None  # rows sent to each rank
     out_sizes: list[int] | None = None  # rows received from each rank
     by_expert: Tensor | None = None  # [received]: the received rows sorted by expert
+    padded: bool = False  # whether there are rows of no token
 
 
 def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan:
@@ -67,8 +70,8 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
     slots = chosen.flatten()
     if routes.kept is not None:
         slots = slots.masked_fill(~routes.kept.flatten(), num_experts)
-    if num_experts < 1 << 15:  # a GPU sorts digit by digit
-        slots = slots.short()
+    if num_experts < 1 << 15:  # a GPU sorts digit by digit, of 8 bits
+        slots = slots.to(torch.uint8 if num_experts < 1 << 8 else torch.int16)
     order = slots.sort(stable=True).indices
     choices, num_slots = chosen.shape[-1], len(slots)
     if axis is None or axis.size == 1:
@@ -79,7 +82,8 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
             bound = min(num_slots, num_experts * routes.capacity)
             order = order[:bound]
             ends[-1:].fill_(bound)  # an assignment would copy from the host, and wait
-        return DispatchPlan(order=order, num_choices=choices, num_slots=num_slots, ends=ends)
+        places = _places(order, num_slots)
+        return DispatchPlan(order=order, places=places, num_choices=choices, ends=ends)
     local = num_experts // axis.size
     received = torch.empty_like(routes.counts)
     each = [local] * axis.size
@@ -92,10 +96,11 @@ def plan_dispatch(routes: Routes, axis: comm.Axis | None = None) -> DispatchPlan
     sizes, out_sizes = numbers[: axis.size], numbers[axis.size :]
     expert = torch.arange(local, device=received.device).repeat(axis.size)
     arriving = torch.repeat_interleave(expert, received, output_size=sum(out_sizes))
+    order = order[: sum(sizes)]
     return DispatchPlan(
-        order=order[: sum(sizes)],
+        order=order,
+        places=_places(order, num_slots),
         num_choices=choices,
-        num_slots=num_slots,
         ends=coming.sum(0).cumsum(0).int(),
         sizes=sizes,
         out_sizes=out_sizes,
@@ -129,15 +134,23 @@ def _padded(order: Tensor, choices: int, going: Tensor, coming: Tensor, block: i
     expert = torch.searchsorted(ends, place.expand(num_ranks, block).contiguous(), right=True)
     last = coming.sum(0).cumsum(0).int()
     last[-1:].fill_(num_ranks * block)  # an assignment would copy from the host, and wait
+    sent = sent.flatten()
     return DispatchPlan(
-        order=sent.flatten(),
+        padded=True,
+        order=sent,
+        places=_places(sent, slots + choices),
         num_choices=choices,
-        num_slots=slots + choices,
         ends=last,
         sizes=[block] * num_ranks,
         out_sizes=[block] * num_ranks,
         by_expert=expert.flatten().sort(stable=True).indices,
     )
+
+
+def _places(order: Tensor, num_slots: int) -> Tensor:
+    """The place of each slot in ``order``."""
+    places = order.new_full((num_slots,), len(order))
+    return places.index_copy_(0, order, torch.arange(len(order), device=order.device))
 
 
 def check_share(num_experts: int, size: int, rank: int = 0) -> int:
@@ -156,31 +169,9 @@ def check_share(num_experts: int, size: int, rank: int = 0) -> int:
 # ------------------------------------------------------------------------------ there and back
 
 
-class PendingRows:
-    """Rows that are being sent to the experts; ``wait`` makes them usable."""
-
-    def __init__(
-        self,
-        plan: DispatchPlan,
-        rows: Tensor,
-        weights: Tensor,
-        exchanges: tuple[_Exchange, _Exchange] | None,
-    ) -> None:
-        self.plan, self._rows, self._weights, self._exchanges = plan, rows, weights, exchanges
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
-        """The rows [rows, hidden] sorted by expert, and their router weights [rows].
-
-        ``meanwhile`` is called in backward while the gradients are sent, for delayed weight
-        gradients.
-        """
-        rows, weights = self._rows, self._weights
-        if self._exchanges is not None:
-            by_expert = self.plan.by_expert
-            rows = _WaitForExchange.apply(rows, self._exchanges[0], meanwhile)
-            weights = _WaitForExchange.apply(weights, self._exchanges[1], None)
-            rows, weights = (_Pick.apply(value, by_expert) for value in (rows, weights))
-        return rows, weights
+# Waits for rows [rows, hidden] sorted by expert, and their router weights [rows]. What it is given
+# is called in backward while the gradients are sent, for delayed weight gradients.
+Arrival = Callable[[Callable[[], None] | None], tuple[Tensor, Tensor]]
 
 
 class Dispatcher:
@@ -190,31 +181,34 @@ class Dispatcher:
         self.axis = axis
         self._lanes: Lanes | None = None
 
-    def send(self, tokens: Tensor, routes: Routes, plan: DispatchPlan) -> PendingRows:
+    def send(self, tokens: Tensor, routes: Routes, plan: DispatchPlan) -> Arrival:
         """Begin to send tokens [tokens, hidden] to their experts."""
-        rows = _Spread.apply(tokens, plan.order, plan.num_choices, plan.num_slots)
+        rows = _Spread.apply(tokens, plan.order, plan.places, plan.num_choices, plan.padded)
         weights = routes.weights.flatten()
-        if plan.num_slots > len(weights):  # padding weighs nothing
+        if plan.padded:  # padding weighs nothing
             weights = F.pad(weights, (0, plan.num_choices))
         weights = _Pick.apply(weights, plan.order)
         if plan.sizes is None or plan.out_sizes is None:
-            return PendingRows(plan, rows, weights, None)
-        exchanges = (
-            self._exchange(plan.sizes, plan.out_sizes),
-            self._exchange(plan.sizes, plan.out_sizes),
-        )
-        rows = _StartExchange.apply(rows, exchanges[0])
-        weights = _StartExchange.apply(weights, exchanges[1])
-        return PendingRows(plan, rows, weights, exchanges)
+            return lambda _: (rows, weights)
+        first, second = (self._exchange(plan.sizes, plan.out_sizes) for _ in range(2))
+        sent = _StartExchange.apply(rows, first), _StartExchange.apply(weights, second)
+
+        def wait(meanwhile: Callable[[], None] | None) -> tuple[Tensor, Tensor]:
+            rows = _WaitForExchange.apply(sent[0], first, meanwhile)
+            weights = _WaitForExchange.apply(sent[1], second, None)
+            return _Pick.apply(rows, plan.by_expert), _Pick.apply(weights, plan.by_expert)
+
+        return wait
 
     def collect(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Send the experts' rows back and sum them per token: [tokens, hidden], and a row of
         padding where the plan has one."""
         if plan.sizes is not None and plan.out_sizes is not None:
-            rows = _Place.apply(rows, plan.by_expert, len(rows))
+            assert plan.by_expert is not None
+            rows = _Pick.apply(rows, _places(plan.by_expert, len(rows)))
             exchange = self._exchange(plan.out_sizes, plan.sizes)
             rows = _WaitForExchange.apply(_StartExchange.apply(rows, exchange), exchange, None)
-        summed: Tensor = _Sum.apply(rows, plan.order, plan.num_choices, plan.num_slots)
+        summed: Tensor = _Sum.apply(rows, plan.order, plan.places, plan.num_choices, plan.padded)
         return summed
 
     def _exchange(self, sizes: list[int], out_sizes: list[int]) -> _Exchange:
@@ -307,34 +301,30 @@ class _Spread(torch.autograd.Function):
     """Repeat each token's row for every choice that was kept, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.choices, ctx.num_slots, ctx.num_tokens = choices, num_slots, len(tokens)
-        index = order // choices
-        if num_slots > len(tokens) * choices:  # padding is a copy of some token
-            index.clamp_max_(len(tokens) - 1)
-        return tokens.index_select(0, index)
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
+        ctx.save_for_backward(order, places)
+        ctx.how, ctx.num_tokens = how, len(tokens)
+        return _copies(tokens, order, places, *how)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        summed = _sums(grad, order, ctx.choices, ctx.num_slots)
-        return summed[: ctx.num_tokens], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        order, places = ctx.saved_tensors
+        return _sums(grad, order, places, *ctx.how)[: ctx.num_tokens], None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """Sum the rows of each token, sorted by expert before: the reverse of :class:`_Spread`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.choices = choices
-        return _sums(rows, order, choices, num_slots)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, *how: Any) -> Tensor:
+        ctx.save_for_backward(order, places)
+        ctx.how = how
+        return _sums(rows, order, places, *how)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order // ctx.choices), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        order, places = ctx.saved_tensors
+        return _copies(grad, order, places, *ctx.how), None, None, None, None
 
 
 class _Pick(torch.autograd.Function):
@@ -352,40 +342,39 @@ class _Pick(torch.autograd.Function):
         return _placed(grad, order, ctx.num_slots), None
 
 
-class _Place(torch.autograd.Function):
-    """Put rows at their slots; zeros where a choice was dropped."""
+@operator(
+    "expert_copies(Tensor tokens, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
+    lambda tokens, order, *_: tokens.new_empty(len(order), *tokens.shape[1:]),
+)
+def _copies(tokens: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
+    """The row of each token for each of its choices, in ``order``."""
+    if _by_kernel(tokens) and not padded:
+        from shardwise.kernels.row_sums import row_copies
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(order)
-        return _placed(rows, order, num_slots)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
-
-
-def _fake_sums(rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
-    return rows.new_empty(num_slots // choices, *rows.shape[1:])
+        copies: Tensor = row_copies(tokens, places.view(-1, choices), len(order))
+        return copies
+    # Rows of padding are copies of some token.
+    return tokens.index_select(0, (order // choices).clamp_max_(len(tokens) - 1))
 
 
 @operator(
-    "expert_sums(Tensor rows, Tensor order, int choices, int num_slots) -> Tensor", _fake_sums
+    "expert_sums(Tensor rows, Tensor order, Tensor places, int choices, bool padded) -> Tensor",
+    lambda rows, _, places, choices, *__: rows.new_empty(len(places) // choices, *rows.shape[1:]),
 )
-def _sums(rows: Tensor, order: Tensor, choices: int, num_slots: int) -> Tensor:
+def _sums(rows: Tensor, order: Tensor, places: Tensor, choices: int, padded: bool) -> Tensor:
     """The sum of the rows of each token [tokens, ...], in the order of its choices."""
-    narrow = rows.dim() == 2 and rows.itemsize <= 4
-    if rows.device.type == "cuda" and narrow and has_triton():
+    if _by_kernel(rows):
         from shardwise.kernels.row_sums import row_sums
 
-        # The row of each slot; slots of dropped choices point behind the last row.
-        places = order.new_full((num_slots,), len(order))
-        places.index_copy_(0, order, torch.arange(len(order), device=order.device))
         summed: Tensor = row_sums(rows, places.view(-1, choices))
         return summed
-    slots = _placed(rows, order, num_slots).unflatten(0, (-1, choices))  # type: ignore[no-untyped-call]
+    slots = _placed(rows, order, len(places)).unflatten(0, (-1, choices))  # type: ignore[no-untyped-call]
     return torch.sum(slots, 1)
+
+
+def _by_kernel(rows: Tensor) -> bool:
+    narrow = rows.dim() == 2 and rows.itemsize <= 4
+    return rows.device.type == "cuda" and narrow and has_triton()
 
 
 def _placed(rows: Tensor, order: Tensor, num_slots: int) -> Tensor:

@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         delayed = self.axis is not None and self.experts.delay_weight_gradient
         # Delayed gradients are computed while gradients of rows are sent; else there is no delay.
         delayed = delayed and tokens.requires_grad and torch.is_grad_enabled()
-        rows, weights = arrival.wait(self.experts.backward_dw if delayed else None)
+        rows, weights = arrival(self.experts.backward_dw if delayed else None)
         delay = delayed if self.axis is not None else None
         rows = self.experts(rows, plan.ends, FullPrecision(weights), delay=delay)
         mixed = self._dispatcher.collect(rows, plan)

@@ -165,12 +165,12 @@ class FusedProducts(GroupedProducts):
     def activated(
         self, x: Rows, weight: Weight, bias: Tensor | None, p: Tensor, ends: Tensor, form: Form
     ) -> tuple[Tensor, Tensor]:
-        tile = self.fc1_tile
         if bias is not None:
             bias = bias.contiguous()  # biases in a packed buffer may have gaps between them
-        if tile is not None and isinstance(weight, Tensor) and _takes_fc1(weight, form, tile):
+        if (tile := _fc1_tile(weight, form, self.fc1_tile)) is not None:
             from shardwise.kernels import grouped_fc1
 
+            assert isinstance(weight, Tensor)
             return grouped_fc1.fc1(x, weight, bias, p, ends, tile=tile, **form.numbers)
         from shardwise.kernels import grouped_activation
 
@@ -191,10 +191,11 @@ class FusedProducts(GroupedProducts):
         return grouped_weight.bias_gradient(dy, ends, p)
 
 
-def _takes_fc1(weight: Tensor, form: Form, tile: GroupedTile) -> bool:
+def _fc1_tile(weight: Weight, form: Form, tile: GroupedTile | None) -> GroupedTile | None:
+    plain = isinstance(weight, Tensor) and weight.is_contiguous() and aligned(weight)
     width = weight.shape[1] // form.activation.inputs_per_output
-    fits = grouped.fits_fc1(width, form.block, form.activation.gated, tile)
-    return fits and weight.is_contiguous() and aligned(weight)
+    gated = form.activation.gated
+    return grouped.fc1_tile(width, form.block, gated, tile) if plain and tile else None
 
 
 def aligned(value: Tensor | None) -> bool:

@@ -303,7 +303,7 @@ def _figures(events: Sequence[Event], profile: Mapping[str, Any]) -> str:
         found["communication exposed"] = f"{100 * exposed:.1f} %"
     idle = number(profile.get("idle"))
     if idle is not None:
-        found["GPU idle in a step"] = f"{100 * idle:.1f} %"
+        found["GPU idle, profiled"] = f"{100 * idle:.1f} %"
     cells = (f"<div><b>{escape(b)}</b><span>{escape(a)}</span></div>" for a, b in found.items())
     return f'<div class="figures">{"".join(cells)}</div>' if found else ""
 

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise import comm
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_config import GPTConfig
-from shardwise.moe import mixtures_of
+from shardwise.moe import mixtures_of, router
 from shardwise.report.plan import Plan, plan
 from shardwise.train.build import build_model, build_optimizer, named_precision
 from shardwise.train.config import TrainConfig
@@ -85,11 +85,11 @@ def plan_of(config: TrainConfig, world_size: int, **options: Any) -> Plan:
     )
 
 
-def evenly(scores: Tensor, count: int, dim: int) -> Any:
-    """In the place of ``topk``: every expert is chosen as often as any other."""
+def evenly(scores: Tensor, count: int) -> Tensor:
+    """In the place of the best: every expert is chosen as often as any other."""
     tokens, experts = scores.shape
     first = torch.arange(tokens)[:, None] * count
-    return mock.Mock(indices=(first + torch.arange(count)) % experts)
+    return (first + torch.arange(count)) % experts
 
 
 def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
@@ -111,7 +111,7 @@ def measure(rank: int, world_size: int, model: Facts, changes: Facts) -> Facts:
         for number in range(config.num_microbatches):
             made.set_is_last_backward(number == config.num_microbatches - 1)
             tokens = torch.randint(64, (config.share(world_size), config.model.context))
-            with mock.patch.object(Tensor, "topk", evenly):
+            with mock.patch.object(router, "_best", evenly):
                 with comm.record() as calls:
                     loss = made(tokens, tokens)
                 phases["forward"].update(calls)

@@ -24,7 +24,12 @@ from shardwise.kernels import (  # noqa: E402
     grouped_fp8,
     grouped_weight,
 )
-from shardwise.kernels.grouped import FC1_TILE, WEIGHT_TILE, WEIGHT_TILE_16  # noqa: E402
+from shardwise.kernels.grouped import (  # noqa: E402
+    FC1_TILE,
+    WEIGHT_TILE,
+    WEIGHT_TILE_16,
+    GroupedTile,
+)
 
 SHARED_MEMORY = 227 * 1024
 
@@ -56,8 +61,8 @@ def box(*shape: int, kind: str = "bf16") -> str:
 
 
 @pytest.mark.parametrize("block", [0, 32], ids=["stacked", "interleaved"])
-def test_fc1(block: int) -> None:
-    tile = FC1_TILE
+@pytest.mark.parametrize("tile", [FC1_TILE, FC1_TILE.narrow], ids=["wide", "narrow"])
+def test_fc1(block: int, tile: GroupedTile) -> None:
     half = tile.columns // 2
     types = {
         "x_desc": box(tile.rows, tile.step),

@@ -29,6 +29,7 @@ if INSIDE:
         "swiglu": swiglu(),
         "clamped": clamped_quick_geglu(alpha=1.702, limit=0.7, offset=1.0),
         "squared relu": squared_relu(),
+        "narrow": swiglu(),
     }
 
 COUNTS = [5, 0, 41, 16, 1]
@@ -60,16 +61,18 @@ def through(mlp: GroupedMLP, path: str, fuse: bool) -> tuple[Tensor, Tensor, Ten
         ("clamped", 0, False),
         ("squared relu", 0, True),
         ("squared relu", 0, False),
+        ("narrow", 0, True),  # by the other tile
     ],
 )
 def test_the_fused_path_equals_the_loop(
     name: str, block: int, fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    activation = ACTIVATIONS[name]
+    width = 24 if name == "narrow" else WIDTH
     poison(monkeypatch)
     results = []
     for path in ("loop", "fused"):
-        mlp = wide(activation, gate_up_block=block, bias=name != "swiglu", path=path)
+        options: Any = {"gate_up_block": block, "bias": name != "swiglu", "path": path}
+        mlp = wide(ACTIVATIONS[name], width, **options)
         for parameter in mlp.parameters():
             parameter.main_grad = torch.ones(parameter.shape)
         y, x, p = through(mlp, path, fuse)
@@ -96,8 +99,8 @@ def test_a_clamp_does_not_hide_what_is_not_a_number(name: str, fuse: bool) -> No
         assert loop.any() and torch.equal(fused, loop), number
 
 
-def wide(activation: Any, **options: Any) -> GroupedMLP:
-    mlp = GroupedMLP(len(COUNTS), HIDDEN, WIDTH, activation=activation, **options)
+def wide(activation: Any, width: int = WIDTH, **options: Any) -> GroupedMLP:
+    mlp = GroupedMLP(len(COUNTS), HIDDEN, width, activation=activation, **options)
     generator = torch.Generator().manual_seed(5)
     for parameter in mlp.parameters():
         parameter.data.normal_(std=0.3, generator=generator)

@@ -360,5 +360,11 @@ def test_row_sums(columns: int) -> None:
     rows = torch.randn(10, columns)
     places = torch.tensor([[0, 3, 10], [9, 9, 1], [10, 10, 10], [5, 6, 7]])
     found = row_sums.row_sums(rows, places)
-    torch.testing.assert_close(found, row_sums.reference(rows, places))
+    padded = torch.cat([rows, rows.new_zeros(1, columns)])
+    torch.testing.assert_close(found, padded[places].sum(1))
     assert not found[2].any(), "a token whose choices were dropped"
+    places[1] = torch.tensor([2, 9, 1])  # each row has one place
+    copies = row_sums.row_copies(found, places, 10)
+    expert = [0, 1, 1, 0, 3, 3, 3, 3, 1, 1]
+    kept = [0, 1, 2, 3, 5, 6, 7, 9]
+    assert torch.equal(copies[kept], found[expert][kept])

@@ -57,6 +57,7 @@ def test_each_token_goes_to_its_highest_scores(score: Any, normalise: bool) -> N
         torch.testing.assert_close(routes.weights[token].detach(), expected)
     counts = torch.bincount(routes.experts.flatten(), minlength=EXPERTS)
     assert routes.counts.tolist() == counts.tolist() and int(routes.dropped) == 0
+    assert router(torch.zeros_like(x)).experts.tolist() == [[0, 1]] * TOKENS, "of equal ones, these"
 
 
 def test_logits_are_fp32_whatever_the_tokens_are() -> None:
